@@ -1,0 +1,1 @@
+"""On-policy distillation and reinforcement learning of language models on Ray pools."""

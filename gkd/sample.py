@@ -1,0 +1,115 @@
+"""The data that flows: a prompt becomes a sample, the teacher adds a target, a batch of both is one update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question put to the student.
+
+    ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held,
+    ``answer`` the reference answer where the data has one.
+    """
+
+    id: int
+    token_ids: Int32
+    text: str
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn. ``temperature`` 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response wanted: the ``index``-th of its prompt. Equal seeds give equal responses for equal weights."""
+
+    prompt: Prompt
+    index: int
+    seed: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A finished response.
+
+    ``response_ids`` [R] includes the end token when ``finish_reason`` is "stop"; ``logprobs`` [R] are the sampler's,
+    under the distribution that was sampled from; ``version`` is the weights' version that sampled it.
+    """
+
+    request: Request
+    response_ids: Int32
+    logprobs: Float32
+    version: int
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The teacher's view of a response of R tokens.
+
+    ``token_logprobs`` [R]: log-probability of each response token. ``ids`` [R, K] and ``logprobs`` [R, K]: the K most
+    likely tokens at each response position, in falling order. K is 0 where only the tokens were asked for.
+    All are natural logarithms at ``temperature``.
+    """
+
+    token_logprobs: Float32
+    ids: Int32
+    logprobs: Float32
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        rows = len(self.token_logprobs)
+        if self.ids.shape != self.logprobs.shape or self.ids.ndim != 2 or len(self.ids) != rows:
+            raise ValueError(
+                f"a target of {rows} positions has ids {self.ids.shape} and log-probabilities {self.logprobs.shape}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A sample with its target (None for samples that are only looked at); what the actor trains on."""
+
+    sample: Sample
+    target: Target | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the driver sees of a finished sample: a few numbers and a reference to the rest.
+
+    ``ref`` is a Ray object reference to the :class:`Scored`. ``generated_s`` and ``scored_s`` are clock times
+    (``time.time``) at which sampling and scoring ended.
+    """
+
+    prompt_id: int
+    index: int
+    n_prompt: int
+    n_response: int
+    finish_reason: str
+    version: int
+    worker: int
+    generated_s: float
+    scored_s: float
+    ref: Any
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return self.n_prompt + self.n_response
