@@ -59,7 +59,9 @@ class Settings(BaseModel):
 class Pool(Settings):
     """GPUs of one group of workers: ``n_gpus_per_node`` on each of ``nnodes`` nodes, one worker a GPU."""
 
-    n_gpus_per_node: int = Field(1, ge=1, description="GPUs of this group on each of its nodes; one worker a GPU")
+    n_gpus_per_node: int = Field(
+        1, ge=1, description="GPUs of this group on each of its nodes, one worker a GPU; null: as many as gpus names, or 1"
+    )
     nnodes: int = Field(1, ge=1, description="nodes this group spans")
     gpus: GpuRange = Field(
         None, description="exact GPU indices on each node: 0-1, '4,5,6,7' or 7; null: the next free ones"
@@ -69,9 +71,8 @@ class Pool(Settings):
     @classmethod
     def _count_from_range(cls, values: Any) -> Any:
         # A range says how many GPUs there are, so the count need not be written twice.
-        if isinstance(values, dict) and values.get("gpus") is not None and values.get("n_gpus_per_node") is None:
-            gpus = parse_gpus(values["gpus"])
-            return {**values, "n_gpus_per_node": len(gpus or [])}
+        if isinstance(values, dict) and values.get("n_gpus_per_node") is None:
+            return {**values, "n_gpus_per_node": len(parse_gpus(values.get("gpus")) or [0])}
         return values
 
     @model_validator(mode="after")

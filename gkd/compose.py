@@ -1,0 +1,77 @@
+"""Hydra composes files and overrides into one tree; :func:`gkd.config.load` checks it.
+
+Hydra's own messages run over several lines and end with exit code 1, so overrides are looked at first and every
+mistake becomes one :class:`ConfigError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gkd.config import Config, load, nearest, settings
+from gkd.errors import ConfigError
+
+# An installed package carries conf inside itself; a checkout has it at the top.
+_INSIDE, _TOP = Path(__file__).parent / "conf", Path(__file__).parents[1] / "conf"
+CONF_DIR = _INSIDE if _INSIDE.is_dir() else _TOP
+
+
+def groups() -> dict[str, list[str]]:
+    """Choices of every configuration group: recipe, placement, ..."""
+    return {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(CONF_DIR.iterdir()) if d.is_dir()}
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Compose conf/config.yaml with Hydra overrides such as ``+recipe=on_policy_distill`` or ``trainer.gpus=0-1``.
+
+    Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
+    """
+    # The recipe has no default to override, so Hydra asks for a plus; people forget it.
+    overrides = [f"+{o}" if o.startswith("recipe=") else o for o in overrides]
+    _check(overrides)
+    defaults = Config().model_dump()
+    for name in ("trainer", "rollout", "teacher"):
+        defaults[name]["n_gpus_per_node"] = None  # so that a range alone says how many
+    ConfigStore.instance().store(name="settings", node=OmegaConf.create(defaults))
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR.resolve())):
+            tree = OmegaConf.to_container(hydra_compose("config", overrides=list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    assert isinstance(tree, dict)
+    return load({str(k): v for k, v in tree.items()})
+
+
+def _check(overrides: Sequence[str]) -> None:
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        reason = str(error).splitlines()[0].split(":", 1)[-1].strip()
+        raise ConfigError(f"cannot read the overrides (quote what has spaces or commas): {reason}") from None
+    known, choices = settings(), groups()
+    for override in parsed:
+        key = override.key_or_group
+        if key in choices:
+            _check_choice(override, choices[key])
+        elif key not in known and not any(k.startswith(f"{key}.") for k in known):
+            raise ConfigError(f"unknown setting {key}{nearest(key, [*known, *choices])}")
+        elif override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: one value is expected; write a list as '[a,b]' or quote it")
+
+
+def _check_choice(override: Override, choices: list[str]) -> None:
+    value = override.value()
+    if value not in choices:
+        raise ConfigError(
+            f"{override.key_or_group}={value}: no such choice{nearest(str(value), choices)}; there are {', '.join(choices)}"
+        )
