@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -34,7 +35,8 @@ def groups() -> dict[str, list[str]]:
 def compose(overrides: Sequence[str]) -> Config:
     """Compose conf/config.yaml with Hydra overrides such as ``+recipe=on_policy_distill`` or ``trainer.gpus=0-1``.
 
-    Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
+    Where no model is named, the built-in task's settings (conf/task/sort_digits.yaml) come in between the recipe's and
+    the overrides. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
     # The recipe has no default to override, so Hydra asks for a plus; people forget it.
     overrides = [f"+{o}" if o.startswith("recipe=") else o for o in overrides]
@@ -43,13 +45,20 @@ def compose(overrides: Sequence[str]) -> Config:
     for name in ("trainer", "rollout", "teacher"):
         defaults[name]["n_gpus_per_node"] = None  # so that a range alone says how many
     ConfigStore.instance().store(name="settings", node=OmegaConf.create(defaults))
+    config = load(_tree(overrides))
+    if config.uses_builtin_task and not any(o.startswith("+task=") for o in overrides):
+        config = load(_tree([*overrides, "+task=sort_digits"]))
+    return config
+
+
+def _tree(overrides: Sequence[str]) -> dict[str, Any]:
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR.resolve())):
             tree = OmegaConf.to_container(hydra_compose("config", overrides=list(overrides)), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     assert isinstance(tree, dict)
-    return load({str(k): v for k, v in tree.items()})
+    return {str(k): v for k, v in tree.items()}
 
 
 def _check(overrides: Sequence[str]) -> None:
@@ -72,6 +81,5 @@ def _check(overrides: Sequence[str]) -> None:
 def _check_choice(override: Override, choices: list[str]) -> None:
     value = override.value()
     if value not in choices:
-        raise ConfigError(
-            f"{override.key_or_group}={value}: no such choice{nearest(str(value), choices)}; there are {', '.join(choices)}"
-        )
+        known = f"{nearest(str(value), choices)}; there are {', '.join(choices)}"
+        raise ConfigError(f"{override.key_or_group}={value}: no such choice{known}")

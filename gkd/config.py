@@ -60,7 +60,9 @@ class Pool(Settings):
     """GPUs of one group of workers: ``n_gpus_per_node`` on each of ``nnodes`` nodes, one worker a GPU."""
 
     n_gpus_per_node: int = Field(
-        1, ge=1, description="GPUs of this group on each of its nodes, one worker a GPU; null: as many as gpus names, or 1"
+        1,
+        ge=1,
+        description="GPUs of this group on each node, one worker a GPU; null: as many as gpus names, or 1",
     )
     nnodes: int = Field(1, ge=1, description="nodes this group spans")
     gpus: GpuRange = Field(
@@ -138,7 +140,7 @@ class Teacher(Engine):
     key_file: str | None = Field(
         None, description="CURVE key shared by server and clients; needed when server_ip is not loopback"
     )
-    max_top_k: int = Field(1024, ge=1, description="largest K a request may ask for; the full vocabulary counts too")
+    max_top_k: int = Field(32768, ge=1, description="largest K a request may ask for; the full vocabulary counts too")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence scored, tokens; null: the model's own")
     request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
@@ -151,7 +153,7 @@ class Trainer(Pool):
     total_steps: int = Field(100, ge=1, description="optimizer steps")
     batch_size: int = Field(64, ge=1, description="prompts a step")
     seed: int = Field(0, ge=0, description="seed of data order, sampling and the built-in student")
-    val_every: int = Field(50, ge=1, description="validate every so many steps, besides before the first and at the end")
+    val_every: int = Field(50, ge=1, description="validate every so many steps, also before the first and at the end")
     output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
     n_logged_samples: int = Field(4, ge=0, description="samples a step that are written to samples.jsonl")
@@ -182,7 +184,6 @@ class Actor(Settings):
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="tokens packed into one micro-batch on one rank")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
-    cpu_threads: int | None = Field(None, ge=1, description="threads a worker uses on a CPU; null: all cores")
 
 
 class Data(Settings):
@@ -190,7 +191,7 @@ class Data(Settings):
 
     train_files: Files = Field([], description="JSONL, Parquet or datasets directories; empty: the built-in task")
     val_files: Files = Field([], description="held-out prompts, same formats")
-    prompt_key: str = Field("prompt", description="column of the prompt; a list of messages goes through the chat template")
+    prompt_key: str = Field("prompt", description="column of the prompt; messages go through the chat template")
     answer_key: str | None = Field(None, description="column of the reference answer; null: no accuracy is measured")
     max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
     val_limit: int = Field(256, ge=1, description="validation prompts used at most")
@@ -236,11 +237,14 @@ class Weights(Settings):
 class Cluster(Settings):
     """Ray."""
 
-    address: str | None = Field(None, description="a running Ray cluster; null: RAY_ADDRESS, or a new one on this machine")
+    address: str | None = Field(None, description="a running Ray cluster; null: RAY_ADDRESS, or a private one here")
     simulate_gpus: int | Literal["auto"] | None = Field(
         None, description="logical GPUs Ray hands out on a machine that has none; auto: as many as the layout asks, "
         f"at most {MAX_AUTO_SIMULATED_GPUS}, where no GPU is found"
     )  # fmt: skip
+    cpu_threads: int | None = Field(
+        None, ge=1, description="threads a worker computes with where there is no GPU; null: all cores"
+    )
     cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved with each worker's GPU")
     reserve_timeout_s: float = Field(300.0, gt=0, description="time to wait for GPUs and CPUs to become free")
     start_timeout_s: float = Field(900.0, gt=0, description="time workers have to start and to load their models")

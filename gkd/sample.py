@@ -46,6 +46,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Job:
+    """A request under way, with what the teacher is asked about its response.
+
+    ``top_k`` None asks nothing.
+    """
+
+    key: int
+    request: Request
+    top_k: int | None
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A finished response.
 
@@ -94,10 +107,12 @@ class Scored:
 class Record:
     """What the driver sees of a finished sample: a few numbers and a reference to the rest.
 
+    ``key`` names the job it answers; ``worker`` is the engine that sampled it.
     ``ref`` is a Ray object reference to the :class:`Scored`. ``generated_s`` and ``scored_s`` are clock times
     (``time.time``) at which sampling and scoring ended.
     """
 
+    key: int
     prompt_id: int
     index: int
     n_prompt: int

@@ -1,0 +1,91 @@
+"""Attention over sequences laid end to end, plugged into any Hugging Face model that takes an attention function.
+
+Each token attends to the earlier tokens of its own sequence alone, so packing changes nothing but speed.
+Shapes: H query heads, G key-value heads, L tokens, D head size, S sequences, M longest sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "gkd_packed"
+# Arguments by which a model asks for an attention that is not the plain one; computing without them would be wrong.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each of the S sequences of ``cu_seq_lens_q`` [S + 1].
+
+    query [1, H, L, D], key and value [1, G, L, D]; returns [1, L, H, D] and no weights. Raises ValueError for
+    attention variants it does not compute.
+    """
+    asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if asked or cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError(f"packed attention lacks sequence bounds or does not know {asked}")
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=window,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(out, Tensor)
+        return out[None], None
+    return _padded(query[0], key[0], value[0], scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, cu: Tensor, longest: int
+) -> Tensor:
+    """Without a variable-length kernel: pad inside the attention only, where sequences of a micro-batch are alike.
+
+    q [H, L, D], k and v [G, L, D] -> [L, H, D]. Padding is on the right, which a causal mask never looks at.
+    """
+    lengths = cu.diff().long()
+    even = bool((lengths == longest).all())
+    if even:
+        qs, ks, vs = (x.reshape(len(x), -1, longest, x.shape[-1]).transpose(0, 1) for x in (q, k, v))
+    else:
+        steps = torch.arange(longest, device=q.device)
+        index = (cu[:-1, None].long() + steps).clamp(max=q.shape[1] - 1)  # [S, M]
+        qs, ks, vs = (x[:, index].transpose(0, 1) for x in (q, k, v))
+    mask = None
+    if window is not None and window < longest:
+        steps = torch.arange(longest, device=q.device)
+        behind = steps[:, None] - steps
+        mask = (behind >= 0) & (behind < window)
+    out = scaled_dot_product_attention(
+        qs, ks, vs, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
+    )  # [S, H, M, D]
+    out = out.transpose(1, 2)
+    return out.flatten(0, 1) if even else out[steps < lengths[:, None]]
+
+
+AttentionInterface.register(NAME, packed_attention)

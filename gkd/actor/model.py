@@ -1,0 +1,126 @@
+"""The student: a Hugging Face causal language model, sharded by FSDP2, whose head runs a few positions at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from gkd.actor import attention
+from gkd.actor.packing import MicroBatch
+
+Head = Callable[[Tensor], Tensor]
+Objective = Callable[[Tensor, Head], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Student(nn.Module):
+    """A language model together with its loss, so that FSDP2 gathers the head's weights around both.
+
+    ``lm`` is the Hugging Face model, parameters in float32. Calling it evaluates an objective on one micro-batch.
+    """
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+        self.packed = lm.config._attn_implementation == attention.NAME
+
+    def forward(self, micro: MicroBatch, objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
+        """``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
+        return objective(self.hidden(micro)[micro.rows], self.head)
+
+    def hidden(self, micro: MicroBatch) -> Tensor:
+        """Final hidden states [L, D] of every token of a micro-batch."""
+        if self.packed:
+            return self._base(
+                micro.token_ids[None],
+                position_ids=micro.position_ids[None],
+                cu_seq_lens_q=micro.cu_seqlens,
+                cu_seq_lens_k=micro.cu_seqlens,
+                max_length_q=micro.max_seqlen,
+                max_length_k=micro.max_seqlen,
+            )[0]
+        lengths = micro.cu_seqlens.diff()
+        steps = torch.arange(micro.max_seqlen, device=lengths.device)
+        real = steps < lengths[:, None]  # [S, M]
+        rows = torch.zeros(real.shape, dtype=torch.int64, device=lengths.device)
+        rows[real] = micro.token_ids
+        return self._base(rows, attention_mask=real.long())[real]
+
+    def _base(self, token_ids: Tensor, **kwargs: Any) -> Tensor:
+        hidden: Tensor = self.lm.base_model(token_ids, use_cache=False, **kwargs).last_hidden_state
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of hidden states [n, D], with the scalings that some families apply after the head."""
+        config = self.lm.config.get_text_config()
+        logits: Tensor = self.lm.get_output_embeddings()(hidden)
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if divisor := getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / divisor
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer, gathered from all ranks, by its Hugging Face name.
+
+        A collective: every rank has to iterate, in step. Weights tied to another are named once.
+        """
+        seen: set[int] = set()
+        for name, value in self.lm.state_dict(keep_vars=True).items():
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            whole = value.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            yield name, whole.to(dtype) if whole.is_floating_point() else whole
+
+
+def load(path: str | Path, gradient_checkpointing: bool = False) -> Student:
+    """Read a model directory, parameters in float32. Nothing is looked up on a hub."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    lm = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, attn_implementation=_attention(config), local_files_only=True
+    )
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lm.train()
+    return Student(lm)
+
+
+def _attention(config: PretrainedConfig) -> str:
+    """Packed attention for models that are attention all through and let it be replaced; else padded rows and sdpa.
+
+    Recurrent and linear-attention layers would carry state over from one sequence to the next, and soft-capped or
+    sink attention is not what the packed function computes.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    plain = kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
+    if plain and getattr(cls, "_supports_attention_backend", False) and text.model_type not in ("gpt_oss",):
+        return attention.NAME
+    return "sdpa" if getattr(cls, "_supports_sdpa", False) and plain else "eager"
+
+
+def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shard in place over the ranks of a one-dimensional mesh: every decoder layer by itself, the rest as the root.
+
+    Parameters, gradients and optimizer state stay in float32; computation is in ``compute_dtype``.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    layers = set(getattr(student.lm, "_no_split_modules", None) or ())
+    for module in student.lm.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(student, mesh=mesh, mp_policy=policy)

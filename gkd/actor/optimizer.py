@@ -1,0 +1,35 @@
+"""AdamW and its learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from gkd.config import Actor
+
+FLOOR = 0.1  # share of the peak at which linear and cosine decay end
+
+
+def learning_rate(settings: Actor, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step ``step`` (from 0): a linear rise over warmup_steps, then the chosen decay."""
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    if settings.lr_decay == "constant":
+        return settings.lr
+    done = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
+    left = 1 - done if settings.lr_decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return settings.lr * (FLOOR + (1 - FLOOR) * left)
+
+
+def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
+    """AdamW; norms, biases and other vectors are not decayed."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    beta1, beta2 = settings.betas
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(beta1, beta2))

@@ -1,0 +1,173 @@
+"""One rank of the actor: trains the student, hands out its weights, writes it to disk."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+from ray import ObjectRef
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+
+from gkd.actor.balance import pack
+from gkd.actor.model import load, shard
+from gkd.actor.optimizer import adamw, learning_rate
+from gkd.actor.packing import collate
+from gkd.algorithms import on_policy_distill
+from gkd.config import Config, Loss
+from gkd.errors import RunFailed
+from gkd.observability.memory import gpu_memory
+from gkd.sample import Scored
+from gkd.weights import object_store
+
+
+class ActorWorker:
+    """The student on one GPU (or on CPU cores), one of ``world`` ranks.
+
+    Built without a model; :meth:`open_store` on rank 0, then :meth:`join` and :meth:`load` on all.
+    """
+
+    def __init__(self, config: Config, model_path: str, rank: int, world: int, simulated: bool) -> None:
+        self.config, self.model_path, self.rank, self.world = config, model_path, rank, world
+        self.device = torch.device("cpu" if simulated else "cuda")
+        bf16 = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and not simulated)
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        if simulated:
+            torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
+        self.version = 0
+        # Only then are the sampler's log-probabilities those of the plain model.
+        self.on_policy = config.rollout.temperature == 1.0 and config.rollout.top_p == 1.0
+
+    def open_store(self) -> tuple[str, int]:
+        """On rank 0: open the rendezvous on a port this process chooses; returns host and port."""
+        host = ray.util.get_node_ip_address()
+        self.store = dist.TCPStore(host, 0, self.world, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        return host, self.store.port
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks. Raises RunFailed when they do not come within cluster.start_timeout_s."""
+        limit = datetime.timedelta(seconds=self.config.cluster.start_timeout_s)
+        if self.rank:
+            self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        dist.init_process_group(
+            backend,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=datetime.timedelta(seconds=self.config.trainer.update_timeout_s),
+        )
+
+    def load(self) -> int:
+        """Read the student and shard it over the ranks. Returns its number of parameters."""
+        torch.manual_seed(self.config.trainer.seed)
+        student = load(self.model_path, self.config.actor.gradient_checkpointing)
+        self.n_parameters = sum(p.numel() for p in student.parameters())
+        self.vocab_size = student.lm.config.get_text_config().vocab_size
+        student.to(self.device)
+        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
+        shard(student, mesh, self.dtype)
+        self.student, self.optimizer = student, adamw(student, self.config.actor)
+        return self.n_parameters
+
+    def update(self, refs: Sequence[ObjectRef], n_positions: int, loss: Loss, step: int) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch of ``n_positions`` response tokens over all ranks.
+
+        Returns the metrics of the whole batch. Raises RunFailed on a gradient that is not finite, before anything
+        is changed.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        sums, largest = self._accumulate(refs, n_positions, loss, train=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
+        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        if not math.isfinite(grad_norm):
+            raise RunFailed(f"the gradient of step {step} is not finite (norm {grad_norm}); nothing was updated")
+        lr = learning_rate(self.config.actor, step - 1, self.config.trainer.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.version += 1
+        metrics = self._reduce(sums, largest)
+        return {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
+
+    def evaluate(self, refs: Sequence[ObjectRef], n_positions: int, loss: Loss) -> dict[str, float]:
+        """The metrics of a batch without training on it; arguments as for :meth:`update`."""
+        self.student.eval()
+        try:
+            with torch.no_grad():
+                return self._reduce(*self._accumulate(refs, n_positions, loss, train=False))
+        finally:
+            self.student.train()
+
+    def _accumulate(
+        self, refs: Sequence[ObjectRef], n_positions: int, loss: Loss, train: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Forward, and backward when training, over micro-batches; returns sums and largest values of the metrics."""
+        scored: list[Scored] = ray.get(list(refs), timeout=self.config.trainer.update_timeout_s)
+        lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in scored]
+        parts = pack(lengths, self.config.actor.max_tokens_per_micro_batch)
+        turns = torch.tensor(len(parts), device=self.device)
+        dist.all_reduce(turns, dist.ReduceOp.MAX)  # FSDP gathers on all ranks at once: all take the same turns
+        parts += [[]] * (int(turns) - len(parts))
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+        largest: dict[str, Tensor] = {}
+        for part in parts:
+            micro = collate([scored[i] for i in part]).to(self.device)
+            objective = on_policy_distill.objective(micro, loss, self.config.actor.loss_chunk, self.on_policy)
+            total, diagnostics = self.student(micro, objective)
+            if train:
+                # FSDP averages gradients over ranks; the loss is a mean over the positions of all of them.
+                (total * (self.world / n_positions)).backward()
+            for name, value in diagnostics.items():
+                if name.endswith("_max"):
+                    largest[name] = torch.maximum(largest.get(name, value), value)
+                else:
+                    sums[name] += value / n_positions
+        return sums, largest
+
+    def _reduce(self, sums: dict[str, Tensor], largest: dict[str, Tensor]) -> dict[str, float]:
+        """Metrics of all ranks together. Every rank had at least one micro-batch, so all know the same names."""
+        found: dict[str, float] = {}
+        for values, operation in ((sums, dist.ReduceOp.SUM), (largest, dist.ReduceOp.MAX)):
+            if values:
+                names = sorted(values)
+                stacked = torch.stack([values[n].double() for n in names])
+                dist.all_reduce(stacked, operation)
+                found.update(zip(names, stacked.tolist(), strict=True))
+        return found
+
+    def publish(self) -> object_store.Push | None:
+        """Put the current weights into the object store. A collective; only rank 0 returns the push."""
+        tensors = self.student.full_tensors(self.dtype)
+        if self.rank:
+            for _ in tensors:
+                pass  # takes part in gathering
+            return None
+        settings = self.config.weights
+        return object_store.send(tensors, self.version, settings.bucket_mb << 20, settings.checksum)
+
+    def save(self, directory: str) -> None:
+        """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes."""
+        source = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
+        state = {name: t.cpu() for name, t in self.student.full_tensors(source)}
+        if self.rank == 0:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self.student.lm.save_pretrained(directory, state_dict=state)
+            AutoTokenizer.from_pretrained(self.model_path, local_files_only=True).save_pretrained(directory)
+        dist.barrier()
+
+    def memory(self) -> dict[str, float]:
+        """GPU memory of this rank in GB; empty on a CPU."""
+        return gpu_memory(self.device.type == "cpu")
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()

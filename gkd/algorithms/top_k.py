@@ -1,0 +1,29 @@
+"""How many of its most likely tokens the teacher is asked for. Kept free of torch for the driver."""
+
+from __future__ import annotations
+
+from gkd.config import Config
+from gkd.errors import ConfigError
+
+
+def top_k_wanted(config: Config, vocab_size: int) -> int:
+    """K to ask the teacher for in training: 0 where only the tokens' log-probabilities count, ``vocab_size`` for all.
+
+    Raises ConfigError when the full vocabulary is more than the teacher may be asked for.
+    """
+    loss = config.algorithm.loss
+    if loss.name == "sampled_reverse_kl":
+        return 0
+    wanted = min(loss.top_k or vocab_size, vocab_size)
+    if wanted > config.teacher.max_top_k:
+        asked = f"algorithm.loss.top_k={loss.top_k}" if loss.top_k else "algorithm.loss.top_k=null (full vocabulary)"
+        raise ConfigError(
+            f"{asked} asks the teacher for {wanted:,} log-probabilities a position, more than "
+            f"teacher.max_top_k={config.teacher.max_top_k:,}"
+        )
+    return wanted
+
+
+def top_k_for_validation(config: Config, vocab_size: int) -> int:
+    """K that val/reverse_kl is measured with: as in training, or all the teacher may be asked for."""
+    return min(config.algorithm.loss.top_k or vocab_size, vocab_size, config.teacher.max_top_k)

@@ -1,0 +1,95 @@
+"""``python -m gkd.main +recipe=on_policy_distill [OVERRIDES]``: compose the configuration, connect to Ray, run.
+
+Exit codes: 0 done; 1 the run failed; 2 what was asked cannot run; 130 and 143 ended by Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from gkd.compose import compose, groups
+from gkd.config import Config, settings
+from gkd.errors import ConfigError, RunFailed
+
+EPILOG = "--settings lists every setting; --config prints the configuration a command resolves to and ends."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def guarded(program: Callable[[], int]) -> int:
+    """Call ``program``; the project's own errors become one line on standard error and an exit code."""
+    try:
+        return program()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m gkd.main", description=__doc__, epilog=EPILOG)
+    parser.add_argument("--settings", action="store_true", help="list every setting with its meaning")
+    parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
+    options = parser.parse_args(arguments)
+    if options.settings:
+        for name, meaning in settings().items():
+            print(f"{name:38} {meaning}")
+        for group, choices in groups().items():
+            print(f"{group + '=':38} {', '.join(choices)}")
+        return 0
+    config = compose(options.overrides)
+    if options.config:
+        print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), end="")
+        return 0
+    if config.recipe == "none":
+        raise ConfigError(f"name a recipe: python -m gkd.main +recipe={{{','.join(groups()['recipe'])}}}")
+    run(config)
+    return 0
+
+
+def run(config: Config) -> None:
+    """One run from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind."""
+    from gkd.cluster.session import connect, exit_on_signals
+    from gkd.inputs import find_inputs
+    from gkd.observability.progress import console, log_to
+
+    started = time.monotonic()
+    out = console()
+    log_to(out)
+    exit_on_signals()
+    output = _output_dir(config)
+    inputs = find_inputs(config, out.print)
+    with connect(config) as session:
+        from gkd.run import drive
+
+        drive(config, inputs, session, output, out, started)
+
+
+def _output_dir(config: Config) -> Path:
+    """Where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path = Path(config.trainer.output_dir or f"outputs/{config.recipe}/{stamp}").absolute()
+    held = [name for name in ("config.yaml", "metrics.jsonl", "summary.json") if (path / name).exists()]
+    if held:
+        raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
+    return path

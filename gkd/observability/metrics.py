@@ -1,0 +1,70 @@
+"""The files a run writes as it goes: metrics.jsonl, one object a step, and samples.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import numpy as np
+
+from gkd.sample import Record
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each written through at once so that a crash loses nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one object. Raises ValueError for a number that JSON does not have (NaN, infinity)."""
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics without those that are not numbers: what could not be measured is left out."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def of_batch(records: Iterable[Record], version: int) -> dict[str, float]:
+    """response/* and staleness/* of a batch sampled for weights ``version``."""
+    records = list(records)
+    lengths = np.array([r.n_response for r in records])
+    age = np.array([version - r.version for r in records])
+    clipped = np.array([r.finish_reason == "length" for r in records])
+    return {
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/clip_ratio": float(clipped.mean()),
+        "staleness/mean": float(age.mean()),
+        "staleness/max": float(age.max()),
+    }
+
+
+def of_stages(started_s: float, records: Iterable[Record], waited_until_s: float) -> dict[str, float]:
+    """timing_s/{generate,score,wait} of a batch requested at ``started_s`` (``time.time``).
+
+    ``generate`` lasts until the last sample was finished, ``score`` is what scoring took beyond that (it runs beside
+    sampling), ``wait`` is how long the actor had nothing to do.
+    """
+    records = list(records)
+    generated = max(r.generated_s for r in records)
+    scored = max(r.scored_s for r in records)
+    return {
+        "timing_s/generate": generated - started_s,
+        "timing_s/score": max(0.0, scored - generated),
+        "timing_s/wait": waited_until_s - started_s,
+    }

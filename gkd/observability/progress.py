@@ -1,0 +1,97 @@
+"""What a run shows while it runs: one live line on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.status import Status
+
+LINE_EVERY_S = 10.0
+
+
+def console() -> Console:
+    """Standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
+    plain = Console(highlight=False)
+    return plain if plain.is_terminal else Console(highlight=False, width=200, soft_wrap=True)
+
+
+def log_to(out: Console) -> None:
+    """Send the project's own log records to the console, one line each."""
+    handler = RichHandler(console=out, show_time=False, show_path=False, show_level=False, markup=False)
+    logger = logging.getLogger("gkd")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def clock(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+class Progress:
+    """Step, loss, KL, tokens per second and time left.
+
+    On a terminal the line is rewritten in place; elsewhere it is printed at the first and last step and at most every
+    ten seconds between them.
+    """
+
+    def __init__(self, out: Console, total_steps: int) -> None:
+        self.out, self.total = out, total_steps
+        self._status: Status | None = out.status("") if out.is_terminal else None
+        self._started = time.monotonic()
+        self._printed = -LINE_EVERY_S
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.out.print(text)
+
+    def doing(self, what: str) -> None:
+        """What is going on, where a live line can show it."""
+        if self._status is not None:
+            self._status.update(what)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One finished step."""
+        line = self.line(step, metrics)
+        if self._status is not None:
+            self._status.update(line)
+            return
+        now = time.monotonic()
+        if step in (1, self.total) or now - self._printed >= LINE_EVERY_S:
+            self._printed = now
+            self.out.print(line)
+
+    def line(self, step: int, metrics: Mapping[str, float]) -> str:
+        """The line of a step, without what was not measured."""
+        left = (time.monotonic() - self._started) / step * (self.total - step)
+        parts = [f"step {step}/{self.total}"]
+        for label, name, form in (
+            ("loss", "distill/loss", ".4f"),
+            ("kl", "distill/reverse_kl", ".4f"),
+            ("length", "response/length_mean", ".1f"),
+            ("tok/s", "perf/tokens_per_second", ",.0f"),
+            ("s/step", "timing_s/step", ".2f"),
+        ):
+            if name in metrics:
+                parts.append(f"{label} {metrics[name]:{form}}")
+        return "  ".join([*parts, f"{clock(left)} left"])

@@ -1,0 +1,51 @@
+"""The end of a run: a table on the terminal and summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """val/* metrics of the student before and after and of the teacher; steps trained; wall-clock seconds."""
+
+    before: Values
+    after: Values
+    teacher: Values
+    steps: int
+    wall_s: float
+
+
+def line(values: Values) -> str:
+    """``val/accuracy 0.1234  val/reverse_kl 0.5678``."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+
+
+def write(summary: Summary, output_dir: Path) -> None:
+    """Write summary.json."""
+    text = json.dumps(asdict(summary), indent=2, allow_nan=False)
+    (output_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
+
+
+def show(summary: Summary, output_dir: Path, following: str, out: Console) -> None:
+    """Print before, after and teacher side by side, where the run is, and the command to try next."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for heading in ("before", "after", "teacher"):
+        table.add_column(heading, justify="right")
+    for name in dict.fromkeys([*summary.before, *summary.after, *summary.teacher]):
+        cells = (f"{v[name]:.4f}" if name in v else "" for v in (summary.before, summary.after, summary.teacher))
+        table.add_row(name, *cells)
+    out.print()
+    out.print(table)
+    out.print(f"\n{summary.steps} steps in {summary.wall_s:.0f} s; the run is in {output_dir}")
+    out.print(f"the trained student is in {output_dir / 'model'}")
+    out.print(f"next: {following}")

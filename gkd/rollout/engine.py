@@ -1,0 +1,38 @@
+"""What a sampling engine is, whichever library does the sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from gkd.sample import Float32, Int32, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A response that is complete: ``key`` as given to :meth:`SamplingEngine.add`, arrays of R tokens."""
+
+    key: int
+    response_ids: Int32
+    logprobs: Float32
+    finish_reason: Literal["stop", "length"]
+
+
+class SamplingEngine(Protocol):
+    """Samples responses. All methods are called from one thread."""
+
+    def add(self, key: int, request: Request) -> None:
+        """Take a request on. Raises ValueError when the engine cannot serve it."""
+
+    def step(self) -> list[Finished]:
+        """Work for a moment; return what became finished."""
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+
+    def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
+        """Replace the weights while idle."""

@@ -1,0 +1,147 @@
+"""The driver's view of the rollout engines: prompts out as engines free up, records in as samples finish."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from gkd.actor.group import memory_of
+from gkd.cluster.failure import explain
+from gkd.cluster.group import Group, Pending
+from gkd.config import Config
+from gkd.errors import RunFailed
+from gkd.sample import Job, Record, Request, Scored
+from gkd.weights.object_store import Push
+
+log = logging.getLogger("gkd")
+FETCH_TIMEOUT_S = 300.0
+
+
+class RolloutGroup:
+    """Hands each request to the engine with most free places.
+
+    When an engine dies while others live, what it was doing is done again by these; when none is left the run fails.
+    So it is with the teachers: their clients ask another replica, and without any the run fails at once instead of
+    after a deadline.
+    """
+
+    def __init__(self, group: Group, config: Config, teachers: Pending | None) -> None:
+        self.group, self.config = group, config
+        # What serves until it fails, by reference: a teacher's name for messages.
+        self._teachers = dict(zip(teachers.refs, teachers.workers, strict=True)) if teachers else {}
+        self.alive = list(range(len(group)))
+        self._next_key = 0
+        self._serving = group.submit("serve")  # what it raises comes out of the streams
+        self._streams: dict[int, Any] = {i: group.stream(i, "records") for i in self.alive}
+
+    def sample(
+        self, requests: Sequence[Request], top_k: int | None, temperature: float, timeout_s: float
+    ) -> list[Record]:
+        """Have every request sampled, and scored with ``top_k`` at ``temperature`` unless that is None.
+
+        Returns one record a request, in the order of ``requests``. Raises RunFailed when ``timeout_s`` is over or no
+        engine is left.
+        """
+        first = self._next_key
+        self._next_key += len(requests)
+        waiting = [Job(first + i, r, top_k, temperature) for i, r in enumerate(requests)]
+        waiting.reverse()  # taken from the end
+        at_work: dict[int, dict[int, Job]] = {i: {} for i in self.alive}
+        found: dict[int, Record] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(found) < len(requests):
+            self._hand_out(waiting, at_work)
+            for engine, records in self._collect(deadline, timeout_s, len(requests) - len(found)):
+                if records is None:
+                    waiting += at_work.pop(engine).values()
+                    continue
+                for record in records:
+                    if at_work[engine].pop(record.key, None) is not None:
+                        found[record.key] = record
+        return [found[key] for key in sorted(found)]
+
+    def _hand_out(self, waiting: list[Job], at_work: dict[int, dict[int, Job]]) -> None:
+        """Fill the engines' free places, the emptiest engine first."""
+        chosen: dict[int, list[Job]] = {}
+        capacity = self.config.rollout.max_num_seqs
+        while waiting:
+            engine = min(at_work, key=lambda i: len(at_work[i]))
+            if len(at_work[engine]) >= capacity:
+                break
+            job = waiting.pop()
+            at_work[engine][job.key] = job
+            chosen.setdefault(engine, []).append(job)
+        for engine, jobs in chosen.items():
+            self.group.workers[engine].control.remote("submit", jobs)
+
+    def _collect(self, deadline: float, timeout_s: float, missing: int) -> list[tuple[int, list[Record] | None]]:
+        """Records that have come, by engine; None for an engine that died."""
+        by_stream = {stream: engine for engine, stream in self._streams.items()}
+        watched = [*by_stream, *self._teachers]
+        ready, _ = ray.wait(watched, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RunFailed(
+                f"{missing} samples were not finished and scored within {timeout_s:g} s (rollout.timeout_s); "
+                f"engines alive: {len(self.alive)} of {len(self.group)}"
+            )
+        found: list[tuple[int, list[Record] | None]] = []
+        for stream in ready:
+            if stream in self._teachers:
+                self._lose_teacher(stream)
+                continue
+            engine = by_stream[stream]
+            try:
+                found.append((engine, ray.get(next(stream), timeout=FETCH_TIMEOUT_S)))
+            except StopIteration:
+                raise RunFailed(f"{self.group.reports[engine]} stopped sampling by itself") from None
+            except RayActorError as error:
+                self._lose(engine, error)
+                found.append((engine, None))
+            except RayError as error:
+                raise self.group.explain(engine, error) from error
+        return found
+
+    def _lose(self, engine: int, error: RayActorError) -> None:
+        failure = self.group.explain(engine, error)
+        self.alive.remove(engine)
+        del self._streams[engine]
+        if not self.alive:
+            raise failure
+        log.warning("%s; its samples are done again by the other %d engines", failure, len(self.alive))
+
+    def _lose_teacher(self, serving: Any) -> None:
+        who = self._teachers.pop(serving)
+        try:
+            ray.get(serving)
+            failure: Exception = RunFailed(f"{who} stopped serving by itself")
+        except Exception as error:
+            failure = explain(error, who)
+        if not self._teachers:
+            raise failure
+        log.warning("%s; the other %d teachers go on", failure, len(self._teachers))
+
+    def fetch(self, records: Sequence[Record]) -> list[Scored]:
+        """The samples behind records, with the arrays. For the few that the driver looks at."""
+        found: list[Scored] = ray.get([r.ref for r in records], timeout=FETCH_TIMEOUT_S)
+        return found
+
+    def receive(self, push: Push, timeout_s: float) -> None:
+        """Have every engine load a version of the weights before it samples again."""
+        living = self.group.only(self.alive)
+        versions = living.control("receive", push, timeout_s=timeout_s, what=f"loading weights version {push.version}")
+        wrong = [v for v in versions if v != push.version]
+        if wrong:
+            raise RunFailed(f"engines serve weights version {wrong[0]} instead of {push.version}")
+
+    def memory(self) -> dict[str, float]:
+        """memory/rollout/* of the fullest engine."""
+        return memory_of(self.group.only(self.alive))
+
+    def stop(self, timeout_s: float) -> None:
+        """Have the engines end their work."""
+        self.group.only(self.alive).control("stop", timeout_s=timeout_s)

@@ -1,0 +1,71 @@
+"""Sampling with vLLM, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.exceptions import VLLMValidationError
+
+from gkd.rollout.engine import Finished
+from gkd.sample import Request
+from gkd.weights import vllm_backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class VLLMEngine:
+    """Continuous batching: requests join and leave at every step.
+
+    ``llm`` is an engine started with :func:`gkd.weights.vllm_backend.register`'s backend and with log-probabilities
+    of the distribution that is sampled from (``logprobs_mode="processed_logprobs"``).
+    """
+
+    def __init__(self, llm: LLM, eos_ids: list[int]) -> None:
+        self.llm, self.engine, self.eos_ids = llm, llm.llm_engine, eos_ids
+
+    def add(self, key: int, request: Request) -> None:
+        """Take a request on. Raises ValueError when it is longer than the model takes."""
+        sampling = request.sampling
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=request.seed,
+            stop_token_ids=self.eos_ids,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())
+        try:
+            self.engine.add_request(str(key), prompt, params)
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from None
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self.engine.has_unfinished_requests())
+
+    def step(self) -> list[Finished]:
+        """One forward pass over everything running."""
+        finished = []
+        for output in self.engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                finished.append(
+                    Finished(
+                        int(output.request_id),
+                        np.array(completion.token_ids, dtype=np.int32),
+                        np.array(completion.logprobs.logprobs, dtype=np.float32),
+                        "stop" if completion.finish_reason == "stop" else "length",
+                    )
+                )
+        return finished
+
+    def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
+        """Replace the weights while idle and forget every cached prefix."""
+        vllm_backend.load(self.llm, pieces, version)

@@ -1,0 +1,98 @@
+"""How this project starts vLLM: the environment a process needs before importing it, and the arguments of an engine.
+
+Rollout and teacher both run vLLM inside their own process, so that nothing outlives a worker that dies and the model
+object is at hand. Nothing here imports vLLM or torch.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import Any, Literal
+
+from gkd.config import Engine
+
+Device = Literal["cpu", "cuda"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+GIB = 1 << 30
+
+
+def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str]:
+    """Environment variables to set before torch or vLLM is imported in a process whose engine runs on ``device``.
+
+    ``cpu_threads`` an engine on a CPU computes with; None: every core this process may use. vLLM logs errors only,
+    unless ``VLLM_LOGGING_LEVEL`` already says otherwise.
+    """
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; 38 s to start become 5
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        # Its warnings tell of things chosen here on purpose, with a traceback for the chat template it cannot warm up.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        # Scoring needs room for one token more than the longest sequence (see teacher.scoring); it is never computed.
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cuda":
+        return common
+    return {
+        **common,
+        # Otherwise every engine of a machine pins itself to the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Ray sets this to the CPUs an actor reserves, which is a share for scheduling, not a width to compute with.
+        "OMP_NUM_THREADS": str(cpu_threads or len(os.sched_getaffinity(0))),
+        # All that would be compiled in eager mode is the count behind a token's rank, in 5 to 18 s.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def engine_arguments(
+    model_path: str,
+    device: Device,
+    settings: Engine,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+    prefix_caching: bool = True,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for the engine of a pool.
+
+    Prompts go in and come out as token ids, so no tokenizer is loaded. ``max_model_len`` None is the model's own
+    length, or as much of it as the key-value cache takes. ``logprobs_mode`` "processed_logprobs" are those of the
+    distribution that was sampled from (temperature and top_p applied), "raw_logprobs" the model's. Any number of
+    log-probabilities may be asked for. On a CPU bfloat16 is six times slower than float32, so "auto" is float32.
+    """
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "dtype": dtype if dtype != "auto" else {"cpu": "float32", "cuda": "bfloat16"}[device],
+        "max_model_len": -1 if max_model_len is None else max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_logprobs": -1,
+        "logprobs_mode": logprobs_mode,
+        "enable_prefix_caching": prefix_caching,
+        "enforce_eager": settings.enforce_eager or device == "cpu",
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "seed": seed,
+        "disable_log_stats": True,
+    }
+    if max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = max_num_batched_tokens
+    if device == "cpu":
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_gb * GIB
+    return arguments
+
+
+def installed_device() -> Device:
+    """Where engines run on this machine: "cpu" when the CPU build of vLLM is installed, "cuda" otherwise."""
+    try:
+        metadata.distribution("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"

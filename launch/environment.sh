@@ -1,0 +1,57 @@
+# Sourced by quickstart.sh and test.sh: makes .venv with what this machine can use, once for every pyproject.toml.
+#   environment EXTRAS...     e.g. environment test
+# Sets PYTHON. GKD_DEVICE=cpu or cuda overrides what is found.
+
+die() { echo "error: $*" >&2; exit 1; }
+
+find_python() {
+  local candidate
+  for candidate in python3.13 python3.12 python3.11 python3; do
+    if "$candidate" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+find_device() {
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi
+}
+
+install_cpu_torch() {
+  # The plain torch of the package index is a CUDA build of several GB; the CPU build has a name of its own, and an
+  # index of its own where the configured one lacks it.
+  local wanted="torch==2.13.0+cpu"
+  "$PYTHON" -m pip install --quiet "$wanted" 2>/dev/null ||
+    "$PYTHON" -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu "$wanted" ||
+    die "cannot install $wanted: neither the configured package index nor PyTorch's CPU index has it for this Python"
+}
+
+environment() {
+  local top device extras stamp base
+  top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+  cd "$top"
+  device=${GKD_DEVICE:-$(find_device)}
+  [ "$device" = cpu ] || [ "$device" = cuda ] || die "GKD_DEVICE=$device: expected cpu or cuda"
+  extras=$(IFS=,; echo "$device${*:+,$*}")
+  stamp=".venv/.installed-$extras-$(cat pyproject.toml launch/environment.sh | sha256sum | cut -c1-16)"
+  PYTHON="$top/.venv/bin/python"
+  [ -e "$stamp" ] && [ -x "$PYTHON" ] && return
+  if [ ! -x "$PYTHON" ]; then
+    base=$(find_python) || die "Python 3.11, 3.12 or 3.13 is needed and none was found (Debian: apt-get install python3 python3-venv)"
+    echo "making .venv with $("$base" --version)"
+    "$base" -m venv .venv || { rm -rf .venv; die "$base cannot make a virtual environment (Debian: apt-get install python3-venv)"; }
+  fi
+  echo "installing gkd[$extras] into .venv; the first time this takes some minutes"
+  if [ "$device" = cpu ]; then install_cpu_torch; fi
+  "$PYTHON" -m pip install --quiet --editable ".[$extras]" || die "installing gkd[$extras] failed; the lines above say why"
+  if [ "$device" = cpu ]; then
+    # vLLM asks for these; beside a CPU torch their CUDA builds keep transformers from being imported. Nothing here uses them.
+    "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  fi
+  "$PYTHON" -c "import torch, transformers, vllm, ray, hydra" 2>/dev/null ||
+    die "the installation is incomplete: $("$PYTHON" -c "import torch, transformers, vllm, ray, hydra" 2>&1 | tail -n 1)"
+  rm -f .venv/.installed-"$extras"-*
+  touch "$stamp"
+}

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The one test command: ruff, mypy --strict, pytest.
+#   ./launch/test.sh [PYTEST ARGUMENTS]     e.g. ./launch/test.sh tests/losses -k jsd
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+environment test
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
+exec "$PYTHON" -m pytest "$@"

@@ -1,0 +1,70 @@
+"""Tiny random models and samples for the actor's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from gkd.sample import Prompt, Request, Sample, Sampling, Scored, Target
+
+VOCAB = 40
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "qwen2 tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "mistral sliding window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
+    # Soft-capped attention and logits: the packed function does not compute it, so rows are padded.
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=4, query_pre_attn_scalar=8)),
+}
+
+
+def make(family: str, seed: int = 0) -> PreTrainedModel:
+    """A model of a family with weights large enough that its predictions are far from uniform."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model.float()
+
+
+def scored(n: int, k: int = VOCAB, seed: int = 0) -> list[Scored]:
+    """Samples of different lengths with random targets over k tokens."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(n):
+        p, r = int(rng.integers(1, 9)), int(rng.integers(1, 12))
+        logits = rng.normal(size=(r, VOCAB)).astype(np.float32)
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        ids = np.argsort(-logprobs, -1)[:, :k].astype(np.int32)
+        response = rng.integers(2, VOCAB, r).astype(np.int32)
+        target = Target(
+            np.take_along_axis(logprobs, response[:, None], 1)[:, 0], ids, np.take_along_axis(logprobs, ids, 1)
+        )
+        prompt = Prompt(i, rng.integers(2, VOCAB, p).astype(np.int32), "")
+        sampler = -rng.random(r).astype(np.float32)
+        found.append(Scored(Sample(Request(prompt, 0, i, Sampling(12)), response, sampler, 0, "stop"), target))
+    return found

@@ -1,0 +1,22 @@
+"""Fixtures that several rooms share: one private Ray, one vLLM engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A Ray of this test run's own with eight simulated GPUs."""
+    import ray
+
+    ray.init(
+        address="local", num_cpus=8, num_gpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    yield
+    ray.shutdown()
