@@ -70,6 +70,8 @@ def _check(overrides: Sequence[str]) -> None:
     known, choices = settings(), groups()
     for override in parsed:
         key = override.key_or_group
+        if not key:
+            raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
         if key in choices:
             _check_choice(override, choices[key])
         elif key not in known and not any(k.startswith(f"{key}.") for k in known):

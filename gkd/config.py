@@ -26,10 +26,12 @@ def parse_gpus(value: Any) -> list[int] | None:
     if value is None:
         return None
     parts = value if isinstance(value, list) else str(value).split(",")
+    if not parts:
+        raise ValueError("the list of GPUs is empty")
     found: list[int] = []
     for part in parts:
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part))
-        if match is None or isinstance(part, bool):
+        if match is None:
             raise ValueError("expected a range such as 0-3, a list such as '4,5,6,7', or one number")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
@@ -73,9 +75,13 @@ class Pool(Settings):
     @classmethod
     def _count_from_range(cls, values: Any) -> Any:
         # A range says how many GPUs there are, so the count need not be written twice.
-        if isinstance(values, dict) and values.get("n_gpus_per_node") is None:
-            return {**values, "n_gpus_per_node": len(parse_gpus(values.get("gpus")) or [0])}
-        return values
+        if not isinstance(values, dict) or values.get("n_gpus_per_node") is not None:
+            return values
+        try:
+            found = parse_gpus(values.get("gpus"))
+        except ValueError:  # the field's own check names the key
+            found = None
+        return {**values, "n_gpus_per_node": len(found or [0])}
 
     @model_validator(mode="after")
     def _range_and_count_agree(self) -> Pool:

@@ -47,14 +47,14 @@ class MicroBatch:
         )
 
 
-def collate(scored: Sequence[Scored]) -> MicroBatch:
-    """Lay samples end to end.
+def collate(scored: Sequence[Scored], top_k: int) -> MicroBatch:
+    """Lay samples end to end. ``top_k`` is the K of their targets, which a batch without samples has as well.
 
     The end token is a response token like the others and has a row; what would follow it has none, so the position
     after the end carries no loss.
     """
     if not scored:
-        return _empty()
+        return _empty(top_k)
     lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in scored]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = [
@@ -62,8 +62,8 @@ def collate(scored: Sequence[Scored]) -> MicroBatch:
         for i, s in enumerate(scored)
     ]
     ids = [part for s in scored for part in (s.sample.request.prompt.token_ids, s.sample.response_ids)]
-    targets = [s.target for s in scored]
-    assert all(t is not None for t in targets), "only scored samples are trained on"
+    targets = [s.target for s in scored if s.target is not None]
+    assert len(targets) == len(scored), "only scored samples are trained on"
     return MicroBatch(
         token_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
@@ -72,15 +72,15 @@ def collate(scored: Sequence[Scored]) -> MicroBatch:
         rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
         targets=PositionTargets(
             token_ids=torch.from_numpy(np.concatenate([s.sample.response_ids for s in scored]).astype(np.int64)),
-            teacher_token_logprobs=torch.from_numpy(np.concatenate([t.token_logprobs for t in targets if t])),
-            ids=torch.from_numpy(np.concatenate([t.ids for t in targets if t]).astype(np.int64)),
-            logprobs=torch.from_numpy(np.concatenate([t.logprobs for t in targets if t])),
+            teacher_token_logprobs=torch.from_numpy(np.concatenate([t.token_logprobs for t in targets])),
+            ids=torch.from_numpy(np.concatenate([t.ids for t in targets]).astype(np.int64)),
+            logprobs=torch.from_numpy(np.concatenate([t.logprobs for t in targets])),
         ),
         sampler_logprobs=torch.from_numpy(np.concatenate([s.sample.logprobs for s in scored])),
     )
 
 
-def _empty() -> MicroBatch:
+def _empty(top_k: int) -> MicroBatch:
     none = torch.zeros(0)
     return MicroBatch(
         token_ids=torch.zeros(1, dtype=torch.int64),
@@ -88,6 +88,6 @@ def _empty() -> MicroBatch:
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         max_seqlen=1,
         rows=none.long(),
-        targets=PositionTargets(none.long(), none, none.long().reshape(0, 1), none.reshape(0, 1)),
+        targets=PositionTargets(none.long(), none, none.long().reshape(0, top_k), none.reshape(0, top_k)),
         sampler_logprobs=none,
     )

@@ -24,6 +24,7 @@ from gkd.actor.packing import collate
 from gkd.algorithms import on_policy_distill
 from gkd.config import Config, Loss
 from gkd.errors import RunFailed
+from gkd.losses.targets import check_targets
 from gkd.observability.memory import gpu_memory
 from gkd.sample import Scored
 from gkd.weights import object_store
@@ -114,13 +115,18 @@ class ActorWorker:
         scored: list[Scored] = ray.get(list(refs), timeout=self.config.trainer.update_timeout_s)
         lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in scored]
         parts = pack(lengths, self.config.actor.max_tokens_per_micro_batch)
-        turns = torch.tensor(len(parts), device=self.device)
-        dist.all_reduce(turns, dist.ReduceOp.MAX)  # FSDP gathers on all ranks at once: all take the same turns
-        parts += [[]] * (int(turns) - len(parts))
+        # FSDP gathers on all ranks at once, so all take the same turns; and all report the same metrics.
+        known = torch.tensor([len(parts), max((s.target.ids.shape[1] for s in scored if s.target), default=0)])
+        known = known.to(self.device)
+        dist.all_reduce(known, dist.ReduceOp.MAX)
+        turns, top_k = known.tolist()
+        parts += [[]] * (turns - len(parts))
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         largest: dict[str, Tensor] = {}
         for part in parts:
-            micro = collate([scored[i] for i in part]).to(self.device)
+            micro = collate([scored[i] for i in part], top_k)
+            check_targets(self.vocab_size, micro.targets)
+            micro = micro.to(self.device)
             objective = on_policy_distill.objective(micro, loss, self.config.actor.loss_chunk, self.on_policy)
             total, diagnostics = self.student(micro, objective)
             if train:

@@ -24,10 +24,10 @@ def objective(micro: MicroBatch, loss: Loss, chunk: int, on_policy: bool) -> Obj
 
     def evaluate(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
         weights = torch.ones(len(hidden), device=hidden.device)
-        total, sums, token_logprobs = chunked_loss(hidden, head, micro.targets, loss, chunk, weights)
-        metrics = {f"distill/{name}": value for name, value in sums.items()}
-        metrics["distill/loss"] = total.detach()
-        metrics["actor/entropy"] = metrics.pop("distill/entropy")
+        total, found = chunked_loss(hidden, head, micro.targets, loss, chunk, weights)
+        token_logprobs = found.pop("token_logprobs")
+        metrics = {"distill/loss": total.detach(), "actor/entropy": found.pop("entropy").sum()}
+        metrics |= {f"distill/{name}": value.sum() for name, value in found.items()}
         if on_policy:
             metrics |= mismatch(token_logprobs, micro.sampler_logprobs)
         return total, metrics

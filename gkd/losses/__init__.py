@@ -1,0 +1,1 @@
+"""Divergences between student and teacher at response positions."""

@@ -36,7 +36,7 @@ def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(found: lis
 
 def test_collate_has_a_row_for_every_response_token_and_none_after_the_end() -> None:
     samples = models.scored(5)
-    micro = collate(samples)
+    micro = collate(samples, models.VOCAB)
     response = torch.cat([torch.from_numpy(s.sample.response_ids) for s in samples])
     assert len(micro.rows) == len(response)
     assert torch.equal(micro.token_ids[micro.rows + 1], response.long())  # each row predicts its response token
@@ -50,7 +50,9 @@ def gradients(
     model.zero_grad()
     total = 0.0
     for batch in batches:
-        value, _ = model(collate(batch), objective(collate(batch), loss, chunk, on_policy=True))
+        value, _ = model(
+            collate(batch, models.VOCAB), objective(collate(batch, models.VOCAB), loss, chunk, on_policy=True)
+        )
         value.backward()
         total += value.item()
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -68,7 +70,7 @@ def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, tmp
     plain = models.make(family).train()
     expected, reference = 0.0, {}
     for s in samples:
-        micro = collate([s])
+        micro = collate([s], models.VOCAB)
         logits = plain(micro.token_ids[None], use_cache=False).logits[0][micro.rows]
         value, _ = objective(micro, loss, 1024, on_policy=True)(logits, lambda x: x)
         value.backward()

@@ -1,0 +1,90 @@
+"""The teacher's view of N response positions, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASS_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTargets:
+    """What the teacher says at N positions; :class:`gkd.sample.Target` of many samples end to end.
+
+    ``token_ids`` [N]: the response tokens. ``teacher_token_logprobs`` [N]: their log-probabilities under the teacher.
+    ``ids`` [N, K] and ``logprobs`` [N, K]: the teacher's K most likely tokens, distinct, in any order. K is 0 where
+    only the tokens were scored. Ids may be of any integer type; a divergence widens those it works on.
+    """
+
+    token_ids: Tensor
+    teacher_token_logprobs: Tensor
+    ids: Tensor
+    logprobs: Tensor
+
+    def __post_init__(self) -> None:
+        n = self.token_ids.shape
+        if len(n) != 1 or self.teacher_token_logprobs.shape != n:
+            raise ValueError(
+                f"token_ids {tuple(n)} and teacher_token_logprobs {tuple(self.teacher_token_logprobs.shape)}: "
+                "expected [N] twice"
+            )
+        if self.ids.ndim != 2 or self.ids.shape[:1] != n or self.logprobs.shape != self.ids.shape:
+            raise ValueError(
+                f"ids {tuple(self.ids.shape)} and logprobs {tuple(self.logprobs.shape)}: expected [{n[0]}, K] twice"
+            )
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.token_ids)
+
+    @property
+    def k(self) -> int:
+        """K, the number of the teacher's tokens at each position."""
+        return self.ids.shape[1]
+
+    def rows(self, start: int, stop: int) -> PositionTargets:
+        """Positions ``start`` to ``stop``, sharing memory."""
+        return self._map(lambda tensor: tensor[start:stop])
+
+    def to(self, device: torch.device | str) -> PositionTargets:
+        """The same on ``device``."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PositionTargets:
+        return PositionTargets(
+            change(self.token_ids), change(self.teacher_token_logprobs), change(self.ids), change(self.logprobs)
+        )
+
+
+def check_targets(vocab_size: int, targets: PositionTargets) -> None:
+    """Raise ValueError unless a student of ``vocab_size`` logits can be trained on ``targets``.
+
+    It reads every number, so call it once on the CPU, before the targets go to a GPU; the losses do not check again.
+    """
+    if targets.k > vocab_size:
+        raise ValueError(f"the teacher gave {targets.k} tokens a position, the student's vocabulary has {vocab_size}")
+    for what, ids in (("a response", targets.token_ids), ("the teacher's top K", targets.ids)):
+        if ids.numel() == 0:
+            continue
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(
+                f"token {wrong} in {what} is outside the student's vocabulary of {vocab_size}: student and teacher "
+                "need the same tokenizer, and a teacher with more (padded) rows must leave those out"
+            )
+    for what, log_mass in (
+        ("of a response token", targets.teacher_token_logprobs),
+        (f"of the top {targets.k} together", torch.logsumexp(targets.logprobs, -1)),
+    ):
+        wrong_rows = ~(log_mass <= MASS_TOLERANCE)  # a NaN is wrong too
+        if wrong_rows.any():
+            row = int(wrong_rows.nonzero()[0, 0])
+            raise ValueError(
+                f"the teacher's probability {what} is {float(log_mass[row].exp()):.4g} at position {row}: expected "
+                "natural log-probabilities of distinct tokens, normalised over the whole vocabulary"
+            )

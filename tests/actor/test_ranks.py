@@ -1,0 +1,141 @@
+"""Two ranks train exactly as one does: the real workers, in Ray, over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray import ObjectRef
+
+from gkd.actor.balance import share
+from gkd.config import Config, Loss, load
+from gkd.sample import Scored
+from gkd.weights import object_store
+from tests.actor import models
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("student")
+    models.make("qwen2 tied").save_pretrained(path)
+    return str(path)
+
+
+def config(**actor: object) -> Config:
+    settings = {"lr": 1e-2, "max_tokens_per_micro_batch": 40, "loss_chunk": 7, "grad_clip": 0.5, **actor}
+    return load({"actor": settings, "trainer": {"total_steps": 10}, "cluster": {"cpu_threads": 1}})
+
+
+class Ranks:
+    """The actor's ranks as Ray actors, without the pools around them."""
+
+    def __init__(self, path: str, world: int, settings: Config) -> None:
+        worker = ray.remote(num_cpus=0)(_worker())
+        self.workers = [worker.remote(settings, path, rank, world, True) for rank in range(world)]
+        host, port = ray.get(self.workers[0].open_store.remote(), timeout=60)
+        ray.get([w.join.remote(host, port) for w in self.workers], timeout=60)
+        ray.get([w.load.remote() for w in self.workers], timeout=60)
+
+    def run(self, method: str, refs: list[ObjectRef], batch: list[Scored], *args: object) -> dict[str, float]:
+        lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in batch]
+        n = sum(len(s.sample.response_ids) for s in batch)
+        parts = share(lengths, len(self.workers))
+        calls = [
+            getattr(w, method).remote([refs[i] for i in part], n, *args)
+            for w, part in zip(self.workers, parts, strict=True)
+        ]
+        found = ray.get(calls, timeout=120)
+        assert all(f == found[0] for f in found)  # every rank knows the metrics of the whole batch
+        return found[0]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        pushes = ray.get([w.publish.remote() for w in self.workers], timeout=60)
+        assert all(push is None for push in pushes[1:])
+        return {name: t for piece in object_store.receive(pushes[0], 60) for name, t in piece.items()}
+
+    def end(self) -> None:
+        for worker in self.workers:
+            ray.kill(worker)
+
+
+def _worker() -> type:
+    from gkd.actor.worker import ActorWorker
+
+    return ActorWorker
+
+
+@pytest.fixture(scope="module")
+def ranks(local_ray: None, model_path: str) -> Iterator[dict[int, Ranks]]:
+    """One rank and two ranks of the same student."""
+    found = {world: Ranks(model_path, world, config()) for world in (1, 2)}
+    yield found
+    for group in found.values():
+        group.end()
+
+
+def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int, Ranks]) -> None:
+    before = ranks[1].weights()
+    for step in range(1, STEPS + 1):
+        batch = models.scored(9, seed=step)
+        refs = [ray.put(s) for s in batch]
+        one, two = (ranks[world].run("update", refs, batch, Loss(), step) for world in (1, 2))
+        assert one.keys() == two.keys()
+        assert two == pytest.approx(one, rel=2e-4), step
+        assert {"distill/loss", "distill/reverse_kl", "actor/grad_norm", "actor/lr", "mismatch/kl"} <= one.keys()
+    single, double = ranks[1].weights(), ranks[2].weights()
+    assert single.keys() == double.keys()
+    for key, value in single.items():
+        torch.testing.assert_close(double[key], value, rtol=1e-3, atol=1e-4)
+    assert any(not torch.allclose(before[key], single[key], atol=1e-3) for key in single)  # it did train
+
+
+@pytest.mark.parametrize(("name", "k"), [("jsd", 7), ("sampled_reverse_kl", 0)])
+def test_a_rank_without_samples_takes_part(ranks: dict[int, Ranks], name: str, k: int) -> None:
+    batch = models.scored(1, k, seed=5)
+    refs = [ray.put(batch[0])]
+    one, two = (ranks[world].run("update", refs, batch, Loss(name=name), 4) for world in (1, 2))
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+def test_evaluate_changes_nothing(ranks: dict[int, Ranks]) -> None:
+    batch = models.scored(6, seed=9)
+    refs = [ray.put(s) for s in batch]
+    before = ranks[1].weights()
+    first = ranks[1].run("evaluate", refs, batch, Loss())
+    again = ranks[1].run("evaluate", refs, batch, Loss())
+    assert first == again
+    after = ranks[1].weights()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_saved_student_is_the_trained_one(ranks: dict[int, Ranks], model_path: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers import models as kinds
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(models.VOCAB)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(kinds.WordLevel(words, unk_token="t0"))).save_pretrained(
+        model_path
+    )
+    ray.get([w.save.remote(str(tmp_path / "model")) for w in ranks[2].workers], timeout=60)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    for name, value in ranks[2].weights().items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) -> None:
+    batch = models.scored(2, seed=3)
+    refs = [ray.put(s) for s in batch]
+    before = ranks[1].weights()
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"gradient of step 7 is not finite"):
+        ranks[1].run("update", refs, batch, Loss(temperature=1e-38), 7)  # overflows float32
+    batch[0].target.logprobs[:] = float("nan")
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"teacher's probability .* is nan"):
+        ranks[1].run("update", [ray.put(s) for s in batch], batch, Loss(), 7)
+    after = ranks[1].weights()
+    assert all(torch.equal(before[key], after[key]) for key in before)

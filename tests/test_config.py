@@ -1,0 +1,100 @@
+"""Settings: what is accepted, and that everything else is one line that names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gkd.compose import compose, groups
+from gkd.config import Config, parse_gpus, settings
+from gkd.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("0-1", [0, 1]), ("4,5,6,7", [4, 5, 6, 7]), (7, [7]), ([3, 1], [1, 3]), ("0,2-4", [0, 2, 3, 4]), (None, None)],
+)
+def test_gpu_ranges(value: object, expected: list[int] | None) -> None:
+    assert parse_gpus(value) == expected
+
+
+@pytest.mark.parametrize("value", ["", "a", "3-1", "0,0", "-1", "1.5", "0-", True, [], "0-99999"])
+def test_what_is_no_gpu_range(value: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_gpus(value)
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=12, unique=True))
+def test_every_list_of_gpus_is_read_back(indices: list[int]) -> None:
+    assert parse_gpus(",".join(map(str, indices))) == sorted(indices)
+
+
+def test_every_setting_says_what_it_means() -> None:
+    assert all(meaning for meaning in settings().values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["traner.total_steps=5"], r"unknown setting traner.total_steps \(did you mean trainer.total_steps\?\)"),
+        (["trainer.total_step=5"], r"unknown setting trainer.total_step \(did you mean trainer.total_steps\?\)"),
+        (["+trainer.new=5"], r"unknown setting trainer.new"),
+        (["trainer.total_steps=many"], r"trainer.total_steps=many: input should be a valid integer"),
+        (["trainer.total_steps=1.5"], r"trainer.total_steps=1.5: "),
+        (["trainer.batch_size=0"], r"trainer.batch_size=0: .*greater than or equal to 1"),
+        (["algorithm.loss.beta=1.5"], r"algorithm.loss.beta=1.5: .*less than or equal to 1"),
+        (["algorithm.loss.name=kl"], r"algorithm.loss.name=kl: .*'forward_kl'.*'sampled_reverse_kl'"),
+        (["trainer.gpus=0-1", "rollout.gpus=1-2"], r"trainer.gpus and rollout.gpus overlap: both name GPU 1"),
+        (["trainer.gpus=0-1", "trainer.n_gpus_per_node=3"], r"trainer.*names 2 GPUs but n_gpus_per_node is 3"),
+        (["trainer.gpus=zero"], r"trainer.gpus=zero: .*a range such as 0-3"),
+        (["teacher.n_gpus_per_node=3", "teacher.tensor_parallel_size=2"], r"teacher.*2 does not divide .*3"),
+        (["+recipe=distill"], r"recipe=distill: no such choice.* there are .*on_policy_distill"),
+        (["placement=9gpu"], r"placement=9gpu: no such choice \(did you mean \dgpu\?\)"),
+        (["rollout.gpus=4,5"], r"rollout.gpus=4,5: one value is expected"),
+        (["model.path=/x"], r"given model.path but not teacher.model.path"),
+        (["teacher.server_ip=127.0.0.1", "teacher.gpus=1"], r"."),
+        (["a b"], r"cannot read the overrides"),
+        (["=5"], r"cannot read the overrides"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        compose(overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_range_alone_says_how_many() -> None:
+    config = compose(["trainer.gpus=2-3", "rollout.gpus=0-1", "teacher.gpus=4-7"])
+    assert [(p.n_gpus_per_node, p.gpus) for _, p in config.pools()] == [(2, [2, 3]), (2, [0, 1]), (4, [4, 5, 6, 7])]
+
+
+def test_an_external_teacher_has_no_pool() -> None:
+    config = compose(
+        ["model.path=a", "teacher.server_ip=127.0.0.1", "data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"]
+    )
+    assert [name for name, _ in config.pools()] == ["trainer", "rollout"]
+
+
+def test_the_built_in_task_settings_yield_to_the_command_line() -> None:
+    assert compose(["+recipe=on_policy_distill"]).trainer.total_steps == 200
+    assert compose(["recipe=on_policy_distill", "trainer.total_steps=5"]).trainer.total_steps == 5
+
+
+@pytest.mark.parametrize("group", groups())
+def test_every_choice_of_every_group_composes(group: str) -> None:
+    for choice in groups()[group]:
+        plus = "" if group == "placement" else "+"
+        assert isinstance(compose([f"{plus}{group}={choice}"]), Config)
+
+
+def test_checking_settings_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, gkd.config, gkd.cluster.gpu; "
+        "print([m for m in ('torch', 'vllm', 'ray', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
