@@ -128,14 +128,22 @@ def test_saved_student_is_the_trained_one(ranks: dict[int, Ranks], model_path: s
         torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) -> None:
+def test_targets_that_are_no_distribution_are_refused(ranks: dict[int, Ranks]) -> None:
     batch = models.scored(2, seed=3)
-    refs = [ray.put(s) for s in batch]
-    before = ranks[1].weights()
-    with pytest.raises(ray.exceptions.RayTaskError, match=r"gradient of step 7 is not finite"):
-        ranks[1].run("update", refs, batch, Loss(temperature=1e-38), 7)  # overflows float32
     batch[0].target.logprobs[:] = float("nan")
     with pytest.raises(ray.exceptions.RayTaskError, match=r"teacher's probability .* is nan"):
         ranks[1].run("update", [ray.put(s) for s in batch], batch, Loss(), 7)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) -> None:
+    def poison(worker: object) -> None:
+        with torch.no_grad():
+            worker.student.lm.model.norm.weight.to_local().fill_(float("nan"))
+
+    ray.get(ranks[1].workers[0].__ray_call__.remote(poison), timeout=60)
+    batch = models.scored(2, seed=3)
+    before = ranks[1].weights()
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"gradient of step 7 is not finite"):
+        ranks[1].run("update", [ray.put(s) for s in batch], batch, Loss(), 7)
     after = ranks[1].weights()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(torch.equal(before[key], after[key]) for key in before if "model.norm" not in key)
