@@ -11,7 +11,7 @@ from typing import Any
 from gkd.config import Config
 from gkd.data.builtin import prepare_builtin
 from gkd.data.prompts import PromptSet, load_prompts
-from gkd.data.tokenizer import Tokenizer, check_causal_lm, check_same_tokenizer, load_tokenizer, tokenizer_hash
+from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ class Inputs:
 
     student: str
     teacher: str | None
-    tokenizer: Tokenizer
+    tokenizer: Any
     tokenizer_hash: str
     train: PromptSet
     val: PromptSet
@@ -36,26 +36,28 @@ class Inputs:
 
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
+    teacher: str | None
     if config.uses_builtin_task:
         made = prepare_builtin(config, say)
         student, teacher, train, val = made.student, made.teacher, made.train_files, made.val_files
     else:
         assert config.model.path is not None
         student = check_causal_lm(config.model.path, "model.path")
-        teacher = config.teacher.model.path and check_causal_lm(config.teacher.model.path, "teacher.model.path")
+        served = config.teacher.model.path
+        teacher = None if served is None else check_causal_lm(served, "teacher.model.path")
         train, val = config.data.train_files, config.data.val_files
     if teacher:
         check_same_tokenizer(student, teacher)
     tokenizer = load_tokenizer(student)
     described = _read_json(Path(student, "config.json"))
     max_length = _max_length(config, described)
-    limit = max_length - config.rollout.max_response_length
-    train_prompts = load_prompts(train, config.data, tokenizer, limit)
-    val_prompts = load_prompts(val, config.data, tokenizer, limit)
+    data = config.data.model_copy(update={"max_prompt_length": max_length - config.rollout.max_response_length})
+    train_prompts = load_prompts(train, data, tokenizer)
+    val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
     for name, found in (("train", train_prompts), ("val", val_prompts)):
         if found.n_too_long:
-            say(f"data.{name}_files: {found.n_too_long} prompts longer than {limit} tokens are left out, "
-                f"{len(found.prompts)} are used")  # fmt: skip
+            left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
+            say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
     return Inputs(
         student,
         teacher,
@@ -69,13 +71,13 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     )
 
 
-def eos_ids(model: Path, tokenizer: Tokenizer) -> list[int]:
+def eos_ids(model: Path, tokenizer: Any) -> list[int]:
     """Tokens that end a response: those of generation_config.json, config.json and the tokenizer together."""
     found: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         if (model / file).is_file():
             value = _read_json(model / file).get("eos_token_id")
-            found |= set(value) if isinstance(value, list) else {value} - {None}
+            found |= {int(v) for v in (value if isinstance(value, list) else [value]) if v is not None}
     if tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
     return sorted(found)

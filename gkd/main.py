@@ -65,7 +65,8 @@ def _main(arguments: Sequence[str]) -> int:
 
 def run(config: Config) -> None:
     """One run from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind."""
-    from gkd.cluster.session import connect, exit_on_signals
+    from gkd.cluster.session import connect
+    from gkd.cluster.signals import exit_on_signals
     from gkd.inputs import find_inputs
     from gkd.observability.progress import console, log_to
 
@@ -93,3 +94,7 @@ def _output_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
     return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

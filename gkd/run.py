@@ -33,7 +33,7 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
         parts = system.parts
         samples = SampleLog(sample_file, config.trainer.n_logged_samples, _decoder(inputs))
         progress.doing("validating")
-        before = parts.validation.run(0)
+        before = parts.validation.run()
         teacher = parts.validation.teacher(system.teacher)
         log.write({"step": 0, "epoch": parts.prompts.epoch, **finite(before)})
         progress.say(f"before training  {report.line(before)}   teacher  {report.line(teacher)}")

@@ -67,7 +67,7 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
     rollout_group = RolloutGroup(rollout, config, serving)
     validation = Validation(
         config,
-        inputs.val.prompts[: config.data.val_limit],
+        inputs.val.prompts,
         inputs.tokenizer,
         rollout_group,
         actor_group,

@@ -42,7 +42,7 @@ def train(config: Config, parts: Parts, log: JsonLines, samples: SampleLog, prog
     validated: dict[str, float] = {}
     for step in range(1, config.trainer.total_steps + 1):
         started, clock = time.monotonic(), time.time()
-        requests = responses_wanted(config, parts.prompts.next_batch(), step)
+        requests = responses_wanted(config, next(parts.prompts), step)
         records = parts.rollout.sample(requests, top_k, temperature, config.rollout.timeout_s)
         sampled = time.monotonic()
         row = parts.actor.update(records, step)
@@ -56,7 +56,7 @@ def train(config: Config, parts: Parts, log: JsonLines, samples: SampleLog, prog
         row |= parts.actor.memory() | parts.rollout.memory()
         samples.write(step, records)
         if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
-            validated = parts.validation.run(step)
+            validated = parts.validation.run()
             row |= validated
         log.write({"step": step, "epoch": parts.prompts.epoch, **measured.finite(row)})
         progress.step(step, row)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from gkd.actor.group import ActorGroup
 from gkd.config import Config
-from gkd.data.tokenizer import Tokenizer
 from gkd.rewards.accuracy import accuracy
 from gkd.rollout.group import RolloutGroup
 from gkd.sample import Int32, Prompt, Request, Sampling
@@ -27,7 +27,7 @@ class Validation:
         self,
         config: Config,
         prompts: Sequence[Prompt],
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         rollout: RolloutGroup,
         actor: ActorGroup,
         top_k: int,

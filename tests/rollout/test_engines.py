@@ -33,7 +33,9 @@ SHAPE = {
 def make(tied: bool, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = (
-        Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)) if tied else LlamaForCausalLM(LlamaConfig(**SHAPE))
+        Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+        if tied
+        else LlamaForCausalLM(LlamaConfig(**SHAPE))
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,7 +44,9 @@ def make(tied: bool, seed: int) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SamplingEngine]]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, SamplingEngine]]:
     """A vLLM and an hf engine of the same model."""
     os.environ.update(environment("cpu"))
     from vllm import LLM
@@ -67,9 +71,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def requests(sampling: Sampling, n: int = 9) -> list[Request]:
     rng = np.random.default_rng(0)
-    return [
-        Request(Prompt(i, rng.integers(2, 96, 3 + i).astype(np.int32), ""), 0, 100 + i, sampling) for i in range(n)
-    ]
+    return [Request(Prompt(i, rng.integers(2, 96, 3 + i).astype(np.int32), ""), 0, 100 + i, sampling) for i in range(n)]
 
 
 def run(engine: SamplingEngine, wanted: list[Request]) -> list[Finished]:

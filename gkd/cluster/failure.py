@@ -1,0 +1,53 @@
+"""What went wrong in a worker, in one line that names it."""
+
+from __future__ import annotations
+
+import re
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from gkd.errors import ConfigError, RunFailed
+
+MAX_REASON = 600  # characters; some libraries put whole tables into a message
+
+
+def one_line(text: object) -> str:
+    """A message without line breaks, cut to a length that people read."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
+
+
+def explain(error: Exception, who: str) -> ConfigError | RunFailed:
+    """The error to raise for what ``ray.get`` raised about worker ``who``, e.g. ``teacher rank 1 (pid 7 on 10.0.0.1)``.
+
+    A ConfigError or RunFailed raised inside the worker comes out as that type with its own message.
+    """
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, ConfigError | RunFailed):
+        return ConfigError(str(cause)) if isinstance(cause, ConfigError) else RunFailed(str(cause))
+    if isinstance(error, RayTaskError):
+        return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}")
+    if isinstance(error, RayActorError):
+        return RunFailed(f"{who} died: {_death(error)}")
+    return RunFailed(f"{who} failed: {type(error).__name__}: {one_line(error)}")
+
+
+def _cause_name(cause: BaseException) -> str:
+    # Ray wraps a cause in a class of its own that also derives from the cause's class.
+    for kind in type(cause).__mro__:
+        if not issubclass(kind, ray.exceptions.RayError):
+            return kind.__name__
+    return type(cause).__name__
+
+
+def _death(error: RayActorError) -> str:
+    """The reason in Ray's report of a death, without its list of everything that might have been the cause."""
+    text = one_line(error)
+    detail = re.search(r"Worker exit detail: (.*?)(?: There are some| Some common causes|$)", text)
+    if detail and "connection error code 2" in detail[1]:
+        return "its process ended without a word: killed, out of memory, or crashed in native code"
+    if detail:
+        return detail[1]
+    because = re.search(r"The actor is dead because (.*)", text)
+    return because[1] if because else text

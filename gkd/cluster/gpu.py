@@ -1,0 +1,113 @@
+"""What a GPU is: a device with a UUID that two workers must not share.
+
+Ray and CUDA name devices by tokens of CUDA_VISIBLE_DEVICES (``3``, ``GPU-8f2c...``, ``MIG-...``), which mean different
+devices on different nodes; the UUID, read through NVML, does not. Where there is no GPU, a simulated one gets a
+stand-in made from its Ray node and its index. Importing this loads neither torch nor Ray, and nothing here
+initialises CUDA, so a worker may still choose its devices afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gkd.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SIMULATED = "GKD_SIMULATED_GPUS"  # "1" in the environment of a node whose GPUs are only Ray's numbers
+
+
+def nvml_uuids() -> list[str]:
+    """UUIDs of this machine's GPUs in PCI order, which is CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+
+    Empty where NVML finds no driver or no GPU. Raises ConfigError where there are GPUs but no nvidia-ml-py to ask.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        if Path("/dev/nvidia0").exists():
+            raise ConfigError("this machine has GPUs, but the package nvidia-ml-py is missing: install it") from None
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, hence no GPU that CUDA could use
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+    return [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in uuids]
+
+
+def tokens(value: str | None) -> list[str] | None:
+    """Entries of a CUDA_VISIBLE_DEVICES value; None when it is not set, which means every device."""
+    if value is None:
+        return None
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def uuid_of(token: str, uuids: list[str]) -> str | None:
+    """UUID of the device that a CUDA_VISIBLE_DEVICES entry names, or None when there is no such device."""
+    if token.isdigit():
+        return uuids[int(token)] if int(token) < len(uuids) else None
+    if token.startswith("MIG-"):
+        return token  # a slice's name is its UUID already
+    matches = [uuid for uuid in uuids if uuid.startswith(token)]  # CUDA takes an unambiguous prefix
+    return matches[0] if len(matches) == 1 else None
+
+
+def index_of(token: str, uuids: list[str]) -> int | None:
+    """The number users call a device by: its CUDA_VISIBLE_DEVICES entry, or its PCI order when that is a UUID."""
+    if token.isdigit():
+        return int(token)
+    uuid = uuid_of(token, uuids)
+    return uuids.index(uuid) if uuid in uuids else None
+
+
+def real_tokens(visible: str | None, uuids: list[str]) -> list[str]:
+    """Devices that a process with this CUDA_VISIBLE_DEVICES may use; like CUDA, stops at the first invalid entry."""
+    listed = tokens(visible)
+    if listed is None:
+        return [str(i) for i in range(len(uuids))]
+    found: list[str] = []
+    for token in listed:
+        if uuid_of(token, uuids) is None:
+            break
+        found.append(token)
+    return found if uuids else []
+
+
+def node_indices(visible: str | None, n_gpus: int, uuids: list[str]) -> list[int]:
+    """Indices of the ``n_gpus`` GPUs that Ray hands out on a node whose raylet runs under this CUDA_VISIBLE_DEVICES."""
+    listed = (tokens(visible) or [str(i) for i in range(n_gpus)])[:n_gpus]
+    numbers = [index_of(token, uuids) for token in listed]
+    return [position if number is None else number for position, number in enumerate(numbers)]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a process sees: number of devices, their UUIDs and their indices, in CUDA's order."""
+
+    count: int
+    uuids: list[str]
+    indices: list[int]
+
+
+def devices_seen(visible: str, node_id: str) -> Devices:
+    """Devices of a process on Ray node ``node_id`` (hex) whose CUDA_VISIBLE_DEVICES is ``visible``.
+
+    An entry that names no device counts for nothing, so that it shows as a fault later.
+    """
+    listed = tokens(visible) or []
+    uuids = [] if os.environ.get(SIMULATED) == "1" else nvml_uuids()
+    if not uuids:  # no GPU on this machine: Ray's numbers are all there is
+        indices = [int(token) if token.isdigit() else position for position, token in enumerate(listed)]
+        return Devices(len(listed), [f"SIM-{node_id[:8]}-{token}" for token in listed], indices)
+    seen = [(uuid_of(token, uuids), index_of(token, uuids)) for token in listed]
+    return Devices(
+        count=sum(uuid is not None for uuid, _ in seen),
+        uuids=[uuid for uuid, _ in seen if uuid is not None],
+        indices=[-1 if index is None else index for uuid, index in seen if uuid is not None],
+    )

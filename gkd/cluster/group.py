@@ -1,0 +1,159 @@
+"""A group of workers in rank order, and waiting for them so that the first failure is heard at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from gkd.cluster.failure import explain
+from gkd.cluster.report import Report
+from gkd.errors import RunFailed
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Calls under way, one a worker, in rank order; :func:`gather` waits for them."""
+
+    what: str
+    """What is done, for messages: ``loading the teacher``."""
+    workers: tuple[str, ...]
+    """Who does it, for messages, aligned with ``refs``."""
+    refs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Workers of one group (actor, rollout, teacher) in rank order, each a Ray handle of :class:`Worker`."""
+
+    name: str
+    workers: tuple[Any, ...]
+    reports: tuple[Report, ...]
+    """Where each worker is and what it saw, aligned with ``workers``."""
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def only(self, ranks: Sequence[int]) -> Group:
+        """The group of these workers alone, in this order."""
+        return Group(self.name, tuple(self.workers[i] for i in ranks), tuple(self.reports[i] for i in ranks))
+
+    def submit(self, method: str, *args: Any, what: str | None = None, **kwargs: Any) -> Pending:
+        """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
+        refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
+        return self._pending(what or method, refs)
+
+    def submit_each(self, method: str, args_per_rank: Sequence[Sequence[Any]], *, what: str | None = None) -> Pending:
+        """Start calling ``method`` of every worker's object, rank ``i`` with ``args_per_rank[i]``."""
+        pairs = zip(self.workers, args_per_rank, strict=True)
+        return self._pending(what or method, [worker.call.remote(method, *args) for worker, args in pairs])
+
+    def submit_build(
+        self, target: str, args_per_rank: Sequence[Sequence[Any]], *, environment: Mapping[str, str] | None = None
+    ) -> Pending:
+        """Start building ``package.module:Class`` in every worker, rank ``i`` with ``args_per_rank[i]``.
+
+        ``environment`` is set first. All groups are to be submitted before any is gathered, so that they start at the
+        same time. Results are None.
+        """
+        refs = []
+        for worker, args in zip(self.workers, args_per_rank, strict=True):
+            if environment:
+                worker.set_environment.remote(dict(environment))  # same thread, so done before the build
+            refs.append(worker.build.remote(target, *args))
+        return self._pending(f"starting {target.partition(':')[2]}", refs)
+
+    def start_all(
+        self,
+        target: str,
+        args_per_rank: Sequence[Sequence[Any]],
+        *,
+        timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Build ``target`` in every worker and wait. To start several groups, gather their :meth:`submit_build`.
+
+        Raises what :func:`gather` raises.
+        """
+        gather([self.submit_build(target, args_per_rank, environment=environment)], timeout_s)
+
+    def call(self, method: str, *args: Any, timeout_s: float, what: str | None = None, **kwargs: Any) -> list[Any]:
+        """Call ``method`` of every worker's object; results in rank order. Raises what :func:`gather` raises."""
+        return gather([self.submit(method, *args, what=what, **kwargs)], timeout_s)[0]
+
+    def call_each(
+        self, method: str, args_per_rank: Sequence[Sequence[Any]], *, timeout_s: float, what: str | None = None
+    ) -> list[Any]:
+        """:meth:`call` with arguments of its own for every rank."""
+        return gather([self.submit_each(method, args_per_rank, what=what)], timeout_s)[0]
+
+    def control(self, method: str, *args: Any, timeout_s: float, what: str | None = None, **kwargs: Any) -> list[Any]:
+        """:meth:`call` on the workers' other threads: answered also while they are busy."""
+        refs = [worker.control.remote(method, *args, **kwargs) for worker in self.workers]
+        return gather([self._pending(what or method, refs)], timeout_s)[0]
+
+    def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Ray's generator of references to what a generator method of one worker's object yields.
+
+        Errors come from ``ray.get`` of an item as Ray's own; :meth:`explain` names them.
+        """
+        return self.workers[rank].stream.remote(method, *args, **kwargs)
+
+    def explain(self, rank: int, error: Exception) -> Exception:
+        """The error to raise for what ``ray.get`` raised about this rank: RunFailed or ConfigError, in one line."""
+        return explain(error, str(self.reports[rank]))
+
+    def engines(self, tensor_parallel_size: int, timeout_s: float) -> Group:
+        """The leaders of engines that span ``tensor_parallel_size`` GPUs each, told to see all of them.
+
+        The first of every so many consecutive workers, which are on one node, leads; the others keep their GPUs
+        reserved and do nothing. Ranks of the result count engines. To be called after the check, before any build.
+        """
+        if tensor_parallel_size == 1:
+            return self
+        leaders = range(0, len(self.workers), tensor_parallel_size)
+        refs = []
+        for first in leaders:
+            members = self.reports[first : first + tensor_parallel_size]
+            if len(members) < tensor_parallel_size or len({member.node_id for member in members}) > 1:
+                raise RunFailed(f"{self.name}: tensor_parallel_size={tensor_parallel_size} spans two nodes at {first}")
+            devices = [gpu for member in members for gpu in member.ray_gpu_ids]
+            refs.append(self.workers[first].lead.remote(devices))
+        led = Group(self.name, tuple(self.workers[i] for i in leaders), tuple(self.reports[i] for i in leaders))
+        gather([led._pending("choosing devices", refs)], timeout_s)
+        return led
+
+    def _pending(self, what: str, refs: Sequence[Any]) -> Pending:
+        return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs))
+
+
+def gather(calls: Sequence[Pending], timeout_s: float) -> list[list[Any]]:
+    """Wait for calls of any number of groups; results per call, in rank order.
+
+    Raises RunFailed as soon as the first worker fails or dies, naming it, or after ``timeout_s`` seconds, naming what
+    was awaited; a ConfigError or RunFailed from inside a worker comes out as it is.
+    """
+    deadline = time.monotonic() + timeout_s
+    owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
+    results: dict[Any, Any] = {}
+    waiting = list(owner)
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RunFailed(_timeout_text(calls, set(waiting), owner, timeout_s))
+        for ref in ready:
+            try:
+                results[ref] = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
+            except Exception as error:  # whatever it is, it is told with the worker's name
+                raise explain(error, owner[ref]) from error
+    return [[results[ref] for ref in call.refs] for call in calls]
+
+
+def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[Any, str], timeout_s: float) -> str:
+    what = "; ".join(call.what for call in calls if waiting & set(call.refs))
+    late = [owner[ref] for call in calls for ref in call.refs if ref in waiting]
+    others = f" and {len(late) - 3} more" if len(late) > 3 else ""
+    return f"{what}: not done after {timeout_s:g} s, still waiting for {', '.join(late[:3])}{others}"

@@ -1,0 +1,184 @@
+"""Which node gets which group with how many GPUs. Pure Python: works without Ray, on a login node, in microseconds.
+
+Groups are placed in order (actor, rollout, teacher). A group spans ``nnodes`` distinct nodes with the same number of
+GPUs on each; groups share a node while its GPUs and CPUs last. Nodes in the same state are interchangeable, so the
+search tries one choice per *kind* of node instead of one per node, and stays small on clusters of many equal nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gkd.config import Config, Engine
+
+GROUPS = {"trainer": "actor"}  # sections whose group of workers has another name
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node: every GPU it has by index, and how many GPUs and CPUs nobody holds now."""
+
+    id: str
+    name: str
+    gpus: tuple[int, ...]
+    cpus: float
+    free_gpus: int = -1
+    free_cpus: float = -1.0
+
+    def idle(self) -> Node:
+        """The same node with nobody on it."""
+        return replace(self, free_gpus=len(self.gpus), free_cpus=self.cpus)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one group asks for: ``n_gpus`` on each of ``nnodes`` nodes; ``gpus`` are exact indices, None any."""
+
+    group: str
+    section: str
+    n_gpus: int
+    nnodes: int
+    gpus: tuple[int, ...] | None = None
+    tensor_parallel_size: int = 1
+
+    @property
+    def total(self) -> int:
+        """GPUs over all nodes, which is the number of workers."""
+        return self.n_gpus * self.nnodes
+
+
+@dataclass(frozen=True)
+class Slot:
+    """``n_gpus`` GPUs of one node for one group; ``gpus`` are the exact ones, None any."""
+
+    group: str
+    node_id: str
+    n_gpus: int
+    gpus: tuple[int, ...] | None
+
+
+@dataclass
+class _State:
+    """A node while groups are being put on it."""
+
+    node: Node
+    free_gpus: int
+    free_cpus: float
+    taken: frozenset[int] = field(default_factory=frozenset)
+
+    def kind(self) -> tuple[object, ...]:
+        return (self.node.gpus, self.free_gpus, self.free_cpus, self.taken)
+
+    def can_host(self, ask: Ask, cpus: float) -> bool:
+        if self.free_gpus < ask.n_gpus or self.free_cpus + 1e-6 < cpus * ask.n_gpus:
+            return False
+        return ask.gpus is None or (set(ask.gpus) <= set(self.node.gpus) and not self.taken & set(ask.gpus))
+
+    def with_group(self, ask: Ask, cpus: float) -> _State:
+        return _State(
+            self.node,
+            self.free_gpus - ask.n_gpus,
+            self.free_cpus - cpus * ask.n_gpus,
+            self.taken | frozenset(ask.gpus or ()),
+        )
+
+
+def asks_of(config: Config) -> list[Ask]:
+    """What the groups of a configuration ask for, in the order GPUs are handed out."""
+    return [
+        Ask(
+            GROUPS.get(section, section),
+            section,
+            pool.n_gpus_per_node,
+            pool.nnodes,
+            None if pool.gpus is None else tuple(pool.gpus),
+            pool.tensor_parallel_size if isinstance(pool, Engine) else 1,
+        )
+        for section, pool in config.pools()
+    ]
+
+
+def solve(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) -> list[Slot] | None:
+    """Place every group on nodes' free GPUs and CPUs, earlier nodes first; None when that is impossible.
+
+    Slots come in the order of ``asks``, and of nodes within a group, so ranks follow from it.
+    """
+    states = [_State(node, node.free_gpus, node.free_cpus) for node in nodes]
+    placed = _search(list(asks), states, cpus_per_worker, set())
+    if placed is None:
+        return None
+    return [
+        Slot(ask.group, nodes[position].id, ask.n_gpus, ask.gpus)
+        for ask, positions in zip(asks, placed, strict=True)
+        for position in sorted(positions)
+    ]
+
+
+def _search(asks: list[Ask], states: list[_State], cpus: float, dead: set[object]) -> list[list[int]] | None:
+    """Positions of the nodes of every ask, or None; ``dead`` remembers states that lead nowhere."""
+    if not asks:
+        return []
+    key = (len(asks), frozenset(_count(s.kind() for s in states).items()))
+    if key in dead:
+        return None
+    for positions in _choices(asks[0], states, cpus):
+        chosen = set(positions)
+        after = [s.with_group(asks[0], cpus) if i in chosen else s for i, s in enumerate(states)]
+        rest = _search(asks[1:], after, cpus, dead)
+        if rest is not None:
+            return [positions, *rest]
+    dead.add(key)
+    return None
+
+
+def _choices(ask: Ask, states: list[_State], cpus: float) -> Iterator[list[int]]:
+    """Sets of ``ask.nnodes`` nodes that can host the group, one per mix of kinds, the earliest nodes first."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for position, state in enumerate(states):
+        if state.can_host(ask, cpus):
+            kinds.setdefault(state.kind(), []).append(position)
+
+    def mixes(members: list[list[int]], wanted: int) -> Iterator[list[int]]:
+        if wanted == 0:
+            yield []
+        elif sum(map(len, members)) >= wanted:
+            for count in range(min(wanted, len(members[0])), -1, -1):
+                for rest in mixes(members[1:], wanted - count):
+                    yield members[0][:count] + rest
+
+    yield from mixes(list(kinds.values()), ask.nnodes)
+
+
+def _count(items: Iterator[tuple[object, ...]]) -> dict[tuple[object, ...], int]:
+    counts: dict[tuple[object, ...], int] = {}
+    for item in items:
+        counts[item] = counts.get(item, 0) + 1
+    return counts
+
+
+def choose_devices(slots: Sequence[Slot], available: Mapping[str, Sequence[int]]) -> list[list[int]] | str:
+    """Device indices for every slot out of those ``available`` on each node (by node id).
+
+    Exact slots get their own; the others the lowest that no exact slot of the node names, in the order of ``slots``.
+    Returns, instead of the devices, the name of what is missing when it cannot be done.
+    """
+    named = {(slot.node_id, index) for slot in slots for index in slot.gpus or ()}
+    spare = {
+        node_id: sorted(index for index in indices if (node_id, index) not in named)
+        for node_id, indices in available.items()
+    }
+    chosen: list[list[int]] = []
+    for slot in slots:
+        if slot.gpus is not None:
+            missing = sorted(set(slot.gpus) - set(available.get(slot.node_id, ())))
+            if missing:
+                return f"GPU {', '.join(map(str, missing))} that {slot.group} asks for"
+            chosen.append(list(slot.gpus))
+            continue
+        free = spare.get(slot.node_id, [])
+        if len(free) < slot.n_gpus:
+            return f"{slot.n_gpus - len(free)} more GPUs for {slot.group}"
+        chosen.append(free[: slot.n_gpus])
+        spare[slot.node_id] = free[slot.n_gpus :]
+    return chosen

@@ -1,0 +1,147 @@
+"""Why a layout does not fit, in one line, and the nearest one that would, as overrides to paste."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gkd.cluster.layout import Ask, Node, solve
+from gkd.errors import ConfigError
+
+
+def require_fit(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float, hint: str = "") -> None:
+    """Raise ConfigError, in one line, when the groups do not fit even on the idle cluster.
+
+    ``hint`` is appended: what else the user could do.
+    """
+    idle = [node.idle() for node in nodes]
+    if solve(asks, idle, cpus_per_worker) is not None:
+        return
+    parts = [_misfit(asks, idle, cpus_per_worker), _nearest_text(asks, idle, cpus_per_worker)]
+    raise ConfigError("; ".join([*parts, hint] if hint else parts))
+
+
+def asked_text(asks: Sequence[Ask], cpus_per_worker: float | None = None) -> str:
+    """``actor 1, rollout 3 on each of 2 nodes, teacher 4 = 11 GPUs``, with the CPUs when told how many a worker has."""
+    parts = []
+    for ask in asks:
+        where = f" on each of {ask.nnodes} nodes" if ask.nnodes > 1 else ""
+        exact = f" (GPUs {range_text(ask.gpus)})" if ask.gpus is not None else ""
+        parts.append(f"{ask.group} {ask.n_gpus}{where}{exact}")
+    total = sum(ask.total for ask in asks)
+    text = f"{', '.join(parts)} = {total} GPU{'s' * (total != 1)}"
+    return text if cpus_per_worker is None else f"{text} and {total * cpus_per_worker:g} CPUs"
+
+
+def range_text(indices: Sequence[int]) -> str:
+    """``0-3`` for consecutive indices, else ``0,2,5``; ``none`` for none."""
+    if not indices:
+        return "none"
+    if len(indices) > 1 and list(indices) == list(range(indices[0], indices[-1] + 1)):
+        return f"{indices[0]}-{indices[-1]}"
+    return ",".join(map(str, indices))
+
+
+def gpus_text(nodes: Sequence[Node]) -> str:
+    """``8 on 1 node``, ``8 on each of 4 nodes`` or ``8+4 on 2 nodes``."""
+    counts = [len(node.gpus) for node in nodes if node.gpus]
+    if len(counts) <= 1:
+        return f"{sum(counts)} on 1 node"
+    if len(set(counts)) == 1:
+        return f"{counts[0]} on each of {len(counts)} nodes"
+    return f"{'+'.join(map(str, counts))} on {len(counts)} nodes"
+
+
+def _misfit(asks: Sequence[Ask], idle: Sequence[Node], cpus: float) -> str:
+    """What was asked and what there is."""
+    for ask in asks:
+        hosts = [node for node in idle if ask.gpus is None or set(ask.gpus) <= set(node.gpus)]
+        if ask.gpus is not None and not hosts:
+            there = "; ".join(sorted({f"{range_text(node.gpus)}" for node in idle if node.gpus})) or "none"
+            return f"{ask.section}.gpus={range_text(ask.gpus)} is beyond this cluster: a node has the GPUs {there}"
+    if solve(asks, idle, 0.0) is not None:
+        have = "+".join(f"{node.cpus:g}" for node in idle)
+        return (
+            f"asked for {asked_text(asks, cpus)} (cluster.cpus_per_worker={cpus:g}); "
+            f"this cluster has {have} CPUs on {len(idle)} node{'s' * (len(idle) != 1)}"
+        )
+    return f"asked for {asked_text(asks)}; this cluster has {gpus_text(idle)}"
+
+
+def _nearest_text(asks: Sequence[Ask], idle: Sequence[Node], cpus: float) -> str:
+    if solve(asks, idle, 0.0) is not None:  # only the CPUs are short
+        return f"nearest that fits: {_cpu_override(asks, idle)}"
+    found = nearest(asks, idle, cpus)
+    words = [] if found is None else _overrides(asks, found)
+    if found is None and (found := nearest(asks, idle, 0.0)) is not None:
+        words = [*_overrides(asks, found), _cpu_override(found, idle)]
+    if found is None:
+        external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(asks) else ""
+        return f"no layout of {len(asks)} groups fits: each needs a GPU of its own{external}"
+    return f"nearest that fits: {' '.join(words)}"
+
+
+def _has_teacher(asks: Sequence[Ask]) -> bool:
+    return any(ask.section == "teacher" for ask in asks)
+
+
+def _cpu_override(asks: Sequence[Ask], idle: Sequence[Node]) -> str:
+    """The most CPUs a worker can have when the GPUs fit, rounded down to hundredths."""
+    shares = {math.floor(node.cpus / k * 100) / 100 for node in idle for k in range(1, len(node.gpus) + 1)}
+    fitting = (share for share in sorted(shares, reverse=True) if solve(asks, idle, share) is not None)
+    return f"cluster.cpus_per_worker={next(fitting, 0.01):g}"
+
+
+def _overrides(asks: Sequence[Ask], found: Sequence[Ask]) -> list[str]:
+    words: list[str] = []
+    for old, new in zip(asks, found, strict=True):
+        if old.gpus is not None and new.gpus is None:
+            words.append(f"{old.section}.gpus=null")
+        words.append(f"{old.section}.n_gpus_per_node={new.n_gpus}")
+        if new.nnodes != old.nnodes:
+            words.append(f"{old.section}.nnodes={new.nnodes}")
+    return words
+
+
+def nearest(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) -> list[Ask] | None:
+    """The layout that fits and gives up least: GPUs first, then exact ranges, then nodes; None when nothing fits.
+
+    ``tensor_parallel_size`` keeps dividing the GPUs a node. Among equals the later groups keep theirs, because the
+    teacher and the rollout are what an actor of few GPUs waits for.
+    """
+    capacity = sum(node.free_gpus for node in nodes)
+    options = [_smaller(ask, nodes) for ask in asks]
+
+    def given_up(mix: tuple[Ask, ...]) -> tuple[object, ...]:
+        return (
+            -sum(new.total for new in mix),
+            sum(old.gpus is not None and new.gpus is None for old, new in zip(asks, mix, strict=True)),
+            sum(old.nnodes != new.nnodes for old, new in zip(asks, mix, strict=True)),
+            tuple(-new.total for new in reversed(mix)),
+        )
+
+    fitting = (mix for mix in itertools.product(*options) if sum(new.total for new in mix) <= capacity)
+    for mix in sorted(fitting, key=given_up):
+        if solve(mix, nodes, cpus_per_worker) is not None:
+            return list(mix)
+    return None
+
+
+def _smaller(ask: Ask, nodes: Sequence[Node]) -> list[Ask]:
+    """The ask itself, where it could be met, and smaller ones: all of them on up to four nodes, a selection on more."""
+    most = min(ask.nnodes, len(nodes))
+    step = ask.tensor_parallel_size
+    largest = min(ask.n_gpus, max((len(node.gpus) for node in nodes), default=0)) // step * step
+    sizes = range(step, largest + 1, step)
+    if most <= 4:
+        shapes = {(n, k) for n in sizes for k in range(1, most + 1)}
+    else:  # fewer GPUs on all nodes, or all GPUs on fewer nodes
+        fewer = {most - (1 << d) for d in range(most.bit_length())} | {most >> d for d in range(most.bit_length())}
+        shapes = {(n, most) for n in sizes} | {(largest, k) for k in fewer if k > 0 and largest > 0}
+    found = [replace(ask, n_gpus=n, nnodes=k, gpus=None) for n, k in sorted(shapes)]
+    if ask.gpus is not None:
+        counts = sorted({k for _, k in shapes} | {1})
+        found += [replace(ask, nnodes=k) for k in counts if any(set(ask.gpus) <= set(node.gpus) for node in nodes)]
+    return found

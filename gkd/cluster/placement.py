@@ -1,0 +1,65 @@
+"""The one way to get workers: reserve, start, report, check. Used by a run and by launch/verify_gpus.py alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from gkd.cluster.check import faults
+from gkd.cluster.group import Group
+from gkd.cluster.layout import asks_of
+from gkd.cluster.report import Report
+from gkd.cluster.reserve import Claim, reserve
+from gkd.cluster.session import Session
+from gkd.config import Config
+from gkd.errors import RunFailed
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who got which GPU: groups by name, in the order actor, rollout, teacher."""
+
+    groups: dict[str, Group]
+
+    @property
+    def reports(self) -> list[Report]:
+        """Every worker's report, in the order of groups and ranks."""
+        return [report for group in self.groups.values() for report in group.reports]
+
+    def write_json(self, path: Path) -> None:
+        """Write one record a worker: the format of placement.json."""
+        path.write_text(json.dumps([report.to_json() for report in self.reports], indent=1) + "\n")
+
+
+class PlacementFault(RunFailed):
+    """Workers have other GPUs than they should; ``placement`` is what they have."""
+
+    def __init__(self, found: list[str], placement: Placement) -> None:
+        super().__init__(f"GPU assignment is wrong: {'; '.join(found)}")
+        self.placement = placement
+
+
+def place(config: Config, session: Session, shared: Collection[frozenset[str]] = ()) -> Placement:
+    """Reserve every pool, start a worker on each GPU, and check that each has the right one, before any model loads.
+
+    ``shared`` are pairs of groups that may be on one GPU. Raises ConfigError for a layout that fits nowhere,
+    RunFailed when it does not get free in time or a worker does not start, PlacementFault when the check fails.
+    """
+    asks = asks_of(config)
+    claims, names = reserve(session, asks, config.cluster)
+    groups = {ask.group: _group(ask.group, own, names) for ask, own in zip(asks, claims, strict=True)}
+    placement = Placement(groups)
+    found = faults(placement.reports, {ask.group: ask.gpus for ask in asks}, shared)
+    if found:
+        raise PlacementFault(found, placement)
+    return placement
+
+
+def _group(name: str, claims: list[Claim], names: dict[str, str]) -> Group:
+    reports = [
+        Report(**vars(claim.device), group=name, rank=rank, node=names[claim.device.node_id])
+        for rank, claim in enumerate(claims)
+    ]
+    return Group(name, tuple(claim.worker for claim in claims), tuple(reports))

@@ -1,0 +1,73 @@
+"""Ending every process of a private Ray, also when the driver was killed and can end nothing itself.
+
+Ray ties its servers' lives to the driver's, but its agents outlive them by minutes when the driver dies of SIGKILL,
+and what a worker started may outlive that worker. All of them hold log files open for writing in the run's own Ray
+directory, and nobody else does, so that is how they are found: no process is ended by name.
+
+Run as a program, ``python reaper.py DIRECTORY`` waits until its standard input closes, which happens when the driver
+is gone in whatever way, and then ends what is left. It imports nothing but a little of the standard library.
+"""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end their children
+GIVE_UP_S = 20.0
+
+
+def processes_of(directory: str) -> list[int]:
+    """Pids of the processes, other than this one, that hold a file below ``directory`` open for writing."""
+    prefix = os.path.realpath(directory) + os.sep
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if pid != os.getpid() and _writes_below(pid, prefix)]
+
+
+def _writes_below(pid: int, prefix: str) -> bool:
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            # The link's own permissions say how the file was opened: someone reading a log must not be ended.
+            if link.lstat().st_mode & stat.S_IWUSR and str(link.readlink()).startswith(prefix):
+                return True
+    except OSError:  # gone meanwhile, or another user's
+        return False
+    return False
+
+
+def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
+    """Wait ``grace_s`` seconds for the processes of ``directory`` to end by themselves, then kill until none is left.
+
+    Returns the pids that would not end within 20 s.
+    """
+    deadline = time.monotonic() + GIVE_UP_S
+    kill_at = time.monotonic() + grace_s
+    while (left := processes_of(directory)) and time.monotonic() < deadline:
+        if time.monotonic() >= kill_at:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:  # it ended meanwhile, which is the aim
+                    continue
+        time.sleep(0.05)
+    return left
+
+
+def watch(directory: str) -> "subprocess.Popen[bytes]":
+    """Start a process that ends those of ``directory`` when this one is gone; close its stdin to send it away."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C goes to the whole foreground group and must not reach it
+    )
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    if Path(sys.argv[1]).is_dir():  # a driver that ended in order has removed it
+        end_all(sys.argv[1])

@@ -1,0 +1,226 @@
+"""Reserving GPUs and CPUs for all groups at once, and starting one :class:`Worker` on each.
+
+Ray chooses which device a bundle gets and tells nobody but the process that runs in it. So the workers start first and
+report their device; then each is given its group and rank. Where exact GPUs are asked for, the free GPUs of those
+nodes are taken, the wanted ones are kept and the rest is given back. When a wanted one is missing, all is given back,
+so that two runs waiting for each other cannot lock up, and it is tried again after a random pause.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from gkd.cluster.failure import explain
+from gkd.cluster.layout import Ask, Node, Slot, choose_devices, solve
+from gkd.cluster.nearest import asked_text, require_fit
+from gkd.cluster.nodes import free_text, read_nodes
+from gkd.cluster.report import DeviceReport
+from gkd.cluster.session import Session
+from gkd.cluster.worker import CONCURRENCY_GROUPS, Worker
+from gkd.config import Cluster
+from gkd.errors import RunFailed
+
+LOG = logging.getLogger("gkd")
+SAY_EVERY_S = 5.0
+READY_S = 5.0  # a reservation that fits is granted in milliseconds; longer means that someone else was faster
+LONGEST_PAUSE_S = 8.0
+
+RemoteWorker = ray.remote(max_restarts=0, concurrency_groups=CONCURRENCY_GROUPS)(Worker)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A reserved GPU and the worker on it."""
+
+    worker: Any
+    placement_group: Any
+    device: DeviceReport
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """One GPU of a placement group, on a known node."""
+
+    node_id: str
+    placement_group: Any
+    index: int
+
+
+class _Missed(Exception):
+    """This attempt did not get what it needs; says what was missing."""
+
+
+def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[list[list[Claim]], dict[str, str]]:
+    """Claims per ask, in rank order, and the names of the nodes by id.
+
+    Raises ConfigError when the groups do not fit even on the idle cluster, RunFailed when
+    ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
+    """
+    deadline = time.monotonic() + cluster.reserve_timeout_s
+    indices: dict[str, list[int]] | None = {} if any(ask.gpus is not None for ask in asks) else None
+    nodes = read_nodes(indices)
+    require_fit(asks, nodes, cluster.cpus_per_worker)
+    pause, said, unlucky = 0.5, time.monotonic() - SAY_EVERY_S + 1.0, frozenset[str]()
+    while True:
+        # A node where a wanted GPU was missing comes last, so that another one is tried.
+        slots = solve(asks, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
+        missing, wait = "", 0.5
+        if slots is not None:
+            try:
+                claims = _attempt(session, slots, _to_look_at(slots, nodes, unlucky), cluster)
+                return _by_ask(asks, slots, claims), {node.id: node.name for node in nodes}
+            except _Missed as error:
+                missing = f"; {error}"
+                unlucky = frozenset(slot.node_id for slot in slots if slot.gpus is not None)
+                wait, pause = pause * random.uniform(0.5, 1.5), min(2 * pause, LONGEST_PAUSE_S)
+        state = f"asked for {asked_text(asks, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
+        if time.monotonic() + wait > deadline:
+            raise RunFailed(f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}")
+        if time.monotonic() - said >= SAY_EVERY_S:
+            said = time.monotonic()
+            LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - said)
+        time.sleep(wait)
+        nodes = read_nodes(indices)  # nodes come and go
+
+
+def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
+    """GPUs to take on each node with exact slots: all that are free, so that the wanted ones are among them.
+
+    Ray hands out the lowest first. On an idle node, unless that failed before, the first ones up to the last wanted
+    one will do, and the processes that would only look at the others need not start.
+    """
+    exact_nodes = {slot.node_id for slot in slots if slot.gpus is not None}
+    counts: dict[str, int] = {}
+    for node in nodes:
+        own = [slot for slot in slots if slot.node_id == node.id]
+        if node.id not in exact_nodes:
+            continue
+        counts[node.id] = node.free_gpus
+        if node.free_gpus == len(node.gpus) and node.id not in unlucky:
+            last = max(node.gpus.index(index) for slot in own for index in slot.gpus or ())
+            counts[node.id] = min(node.free_gpus, max(last + 1, _lowest_enough(node, own)))
+    return counts
+
+
+def _lowest_enough(node: Node, own: list[Slot]) -> int:
+    """How many of a node's lowest GPUs cover its slots without a range besides those with one."""
+    named = {index for slot in own for index in slot.gpus or ()}
+    wanted = sum(slot.n_gpus for slot in own if slot.gpus is None)
+    spare = [position for position, index in enumerate(node.gpus) if index not in named]
+    return spare[wanted - 1] + 1 if wanted else 0
+
+
+def _attempt(session: Session, slots: list[Slot], look_at: dict[str, int], cluster: Cluster) -> list[list[Claim]]:
+    """Claims per slot, in the order of devices. Raises _Missed, with everything given back, when someone was faster."""
+    workers_before, groups_before = len(session.workers), len(session.placement_groups)
+    try:
+        bundles = _take(session, slots, look_at, cluster.cpus_per_worker)
+        claims = _start_workers(session, bundles, cluster)
+        available: dict[str, list[int]] = {}
+        holders: dict[tuple[str, int], list[Claim]] = {}
+        for claim in claims:
+            # A worker that sees no device, or another's, still counts, so that the check can name it.
+            place = claim.device.node_id, (claim.device.gpu_indices or [-1])[0]
+            available.setdefault(place[0], []).append(place[1])
+            holders.setdefault(place, []).append(claim)
+        chosen = choose_devices(slots, available)
+        if isinstance(chosen, str):
+            raise _Missed(f"{chosen} is held by someone else")
+    except BaseException:
+        session.release(session.workers[workers_before:], session.placement_groups[groups_before:])
+        raise
+    kept = [
+        [holders[slot.node_id, index].pop() for index in indices] for slot, indices in zip(slots, chosen, strict=True)
+    ]
+    needed = {id(claim) for slot_claims in kept for claim in slot_claims}
+    surplus = [claim for claim in claims if id(claim) not in needed]
+    session.release([claim.worker for claim in surplus], [claim.placement_group for claim in surplus])
+    return kept
+
+
+def _take(session: Session, slots: list[Slot], look_at: dict[str, int], cpus: float) -> list[_Bundle]:
+    """Reserve the GPUs: as many as needed in one atomic group; those to look at one by one."""
+    plain = [slot.node_id for slot in slots if slot.node_id not in look_at for _ in range(slot.n_gpus)]
+    cpu_only = [(slot.node_id, cpus * slot.n_gpus) for slot in slots if slot.node_id in look_at]
+    together = [(node_id, {"GPU": 1.0, "CPU": cpus}) for node_id in plain]
+    # GPUs taken to look at carry no CPUs, of which there need not be enough for all of them.
+    together += [(node_id, {"CPU": amount}) for node_id, amount in cpu_only]
+    main = _placement_group(session, together)
+    singles = [
+        (node_id, _placement_group(session, [(node_id, {"GPU": 1.0})]))
+        for node_id, count in look_at.items()
+        for _ in range(count)
+    ]
+    ready = _wait_ready([main, *(group for _, group in singles)])
+    if main not in ready:
+        raise _Missed("someone else was faster")
+    late = [group for _, group in singles if group not in ready]
+    session.release([], late)
+    bundles = [_Bundle(node_id, main, i) for i, node_id in enumerate(plain)]
+    return bundles + [_Bundle(node_id, group, 0) for node_id, group in singles if group in ready]
+
+
+def _placement_group(session: Session, bundles: list[tuple[str, dict[str, float]]]) -> Any:
+    group = placement_group(
+        [resources for _, resources in bundles],
+        strategy="PACK",
+        bundle_label_selector=[{"ray.io/node-id": node_id} for node_id, _ in bundles],
+    )
+    session.placement_groups.append(group)
+    return group
+
+
+def _wait_ready(groups: list[Any]) -> list[Any]:
+    refs = {group.ready(): group for group in groups}
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=READY_S)
+    return [refs[ref] for ref in ready]
+
+
+def _start_workers(session: Session, bundles: list[_Bundle], cluster: Cluster) -> list[Claim]:
+    """A worker in every bundle, all starting at the same time, and what each sees."""
+    workers = []
+    for bundle in bundles:
+        cpus = bundle.placement_group.bundle_specs[bundle.index].get("CPU", 0.0)
+        worker = RemoteWorker.options(
+            num_gpus=1,
+            num_cpus=cpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index),
+        ).remote()
+        session.workers.append(worker)
+        workers.append(worker)
+    refs = [worker.report.remote() for worker in workers]
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=cluster.start_timeout_s)
+    devices = dict(zip(refs, bundles, strict=True))
+    if late:
+        raise RunFailed(f"{len(late)} of {len(refs)} workers did not start within {cluster.start_timeout_s:g} s")
+    reports = []
+    for ref in refs:
+        try:
+            reports.append(ray.get(ref, timeout=60))
+        except RayActorError as error:
+            if not any(node["Alive"] and node["NodeID"] == devices[ref].node_id for node in ray.nodes()):
+                raise _Missed("a node left") from error
+            raise explain(error, "a worker that was just starting") from error
+        except Exception as error:
+            raise explain(error, "a worker that was just starting") from error
+    return [
+        Claim(worker, bundle.placement_group, report)
+        for worker, bundle, report in zip(workers, bundles, reports, strict=True)
+    ]
+
+
+def _by_ask(asks: Sequence[Ask], slots: list[Slot], claims: list[list[Claim]]) -> list[list[Claim]]:
+    return [
+        [claim for slot, kept in zip(slots, claims, strict=True) if slot.group == ask.group for claim in kept]
+        for ask in asks
+    ]

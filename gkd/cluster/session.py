@@ -1,0 +1,238 @@
+"""A run's connection to Ray: a cluster that is there, or a private one on this machine that ends with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util import remove_placement_group
+
+from gkd.cluster import gpu, reaper
+from gkd.cluster.failure import one_line
+from gkd.cluster.layout import Node, asks_of
+from gkd.cluster.nearest import require_fit
+from gkd.cluster.signals import ignoring_signals, keeping_sigterm_handler
+from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
+from gkd.errors import ConfigError, RunFailed
+
+CONNECT_TIMEOUT_S = 10.0
+LOG = logging.getLogger("gkd")
+
+
+@dataclass
+class Session:
+    """What a run holds in Ray; :func:`connect` makes it and gives everything back."""
+
+    directory: str | None = None
+    """Directory of a private Ray, logs included; None when connected to a cluster."""
+    workers: list[Any] = field(default_factory=list)
+    placement_groups: list[Any] = field(default_factory=list)
+
+    def release(self, workers: Sequence[Any], placement_groups: Sequence[Any]) -> None:
+        """Kill these workers and give their reservations back."""
+        for worker in workers:
+            ray.kill(worker, no_restart=True)
+            self.workers.remove(worker)
+        for group in placement_groups:
+            remove_placement_group(group)
+            self.placement_groups.remove(group)
+
+
+@contextlib.contextmanager
+def connect(config: Config) -> Iterator[Session]:
+    """Connect to Ray for a run, and on the way out, however that is, leave nothing of the run behind.
+
+    ``cluster.address`` or RAY_ADDRESS names a cluster; a number of ``cluster.simulate_gpus``, or no address, means a
+    private one. A process that is connected already keeps its connection. Raises ConfigError for an address that
+    does not answer, and, before Ray starts, for a layout that this machine cannot hold.
+    """
+    session = Session()
+    watchdog: subprocess.Popen[bytes] | None = None
+    connected_before = ray.is_initialized()
+    try:
+        if not connected_before:
+            address = _address(config.cluster)
+            if address is not None:
+                _join(address)
+            else:
+                start = _plan_private(config)
+                session.directory = _new_directory()
+                watchdog = reaper.watch(session.directory)
+                _start_private(session.directory, *start)
+        yield session
+    except BaseException as error:
+        # Logs of the workers are worth keeping only where something in them may explain the failure.
+        keep = not isinstance(error, ConfigError | KeyboardInterrupt | SystemExit | GeneratorExit)
+        _close(session, connected_before, watchdog, keep_logs=keep)
+        raise
+    else:
+        _close(session, connected_before, watchdog, keep_logs=False)
+
+
+def _address(cluster: Cluster) -> str | None:
+    """``host:port`` of the cluster to join, or None for a private one."""
+    simulate = isinstance(cluster.simulate_gpus, int)
+    if cluster.address is not None and simulate:
+        raise ConfigError("cluster.simulate_gpus is for a private Ray: it cannot add GPUs to cluster.address")
+    if simulate:  # what the command line asks for outweighs the environment
+        return None
+    address = cluster.address or os.environ.get("RAY_ADDRESS") or None
+    return None if address == "local" else address
+
+
+def _join(address: str) -> None:
+    """Connect to a running cluster within :data:`CONNECT_TIMEOUT_S`, or raise ConfigError."""
+    if "://" in address:
+        raise ConfigError(f"cluster.address={address}: use host:port on a node of the cluster, not Ray's remote client")
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"cluster.address={address}: expected host:port, such as 10.0.0.1:6379, or auto")
+        _require_ray_answers(host.strip("[]"), int(port), address)
+    try:
+        with keeping_sigterm_handler():
+            ray.init(address=address, **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"cluster.address={address}: cannot join this cluster: {one_line(error)}") from error
+
+
+def _require_ray_answers(host: str, port: int, address: str) -> None:
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.address={address}: nothing answers there ({error}); start Ray with `ray start --head` "
+            "or leave the address out for a private one"
+        ) from None
+    # Ray aborts the whole process when a port speaks something else, so a process of its own asks first.
+    probe = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1], nums_reconnect_retry=0)"
+    try:
+        subprocess.run(
+            [sys.executable, "-c", probe, address],
+            timeout=3 * CONNECT_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        raise ConfigError(
+            f"cluster.address={address}: what answers there is not a Ray {ray.__version__} head"
+        ) from None
+
+
+def _plan_private(config: Config) -> tuple[int, int, bool]:
+    """GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError when they do not do."""
+    asks, cluster = asks_of(config), config.cluster
+    real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids := gpu.nvml_uuids())
+    wanted = max(sum(ask.total for ask in asks), *(max(ask.gpus or (0,)) + 1 for ask in asks))
+    n_gpus, simulated, hint = len(real), False, ""
+    if cluster.simulate_gpus == "auto" and not real:
+        n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True
+        if wanted > n_gpus:
+            hint = f"cluster.simulate_gpus={wanted} would simulate them all"
+    elif isinstance(cluster.simulate_gpus, int):
+        if cluster.simulate_gpus < 1:
+            raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")
+        n_gpus, simulated = cluster.simulate_gpus, True
+    elif not real:
+        hint = f"cluster.simulate_gpus={wanted} tries the layout without GPUs"
+    n_cpus = os.cpu_count() or 1
+    if simulated:  # the cores are shared anyway; Ray only counts them
+        n_cpus = max(n_cpus, math.ceil(sum(ask.total for ask in asks) * cluster.cpus_per_worker))
+    visible = None if simulated and not _lists_enough(n_gpus) else os.environ.get(gpu.VISIBLE)
+    indices = gpu.node_indices(visible, n_gpus, uuids)
+    require_fit(asks, [Node("", "this machine", tuple(indices), n_cpus)], cluster.cpus_per_worker, hint)
+    return n_gpus, n_cpus, simulated
+
+
+def _lists_enough(n_gpus: int) -> bool:
+    """Whether simulated GPUs can take their ids from the parent's CUDA_VISIBLE_DEVICES."""
+    listed = gpu.tokens(os.environ.get(gpu.VISIBLE)) or []
+    return len(listed) >= n_gpus and all(token.isdigit() for token in listed)
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool) -> None:
+    """Start Ray on free ports with its files in ``directory``, in the main thread: it dies with the starting thread."""
+    environment: dict[str, str | None] = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        gpu.SIMULATED: "1" if simulated else None,
+    }
+    # Ray refuses more GPUs than the variable lists; when it lists enough, ids are taken from it.
+    if simulated and not _lists_enough(n_gpus):
+        environment[gpu.VISIBLE] = None
+    try:
+        with _environment(environment), keeping_sigterm_handler():
+            ray.init(
+                address="local",
+                num_gpus=n_gpus,
+                num_cpus=n_cpus,
+                include_dashboard=False,
+                _temp_dir=directory,
+                **_QUIET,
+            )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise RunFailed(f"Ray did not start: {one_line(error)} (logs: {directory})") from error
+
+
+def _new_directory() -> str:
+    # Ray puts Unix sockets below it, whose paths may have 107 characters: TMPDIR can be too long for that.
+    base = os.environ.get("RAY_TMPDIR") or ("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
+    return tempfile.mkdtemp(prefix="gkd-", dir=base)
+
+
+def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[bytes] | None, keep_logs: bool) -> None:
+    """Give back everything; bounded in time, and not to be interrupted by a second Ctrl-C."""
+    with ignoring_signals():
+        if ray.is_initialized():
+            # A cluster that is gone has nothing to give back, and the error that matters is on its way already.
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
+                session.release(list(session.workers), list(session.placement_groups))
+            if not connected_before:
+                ray.shutdown()
+        if session.directory is None:
+            return
+        left = reaper.end_all(session.directory)
+        if left:
+            LOG.warning("processes that would not end: %s", ", ".join(map(str, left)))
+        if keep_logs:
+            LOG.warning("logs of the workers: %s/session_latest/logs", session.directory)
+        else:
+            shutil.rmtree(session.directory, ignore_errors=True)
+        if watchdog is not None and watchdog.stdin is not None:
+            watchdog.stdin.close()
+            watchdog.wait(timeout=reaper.GIVE_UP_S + 5)
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str | None]) -> Iterator[None]:
+    """Variables for the processes Ray starts, None to leave one out; this process gets its own back."""
+    before = {name: os.environ.get(name) for name in changes}
+    try:
+        _set(changes)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

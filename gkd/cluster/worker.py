@@ -1,0 +1,99 @@
+"""The one Ray actor class of every group: takes its device before anything imports torch, then hosts the real worker.
+
+Ray starts a :class:`Worker` in every reserved bundle. It reports which device it has; only when all reports are right
+does it import and build what the group needs, named by a string, so that neither the driver nor this module imports
+torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from gkd.cluster.gpu import VISIBLE, devices_seen
+from gkd.cluster.report import DeviceReport
+from gkd.errors import RunFailed
+
+# "main" has one thread, always the same: torch's thread pools, CUDA contexts and vLLM belong to the thread that made
+# them. "control" stays free for pings, aborts and queue submissions while "main" is busy.
+CONCURRENCY_GROUPS = {"main": 1, "control": 8, "stream": 4}
+
+
+class Worker:
+    """One process with one GPU. ``ray.remote`` it with :data:`CONCURRENCY_GROUPS`."""
+
+    def __init__(self) -> None:
+        # Raising here would reach the driver as a death with a traceback for a message, so report() raises instead.
+        self._torch_came_first = "torch" in sys.modules
+        self._ray_gpu_ids = sorted(str(gpu) for gpu in ray.get_gpu_ids())
+        # Ray leaves the variable alone under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES; NVML counts in PCI order.
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ[VISIBLE] = ",".join(self._ray_gpu_ids)
+        self._object: Any = None
+
+    @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
+    def report(self) -> DeviceReport:
+        """What this process sees. Raises RunFailed when torch was imported before the device was chosen."""
+        if self._torch_came_first:
+            raise RunFailed(f"pid {os.getpid()}: torch was imported before {VISIBLE} was set, so it may use any GPU")
+        context = ray.get_runtime_context()
+        visible = os.environ[VISIBLE]
+        seen = devices_seen(visible, context.get_node_id())
+        return DeviceReport(
+            node_id=context.get_node_id(),
+            ip=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            cuda_visible_devices=visible,
+            ray_gpu_ids=self._ray_gpu_ids,
+            device_count=seen.count,
+            gpu_uuids=seen.uuids,
+            gpu_indices=seen.indices,
+        )
+
+    @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
+    def set_environment(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables, e.g. OMP_NUM_THREADS, which Ray sets to 1. Before :meth:`build`."""
+        self._require_unbuilt("set_environment")
+        os.environ.update(variables)
+
+    @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
+    def lead(self, devices: Sequence[str]) -> None:
+        """Make this worker see all ``devices`` of its tensor-parallel engine. After the check, before :meth:`build`."""
+        self._require_unbuilt("lead")
+        os.environ[VISIBLE] = ",".join(devices)
+
+    @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
+    def build(self, target: str, *args: Any, **kwargs: Any) -> None:
+        """Import ``package.module:Class`` and construct the object whose methods :meth:`call` reaches."""
+        self._require_unbuilt("build")
+        module, _, name = target.partition(":")
+        self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the object, on the thread that built it, after all earlier calls."""
+        return self._method(method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def control(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the object at once, on another thread, also while :meth:`call` is busy."""
+        return self._method(method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="stream", num_returns="streaming")  # type: ignore[untyped-decorator]
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield what a generator method of the object yields, each item as soon as it is there."""
+        yield from self._method(method)(*args, **kwargs)
+
+    def _method(self, name: str) -> Any:
+        if self._object is None:
+            raise RunFailed(f"{name} was called before the worker was built")
+        return getattr(self._object, name)
+
+    def _require_unbuilt(self, what: str) -> None:
+        if self._object is not None:
+            raise RunFailed(f"{what} came after the worker was built")

@@ -1,0 +1,170 @@
+"""Prompts of a run: from rows to tokens, and in which order they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gkd.config import Data
+from gkd.data.reader import Row, read_rows
+from gkd.errors import ConfigError
+from gkd.sample import Prompt
+
+TOKENISED_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts that fit, and how many were left out because they were too long."""
+
+    prompts: list[Prompt]
+    n_too_long: int
+
+
+def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | None = None) -> PromptSet:
+    """Prompts of ``files`` in their order, at most ``limit`` of them; ids count rows over all files from 0.
+
+    A string is tokenised with the tokenizer's own special tokens; a list of messages goes through its chat template,
+    without the assistant's turns at its end. Raises ConfigError for whatever is wrong with a file, a row or a missing
+    template, and when no prompt fits into ``data.max_prompt_length``.
+    """
+    kept: list[Prompt] = []
+    n_too_long, shortest, first_id = 0, 0, 0
+    for file in files:
+        rows = read_rows(file)
+        while chunk := list(islice(rows, TOKENISED_AT_ONCE)):
+            for prompt in _prompts(chunk, data, tokenizer, first_id):
+                length = len(prompt.token_ids)
+                if length <= data.max_prompt_length:
+                    kept.append(prompt)
+                else:
+                    n_too_long += 1
+                    shortest = min(shortest, length) if shortest else length
+            first_id += len(chunk)
+            if limit is not None and len(kept) >= limit:
+                return PromptSet(kept[:limit], n_too_long)
+    if not kept:
+        raise ConfigError(
+            f"data.max_prompt_length={data.max_prompt_length}: every prompt in {', '.join(files)} is longer, "
+            f"the shortest has {shortest} tokens"
+        )
+    return PromptSet(kept, n_too_long)
+
+
+def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iterator[Prompt]:
+    key = _prompt_key(rows[0], data)
+    values = [row.get(key, "data.prompt_key") for row in rows]
+    answers = [row.get(data.answer_key, "data.answer_key") for row in rows] if data.answer_key else [None] * len(rows)
+    texts, ids = _tokenise(rows, key, values, tokenizer)
+    for offset, (text, token_ids, answer) in enumerate(zip(texts, ids, answers, strict=True)):
+        if not token_ids:
+            raise ConfigError(f"{rows[offset].place}: the prompt in {key!r} has no tokens")
+        yield Prompt(
+            id=first_id + offset,
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            text=text,
+            answer=None if answer is None else str(answer),
+        )
+
+
+def _prompt_key(row: Row, data: Data) -> str:
+    """The configured column, or ``messages`` where the default one is not there."""
+    default = Data.model_fields["prompt_key"].default
+    if data.prompt_key == default and default not in row.values and "messages" in row.values:
+        return "messages"
+    return data.prompt_key
+
+
+def _tokenise(rows: list[Row], key: str, values: list[Any], tokenizer: Any) -> tuple[list[str], list[list[int]]]:
+    """Text and token ids of each row's prompt; strings and messages may be mixed."""
+    texts = [
+        v if isinstance(v, str) else _template(row, key, v, tokenizer) for row, v in zip(rows, values, strict=True)
+    ]
+    ids: list[list[int]] = [[]] * len(texts)
+    # A template writes its special tokens itself, so they must not be added a second time.
+    for templated in (False, True):
+        chosen = [i for i, value in enumerate(values) if isinstance(value, str) != templated]
+        if chosen:
+            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=not templated)["input_ids"]
+            for i, token_ids in zip(chosen, encoded, strict=True):
+                ids[i] = token_ids
+    return texts, ids
+
+
+def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:
+    """The prompt that the chat template makes of ``messages``, ready for the assistant's turn."""
+    if not (isinstance(messages, list) and messages and all(_is_message(m) for m in messages)):
+        raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template"
+        )
+    asked = list(messages)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    if not asked:
+        raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+    except TemplateError as error:
+        raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {' '.join(str(error).split())}") from None
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+class PromptStream:
+    """Endless batches of exactly ``batch_size`` prompts, newly shuffled every epoch.
+
+    A batch may cross the end of an epoch, and holds a prompt more than once where there are fewer prompts than it
+    needs. The order depends on ``seed`` alone, and ``state`` is all that is needed to go on exactly.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], batch_size: int, seed: int) -> None:
+        if not prompts or batch_size < 1:
+            raise ValueError(f"a stream needs prompts and a batch size, got {len(prompts)} and {batch_size}")
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._seed = seed
+        self._drawn = 0
+        self._shuffled: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the prompts so far; 1.5 is half-way through the second."""
+        return self._drawn / len(self._prompts)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        return self
+
+    def __next__(self) -> list[Prompt]:
+        batch = [self._prompt(self._drawn + i) for i in range(self._batch_size)]
+        self._drawn += self._batch_size
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """Where the stream stands: JSON-ready, for :meth:`restore`."""
+        return {"drawn": self._drawn, "n_prompts": len(self._prompts), "seed": self._seed}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from ``state``. Raises ConfigError when it is of other prompts or another seed."""
+        here = {"n_prompts": len(self._prompts), "seed": self._seed}
+        for key, value in here.items():
+            if state[key] != value:
+                raise ConfigError(f"the saved order of prompts has {key}={state[key]}, this run {key}={value}")
+        self._drawn = state["drawn"]
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self._prompts))
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts))
+            self._shuffled = (epoch, order)
+        return self._prompts[int(self._shuffled[1][index])]

@@ -1,0 +1,147 @@
+"""Model directories and their tokenizers: found locally, checked before anything is started.
+
+Nothing here reaches a network: a name that is no directory is looked up in the local Hugging Face cache only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from gkd.errors import ConfigError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def resolve_model(path: str, setting: str = "model.path") -> str:
+    """Absolute directory of a model given as a directory or as a hub name in the local cache.
+
+    Raises ConfigError, naming ``setting``, when it is neither.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return str(directory.resolve())
+    if directory.exists():
+        raise ConfigError(f"{setting}={path}: is a file, not a directory with a model")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        raise ConfigError(
+            f"{setting}={path}: no such directory, and no model of that name in the local Hugging Face cache"
+        ) from None
+
+
+def check_causal_lm(path: str, setting: str) -> str:
+    """Directory of the causal language model at ``path`` (see :func:`resolve_model`).
+
+    Raises ConfigError, naming ``setting`` and ``path``, when there is no model, it is no causal language model, its
+    weights are not safetensors or not all there, or it has no tokenizer.
+    """
+    directory = Path(resolve_model(path, setting))
+    name = f"{setting}={path}"
+    config = _read_json(directory / "config.json", name)
+    if not _is_causal_lm(config):
+        found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
+        raise ConfigError(f"{name}: is no causal language model but {found}")
+    _check_weights(directory, name)
+    if not any((directory / file).exists() for file in TOKENIZER_FILES):
+        raise ConfigError(f"{name}: has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)")
+    return str(directory)
+
+
+def _read_json(file: Path, name: str) -> dict[str, Any]:
+    if not file.exists():
+        raise ConfigError(f"{name}: has no {file.name}, so it is no Hugging Face model directory")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ConfigError(f"{name}: its {file.name} is not JSON") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}: its {file.name} is not a JSON object")
+    return content
+
+
+def _is_causal_lm(config: dict[str, Any]) -> bool:
+    architectures = [str(a) for a in config.get("architectures") or []]
+    if any(a.endswith("ForCausalLM") for a in architectures):
+        return True
+    # Old names such as GPT2LMHeadModel. Asked last: the import loads torch.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+
+    if architectures:
+        return bool(set(architectures) & set(CAUSAL_LM.values()))
+    return config.get("model_type") in CAUSAL_LM
+
+
+def _check_weights(directory: Path, name: str) -> None:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        shards = set(_read_json(index, name).get("weight_map", {}).values())
+        lacking = sorted(shard for shard in shards if not (directory / shard).exists())
+        if lacking:
+            raise ConfigError(f"{name}: its index names {lacking[0]}, which is not there")
+    elif not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"{name}: has no safetensors weights")
+
+
+def load_tokenizer(path: str, setting: str = "model.path") -> Any:
+    """The tokenizer of the model at ``path``, a transformers tokenizer.
+
+    Raises ConfigError, naming ``setting``, when there is none or it cannot be read.
+    """
+    directory = resolve_model(path, setting)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    # transformers raises whatever its readers meet: OSError, ValueError, KeyError, tokenizers' bare Exception.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{setting}={path}: its tokenizer cannot be loaded: {reason}") from None
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 (hex) over what ids mean: the token-to-id map and the ids of the first and the end token.
+
+    ``tokenizer`` is a transformers tokenizer or the path of a model. Rows that a model's embedding has beyond the
+    vocabulary do not count: 151,936 and 152,064 rows with the same tokens are the same tokenizer.
+    """
+    if isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer)
+    meaning = [sorted(tokenizer.get_vocab().items()), tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
+
+
+def check_same_tokenizer(student_path: str, teacher_path: str) -> None:
+    """Raise ConfigError, naming both models and the first token that differs, unless their ids mean the same."""
+    student = load_tokenizer(student_path, "model.path")
+    teacher = load_tokenizer(teacher_path, "teacher.model.path")
+    if tokenizer_hash(student) != tokenizer_hash(teacher):
+        raise ConfigError(
+            f"the tokenizers of model.path={student_path} and teacher.model.path={teacher_path} differ: "
+            f"{_first_difference(student, teacher)}"
+        )
+
+
+def _first_difference(student: Any, teacher: Any) -> str:
+    ours = sorted((index, token) for token, index in student.get_vocab().items())
+    theirs = sorted((index, token) for token, index in teacher.get_vocab().items())
+    for (our_id, ours_token), (their_id, their_token) in zip(ours, theirs, strict=False):
+        if (our_id, ours_token) != (their_id, their_token):
+            if our_id == their_id:
+                return f"id {our_id} is {ours_token!r} in the student, {their_token!r} in the teacher"
+            lacking = "teacher" if our_id < their_id else "student"
+            return f"id {min(our_id, their_id)} is only used by one of them, the {lacking} lacks it"
+    if len(ours) != len(theirs):
+        longer, name = (ours, "student") if len(ours) > len(theirs) else (theirs, "teacher")
+        index, token = longer[min(len(ours), len(theirs))]
+        return f"id {index}, {token!r}, is only in the {name}"
+    for role in ("bos_token", "eos_token"):
+        if getattr(student, f"{role}_id") != getattr(teacher, f"{role}_id"):
+            return f"{role} is {getattr(student, role)!r} in the student, {getattr(teacher, role)!r} in the teacher"
+    raise AssertionError("tokenizers with different hashes differ in a token or a special token")

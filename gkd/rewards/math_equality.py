@@ -1,0 +1,119 @@
+"""Whether two answers are the same in mathematics, asked of math-verify in a process that can be killed.
+
+A sampled response may hold ``2^{2^{2^{2^{2^2}}}}`` or ``9999999!``. sympy then computes for ever inside one C call,
+which neither a thread nor a signal handler interrupts and which would hold the whole run. So math-verify lives in a
+child that sets itself an alarm for every question: late, the kernel ends it, the answer counts as unequal, and the next
+question starts a new child. The alarm counts the child's own processor time, so that a busy machine changes no verdict.
+The child also ends when this process does, because its stdin closes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+
+SECONDS_PER_QUESTION = 3.0  # of processor time
+MEMORY_LIMIT = 4 << 30  # bytes of address space
+MAX_LENGTH = 2000  # characters looked at, from the end of each text
+
+log = logging.getLogger(__name__)
+
+
+class MathJudge:
+    """A child process that compares answers; started at the first question, safe to use from several threads."""
+
+    def __init__(self, seconds: float = SECONDS_PER_QUESTION) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+
+    def equal(self, response: str, answer: str) -> bool:
+        """Whether the last mathematical expression of ``response`` equals that of ``answer``. False when in doubt."""
+        question = json.dumps([response[-MAX_LENGTH:], answer[-MAX_LENGTH:]])
+        with self._lock:
+            child = self._running_child()
+            assert child.stdin is not None and child.stdout is not None
+            try:
+                child.stdin.write(question + "\n")
+                child.stdin.flush()
+                reply = child.stdout.readline().strip()
+            except BrokenPipeError:
+                reply = ""
+            if reply not in ("0", "1"):
+                log.warning("math-verify gave no verdict in %.1f s, counted as wrong: %.80r", self._seconds, response)
+                self._end_child()
+        return reply == "1"
+
+    def close(self) -> None:
+        """End the child, if there is one."""
+        with self._lock:
+            self._end_child()
+
+    def _running_child(self) -> subprocess.Popen[str]:
+        if self._child is None:
+            # Run as a file: a Ray worker's import path does not reach its children.
+            self._child = subprocess.Popen(
+                [sys.executable, __file__, str(self._seconds)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+            )
+        return self._child
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.kill()
+            with child:  # closes its pipes and waits
+                pass
+
+
+_judge = MathJudge()
+atexit.register(_judge.close)
+
+
+def math_equal(response: str, answer: str) -> bool:
+    """Whether two answers are mathematically equal, by this process's :class:`MathJudge`."""
+    return _judge.equal(response, answer)
+
+
+def _verdict(response: str, answer: str) -> bool:
+    from math_verify import parse, verify
+
+    # Without an anchor math-verify reads only plain numbers; a reference answer is mathematics as a whole.
+    anchored = answer if "$" in answer or "\\boxed" in answer or "\\(" in answer else f"${answer}$"
+    gold = parse(anchored, parsing_timeout=None)
+    candidates = [response] if len(response.split()) > 1 else [response, f"${response}$"]
+    # The alarm of main() is the time-out; math-verify's own works in the main thread of a process only.
+    return any(
+        bool(gold) and verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None) for text in candidates
+    )
+
+
+def main() -> None:
+    """Answer questions, one JSON line each, until stdin closes."""
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes stdin
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process, even within a C call
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.disable(logging.WARNING)  # math-verify warns at every call that it has no time-out
+    _verdict("\\frac{1}{2}", "0.5")  # imports sympy and builds the parser, which no question should pay for
+    for line in sys.stdin:
+        response, answer = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
+        verdict = _verdict(response, answer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(int(verdict), flush=True)
+
+
+if __name__ == "__main__":
+    main()

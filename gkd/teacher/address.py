@@ -1,0 +1,121 @@
+"""Where teachers are, and the key that protects what does not stay on this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+
+from gkd.config import Teacher
+from gkd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A CURVE key pair, Z85 text, that server and clients share; whoever has it may ask."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @staticmethod
+    def generate() -> Key:
+        """A new pair."""
+        return Key(*zmq.curve_keypair())
+
+    @staticmethod
+    def load(path: str | Path) -> Key:
+        """Read a pair. Raises ConfigError when there is none in the file."""
+        try:
+            found = dict(
+                re.findall(rb'^\s*(public|secret)-key\s*=\s*"(.{40})"\s*$', Path(path).read_bytes(), re.MULTILINE)
+            )
+        except OSError as error:
+            raise ConfigError(f"teacher.key_file={path}: cannot be read ({error.strerror})") from None
+        try:
+            if zmq.curve_public(found[b"secret"]) == found[b"public"]:
+                return Key(found[b"public"], found[b"secret"])
+        except (KeyError, zmq.ZMQError):
+            pass  # said below
+        raise ConfigError(f"teacher.key_file={path}: holds no pair of CURVE keys")
+
+    @staticmethod
+    def load_or_create(path: str | Path) -> Key:
+        """Read a pair, or write a new one that only its owner may read. Raises ConfigError."""
+        key, draft = Key.generate(), Path(f"{path}.{os.getpid()}")
+        # The format of ZeroMQ's certificates.
+        text = f'curve\n    public-key = "{key.public.decode()}"\n    secret-key = "{key.secret.decode()}"\n'
+        try:
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+            try:
+                os.link(draft, path)  # all of it at once, and only if nobody was faster
+            except FileExistsError:
+                return Key.load(path)
+            finally:
+                draft.unlink()
+        except OSError as error:
+            raise ConfigError(f"teacher.key_file={path}: cannot be written ({error.strerror})") from None
+        return key
+
+
+def endpoint(host: str, port: int) -> str:
+    """``tcp://host:port``, with the brackets an IPv6 address needs."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine alone. A name other than localhost is not resolved and counts as another's."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_key(host: str, key: Key | None) -> None:
+    """Raise ConfigError when ``host`` can be reached from elsewhere and there is no key."""
+    if key is None and not is_loopback(host):
+        raise ConfigError(f"the teacher's address {host} is not loopback and has no key: set teacher.key_file")
+
+
+def host_of(address: str) -> str:
+    """The host of a ``tcp://host:port`` address. Raises ConfigError when it is none."""
+    try:
+        parts = urlsplit(address)
+        if parts.scheme == "tcp" and re.fullmatch(r"[\w.:-]+", parts.hostname or "") and parts.port:
+            return str(parts.hostname)
+    except ValueError:
+        pass
+    raise ConfigError(f"{address!r} is no address of a teacher: expected tcp://HOST:PORT")
+
+
+def external_addresses(teacher: Teacher) -> list[str]:
+    """Addresses of the external teacher in ``teacher.server_ip``; hosts without a port have ``teacher.server_port``.
+
+    Raises ConfigError for what is no host.
+    """
+    addresses = []
+    for entry in (teacher.server_ip or "").split(","):
+        host, colon, port = entry.strip().partition(":")
+        if entry.count(":") != 1:  # a name, an IPv4 or a bare IPv6 address
+            host, colon, port = entry.strip(), "", ""
+        address = f"tcp://{host}:{port}" if colon else endpoint(host, teacher.server_port)
+        host_of(address)
+        addresses.append(address)
+    return addresses
+
+
+def secure_server(socket: Any, key: Key) -> None:
+    """Make ``socket`` accept only peers that hold ``key``. Its context needs an gatekeeper, see zap."""
+    socket.curve_secretkey, socket.curve_publickey, socket.curve_server = key.secret, key.public, True
+    socket.zap_domain = b"gkd"
+
+
+def secure_client(socket: Any, key: Key) -> None:
+    """Make ``socket`` prove that it holds ``key``, and accept only a server that does."""
+    socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = key.secret, key.public, key.public

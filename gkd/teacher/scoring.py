@@ -1,0 +1,238 @@
+"""A vLLM engine that scores.
+
+vLLM gives, with ``prompt_logprobs=K``, one row of K + 1 entries for every prompt token but the first: the token itself,
+then the K most likely ones in falling order (the token once more when it is among them). Response rows are therefore
+the last R, and a Target is a slice of them. Four things are not as one would expect:
+
+- ``flat_logprobs`` still takes the rows apart number by number, into Python lists, for every prompt token; see
+  :meth:`VllmEngine._tap`.
+- Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`_Shaped` divides the logits themselves.
+- Scored requests never read the prefix cache (their rows would be missing), so it is off.
+- One token has to be sampled, and needs room, though nobody reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gkd.config import Teacher
+from gkd.errors import RunFailed
+from gkd.sample import Int32, Target
+from gkd.teacher.checkpoint import Checkpoint
+from gkd.teacher.requests import Generate, Limits, Refused, Score
+from gkd.vllm_engine import GIB, Device, engine_arguments, environment
+
+if TYPE_CHECKING:
+    import torch
+
+RESULT_BYTES = 8 * GIB  # results of requests in the engine, prompt rows included
+LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What every request in the engine has in common, because it is applied to the logits of all."""
+
+    temperature: float = 1.0
+    rows: int | None = None
+
+
+class _Shaped:
+    """Stands in for a model's ``compute_logits``: leaves out rows past ``shape.rows``, divides by the temperature."""
+
+    def __init__(self, compute_logits: Any) -> None:
+        self.compute_logits, self.shape = compute_logits, _Shape()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        logits: torch.Tensor | None = self.compute_logits(*args, **kwargs)
+        if logits is None:  # not the rank that has them
+            return None
+        if self.shape.rows is not None and self.shape.rows < logits.shape[-1]:
+            logits = logits.clone()
+            logits[..., self.shape.rows :] = float("-inf")
+        # In float32, as vLLM's own log-softmax: bfloat16 logits would be rounded a second time.
+        return logits if self.shape.temperature == 1.0 else logits.float() / self.shape.temperature
+
+
+class _SetShape:
+    """For ``apply_model``: gives the model a shape. A class, so that it can be sent to tensor-parallel workers."""
+
+    def __init__(self, shape: _Shape) -> None:
+        self.shape = shape
+
+    def __call__(self, model: Any) -> None:
+        if not isinstance(model.compute_logits, _Shaped):
+            model.compute_logits = _Shaped(model.compute_logits)
+        model.compute_logits.shape = self.shape
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in vLLM, and the tensors of its rows as they come, prefill chunk by chunk."""
+
+    request: Score | Generate
+    bytes: int
+    rows: list[Any] = field(default_factory=list)
+
+
+class VllmEngine:
+    """Scores and continues token sequences with the model in ``path``; an engine as in requests.Engine.
+
+    Requests of one temperature and vocabulary run together; others wait until those are done. Raises ConfigError when
+    there is no usable model in ``path``, RunFailed when vLLM does not start on it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        settings: Teacher,
+        device: Device,
+        *,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        max_num_batched_tokens: int | None = None,
+    ) -> None:
+        checkpoint = Checkpoint.read(path)
+        os.environ.update(environment(device))
+        from vllm import LLM
+
+        if max_num_batched_tokens is None and device == "cpu":
+            fitting = LOGIT_BYTES // (4 * checkpoint.vocabulary)
+            max_num_batched_tokens = max(settings.max_num_seqs, 256, min(4096, fitting))
+        arguments = engine_arguments(
+            path,
+            device,
+            settings,
+            dtype=dtype,
+            max_model_len=None if settings.max_model_len is None else settings.max_model_len + 1,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefix_caching=False,
+        )
+        try:
+            self.llm_engine = LLM(**arguments).llm_engine
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise RunFailed(
+                f"the teacher's engine did not start on {path}: {type(error).__name__}: {reason}"
+            ) from error
+        self._stop_ids = checkpoint.eos_ids
+        self.limits = Limits(
+            model=path,
+            vocabulary=checkpoint.vocabulary,
+            max_top_k=min(settings.max_top_k, checkpoint.vocabulary),
+            max_length=self.llm_engine.model_config.max_model_len - 1,
+            capacity=settings.max_num_seqs,
+        )
+        self._shape = _Shape()
+        self._waiting: deque[tuple[int, Score | Generate]] = deque()
+        self._running: dict[int, _Running] = {}
+
+    def add(self, key: int, request: Score | Generate) -> None:
+        """Take on a request that passed ``limits.check``."""
+        self._waiting.append((key, request))
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self._waiting or self._running)
+
+    def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
+        """One forward pass; the keys and answers of requests that it finished."""
+        yield from self._admit()
+        for output in self.llm_engine.step():
+            if not output.finished:
+                continue
+            key = int(output.request_id)
+            running = self._running.pop(key)
+            if isinstance(running.request, Score):
+                yield key, _target(running.request, running.rows)
+            else:
+                yield key, np.asarray(output.outputs[0].token_ids, np.int32)
+
+    def close(self) -> None:
+        """Give back memory and processes."""
+        self.llm_engine.engine_core.shutdown()
+
+    def _admit(self) -> Iterator[tuple[int, Refused]]:
+        """Hand to vLLM what may run now, in order, so that no temperature waits for ever."""
+        while self._waiting:
+            key, request = self._waiting[0]
+            if self._running and not self._fits(request):
+                return
+            self._waiting.popleft()
+            try:
+                self._start(key, request)
+            except ValueError as error:
+                yield key, Refused("bad_request", " ".join(str(error).split()))
+
+    def _fits(self, request: Score | Generate) -> bool:
+        """Whether ``request`` may join those that run: same shape, and memory for its results."""
+        if isinstance(request, Generate):
+            return True  # greedy: no temperature and no result to speak of
+        if _Shape(request.temperature, request.vocabulary) != self._shape:
+            return False
+        return sum(running.bytes for running in self._running.values()) + self._bytes(request) <= RESULT_BYTES
+
+    def _bytes(self, request: Score) -> int:
+        return (len(request.prompt_ids) + len(request.response_ids)) * (self.limits.width(request) + 1) * 8
+
+    def _start(self, key: int, request: Score | Generate) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        if isinstance(request, Generate):
+            params = SamplingParams(
+                temperature=0.0, max_tokens=request.max_tokens, stop_token_ids=self._stop_ids, detokenize=False
+            )
+            self.llm_engine.add_request(str(key), tokens_input(request.prompt_ids.tolist()), params)
+            self._running[key] = _Running(request, 0)
+            return
+        shape = _Shape(request.temperature, request.vocabulary)
+        if shape != self._shape:
+            self.llm_engine.apply_model(_SetShape(shape))
+            self._shape = shape
+        ids = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=self.limits.width(request),
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        internal = self.llm_engine.add_request(str(key), tokens_input(ids), params)
+        self._running[key] = running = _Running(request, self._bytes(request))
+        self._tap(internal, running.rows)
+
+    def _tap(self, internal: str, rows: list[Any]) -> None:
+        """Have the tensors of a request's rows put into ``rows`` instead of being taken apart.
+
+        vLLM would append every number to a Python list, four appends an entry, before anybody could slice.
+        """
+        processor = self.llm_engine.output_processor.request_states[internal].logprobs_processor
+        assert callable(processor._update_prompt_logprobs), "vLLM has changed"
+        processor._update_prompt_logprobs = rows.append
+
+
+def _target(request: Score, chunks: list[Any]) -> Target:
+    """The Target of a scored request from vLLM's LogprobsTensors, one of each prefill chunk or of the whole prompt."""
+    n = len(request.response_ids)
+    ids = _last_rows([chunk.logprob_token_ids for chunk in chunks], n)
+    logprobs = _last_rows([chunk.logprobs for chunk in chunks], n)
+    if not np.array_equal(ids[:, 0], request.response_ids):
+        raise RunFailed("vLLM's rows are not those of the response tokens: this version orders them differently")
+    return Target(
+        np.ascontiguousarray(logprobs[:, 0]),
+        np.ascontiguousarray(ids[:, 1:], np.int32),
+        np.ascontiguousarray(logprobs[:, 1:]),
+        request.temperature,
+    )
+
+
+def _last_rows(chunks: list[torch.Tensor], n: int) -> NDArray[Any]:
+    """The last ``n`` rows of tensors [rows, K + 1] put end to end."""
+    return np.concatenate([chunk.numpy() for chunk in chunks])[-n:] if len(chunks) > 1 else chunks[0].numpy()[-n:]

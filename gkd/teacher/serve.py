@@ -1,0 +1,104 @@
+"""A teacher outside the cluster: ``python -m gkd.teacher.serve teacher.model.path=DIR teacher.server_port=15555``.
+
+Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise; any
+address that is not loopback needs ``teacher.key_file``, which is made when it does not exist and which clients need a
+copy of. One engine on the GPUs this process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+from gkd.compose import compose
+from gkd.config import Config
+from gkd.errors import ConfigError, RunFailed
+from gkd.teacher.address import Key, endpoint, require_key
+from gkd.vllm_engine import installed_device
+
+# A run names its student and its data together with its teacher; a server has neither.
+_DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none]", "teacher.server_ip=127.0.0.1")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until a signal; returns the exit code."""
+    stop = _Stop()
+    try:
+        return _serve(compose([*_DEFAULTS, *arguments]), stop)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(config: Config, stop: _Stop) -> int:
+    teacher = config.teacher
+    path, host, port = teacher.model.path, teacher.server_ip or "127.0.0.1", teacher.server_port
+    if path is None:
+        raise ConfigError("teacher.model.path is missing: which model is to be served?")
+    if teacher.n_workers > teacher.tensor_parallel_size:
+        raise ConfigError(
+            f"a server has one engine of teacher.tensor_parallel_size={teacher.tensor_parallel_size} GPUs, and "
+            f"{teacher.n_workers} are asked for: start one server for each engine, on ports of their own"
+        )
+    key = None if teacher.key_file is None else Key.load_or_create(teacher.key_file)
+    require_key(host, key)
+    _require_free(host, port)
+    from gkd.data.tokenizer import check_causal_lm, tokenizer_hash
+    from gkd.teacher.scoring import VllmEngine
+    from gkd.teacher.server import TeacherServer
+
+    directory = check_causal_lm(path, "teacher.model.path")
+    digest = tokenizer_hash(directory)
+    print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
+    engine = VllmEngine(directory, teacher, installed_device(), dtype=config.model.dtype)
+    try:
+        server = TeacherServer(engine, digest, host, port, key)
+        limits = engine.limits
+        print(
+            f"teacher ready at {server.address}: {path}, K up to {limits.max_top_k} of {limits.vocabulary}, "
+            f"sequences up to {limits.max_length} tokens, {'with' if key else 'no'} key",
+            flush=True,
+        )
+        stop.serving = True
+        server.serve(stop.event)
+    finally:
+        engine.close()
+    return stop.code
+
+
+class _Stop:
+    """Turns signals into the end of the server: at once while it loads, in good order once it serves."""
+
+    def __init__(self) -> None:
+        self.event, self.serving, self.code = threading.Event(), False, 0
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.code = 130 if number == signal.SIGINT else 0
+        self.event.set()
+        if not self.serving:
+            raise SystemExit(self.code)
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raise ConfigError when ``host:port`` cannot be listened on: sooner than after loading a model."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

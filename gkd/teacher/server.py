@@ -1,0 +1,83 @@
+"""The teacher's server: takes requests into the engine as they arrive, sends every answer as it is finished."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+
+from gkd.errors import RunFailed
+from gkd.teacher import wire
+from gkd.teacher.address import Key
+from gkd.teacher.frontend import Frontend, Job
+from gkd.teacher.requests import Code, Engine, Refused
+
+IDLE_POLL_S = 0.2
+
+
+class TeacherServer:
+    """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
+
+    Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
+    Raises ConfigError when the address cannot be bound, or is not loopback and there is no ``key``.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer_hash: str, bind_ip: str = "127.0.0.1", port: int = 0, key: Key | None = None
+    ) -> None:
+        self._engine = engine
+        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key)
+        self._jobs: dict[int, Job] = {}
+        self._keys = count()
+
+    @property
+    def address(self) -> str:
+        """``tcp://host:port`` to connect to."""
+        return self._frontend.address
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many requests were answered ("answered") and how many were not, by the code of the error."""
+        return dict(self._frontend.counts)
+
+    def serve(self, stop: threading.Event) -> None:
+        """Answer requests on the calling thread until ``stop`` is set, then close; what is unfinished is refused.
+
+        Raises RunFailed when the engine fails, after telling every client that waits.
+        """
+        code: Code = "stopping"
+        message = "the server is stopping"
+        try:
+            while not stop.is_set():
+                self._turn()
+        except Exception as error:
+            code, message = "engine", f"the engine failed: {type(error).__name__}: {error}"
+            if isinstance(error, RunFailed):
+                raise
+            raise RunFailed(
+                f"the teacher's engine at {self.address} failed: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            for job in self._jobs.values():
+                self._frontend.refuse(job, code, message)
+            self._jobs.clear()
+            self._frontend.close(code, message)
+
+    def close(self) -> None:
+        """Stop answering and give back the address."""
+        self._frontend.close()
+
+    def _turn(self) -> None:
+        room = self._engine.limits.capacity - len(self._jobs)
+        for job in self._frontend.take(room, 0 if self._jobs else IDLE_POLL_S):
+            key = next(self._keys)
+            self._jobs[key] = job
+            self._engine.add(key, job.request)
+        if not self._jobs:
+            return
+        for key, answer in self._engine.step():
+            job = self._jobs.pop(key)
+            if isinstance(answer, Refused):
+                self._frontend.refuse(job, answer.code, answer.message)
+            else:
+                self._frontend.counts["answered"] += 1
+                self._frontend.reply(job, wire.encode_answer(job.id, answer))

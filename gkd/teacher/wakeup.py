@@ -1,0 +1,35 @@
+"""Rouse a thread that sleeps in a ZeroMQ poll."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+
+class Wakeup:
+    """One thread polls :meth:`fileno` and calls :meth:`clear`; any thread may call :meth:`set`."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        """Rouse the poller, now or at its next poll."""
+        with suppress(BlockingIOError):  # so many calls are unread that it is awake anyway
+            self._writer.send(b"!")
+
+    def clear(self) -> None:
+        """Forget the calls so far."""
+        with suppress(BlockingIOError):  # nothing is left
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Give back both ends."""
+        self._reader.close()
+        self._writer.close()

@@ -1,0 +1,213 @@
+"""The wire format between teacher and client.
+
+A message is a list of frames: a msgpack header, then the raw little-endian bytes of its arrays. The header is
+``[body, [[dtype, shape], ...]]``, where body is a map whose "type" names one of the kinds below. Decoding is strict:
+unknown kinds or fields, other types, numbers out of range, or a frame whose size is not that of its dtype and shape
+raise :class:`WireError`. Nothing is unpickled, and nothing is allocated from a size that a header claims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from gkd.sample import Float32, Int32, Target
+from gkd.teacher import requests
+from gkd.teacher.requests import Code
+
+PROTOCOL = 1
+MAX_HEADER_BYTES = 1 << 16
+MAX_REQUEST_BYTES = 1 << 26  # 16 million token ids
+MAX_REPLY_BYTES = 1 << 33
+
+Array: TypeAlias = NDArray[Any]
+Frame: TypeAlias = bytes | memoryview
+
+_Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Count = Annotated[int, Meta(ge=0, lt=2**31)]
+_Text = Annotated[str, Meta(max_length=4096)]
+_Seconds = Annotated[float, Meta(gt=0, le=1e7)]
+_Temperature = Annotated[float, Meta(ge=requests.MIN_TEMPERATURE, le=requests.MAX_TEMPERATURE)]
+
+
+class WireError(Exception):
+    """Bytes that are no message of this protocol."""
+
+
+class Body(msgspec.Struct, frozen=True, tag=str.lower, forbid_unknown_fields=True):
+    """Base of every kind of message."""
+
+
+class Hello(Body, frozen=True):
+    """Client to server, first: who are you?"""
+
+    protocol: _Count
+
+
+class Welcome(Body, frozen=True):
+    """What serves here. ``session`` differs after every start of the server; the rest is as in requests.Limits."""
+
+    protocol: _Count
+    session: _Text
+    model: _Text
+    tokenizer_hash: _Text
+    vocabulary: _Count
+    max_top_k: _Count
+    max_length: _Count
+    capacity: _Count
+
+
+class Ping(Body, frozen=True):
+    """Client to server, every heartbeat."""
+
+
+class Pong(Body, frozen=True):
+    """The answer, given also while the engine is busy."""
+
+    session: _Text
+
+
+class Score(Body, frozen=True):
+    """Score the tokens from position ``n_prompt`` on; see requests.Score. Array: tokens int32 [n_prompt + R].
+
+    ``remaining_s``: seconds from its arrival within which the answer is of use.
+    """
+
+    id: _Id
+    remaining_s: _Seconds
+    n_prompt: _Count
+    top_k: _Count
+    temperature: _Temperature
+    vocabulary: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+
+class Scored(Body, frozen=True):
+    """The answer. Arrays: token_logprobs float32 [R], ids int32 [R, K], logprobs float32 [R, K]."""
+
+    id: _Id
+    temperature: _Temperature
+
+
+class Generate(Body, frozen=True):
+    """Continue a prompt greedily. Array: prompt int32 [P]."""
+
+    id: _Id
+    remaining_s: _Seconds
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class Generated(Body, frozen=True):
+    """The answer. Array: response int32 [R]."""
+
+    id: _Id
+
+
+class Error(Body, frozen=True):
+    """Why there is no answer; ``id`` is None when the request could not even be read."""
+
+    id: _Id | None
+    code: Code
+    message: _Text
+
+
+Message: TypeAlias = Hello | Welcome | Ping | Pong | Score | Scored | Generate | Generated | Error
+
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+# Dtype and number of axes of each kind's arrays.
+_ARRAYS: dict[type[Body], tuple[tuple[np.dtype[Any], int], ...]] = {
+    Score: ((_INT, 1),),
+    Scored: ((_FLOAT, 1), (_INT, 2), (_FLOAT, 2)),
+    Generate: ((_INT, 1),),
+    Generated: ((_INT, 1),),
+}
+
+_Spec: TypeAlias = tuple[Annotated[str, Meta(max_length=3)], Annotated[list[_Count], Meta(max_length=2)]]
+_Header: TypeAlias = tuple[Message, Annotated[list[_Spec], Meta(max_length=3)]]
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+def encode(body: Message, *arrays: Array) -> list[Frame]:
+    """Frames of a message. Large arrays are not copied, so they must not change before they are sent."""
+    expected = _ARRAYS.get(type(body), ())
+    assert [a.ndim for a in arrays] == [ndim for _, ndim in expected], f"{type(body).__name__} has other arrays"
+    plain = [np.ascontiguousarray(a, dtype) for a, (dtype, _) in zip(arrays, expected, strict=True)]
+    header = _encoder.encode((body, [(a.dtype.str, a.shape) for a in plain]))
+    return [header, *(_bytes(a) for a in plain)]
+
+
+def _bytes(array: Array) -> Frame:
+    return array.data.cast("B") if array.size else b""  # a view without elements cannot be cast
+
+
+def decode(frames: Sequence[Frame]) -> tuple[Message, list[Array]]:
+    """The message in ``frames`` and its arrays, which share the frames' memory and cannot be written to.
+
+    Raises WireError, and nothing else, whatever the frames hold.
+    """
+    if not frames or len(frames[0]) > MAX_HEADER_BYTES:
+        raise WireError("no header" if not frames else f"a header of {len(frames[0])} bytes")
+    try:
+        body, specs = _decoder.decode(frames[0])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"unreadable header: {error}") from None
+    expected = _ARRAYS.get(type(body), ())
+    if not len(expected) == len(specs) == len(frames) - 1:
+        raise WireError(
+            f"{type(body).__name__} has {len(expected)} arrays; {len(specs)} announced, {len(frames) - 1} sent"
+        )
+    arrays = []
+    for (dtype, ndim), (name, shape), frame in zip(expected, specs, frames[1:], strict=True):
+        if name != dtype.str or len(shape) != ndim:
+            raise WireError(f"{type(body).__name__}: {name} {shape} where {dtype.str} of {ndim} axes belongs")
+        if math.prod(shape) * dtype.itemsize != len(frame):
+            raise WireError(f"{type(body).__name__}: {len(frame)} bytes for {name} {shape}")
+        arrays.append(np.frombuffer(frame, dtype).reshape(shape))
+    return body, arrays
+
+
+def encode_request(id: int, remaining_s: float, request: requests.Score | requests.Generate) -> list[Frame]:
+    """Frames that ask for ``request``."""
+    if isinstance(request, requests.Generate):
+        return encode(Generate(id, remaining_s, request.max_tokens), request.prompt_ids)
+    body = Score(
+        id, remaining_s, len(request.prompt_ids), request.top_k, float(request.temperature), request.vocabulary
+    )
+    return encode(body, np.concatenate([request.prompt_ids, request.response_ids]))
+
+
+def decode_request(body: Score | Generate, arrays: Sequence[Array]) -> requests.Score | requests.Generate:
+    """The request in a message. Raises WireError."""
+    (tokens,) = arrays
+    if isinstance(body, Generate):
+        return requests.Generate(tokens, body.max_tokens)
+    if body.n_prompt > len(tokens):
+        raise WireError(f"n_prompt={body.n_prompt} of {len(tokens)} tokens")
+    return requests.Score(
+        tokens[: body.n_prompt], tokens[body.n_prompt :], body.top_k, body.temperature, body.vocabulary
+    )
+
+
+def encode_answer(id: int, answer: Target | Int32) -> list[Frame]:
+    """Frames that answer request ``id``."""
+    if isinstance(answer, Target):
+        return encode(Scored(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs)
+    return encode(Generated(id), answer)
+
+
+def decode_target(body: Scored, arrays: Sequence[Array]) -> Target:
+    """The target in a message. Raises WireError when its arrays do not belong together."""
+    token_logprobs: Float32
+    ids: Int32
+    logprobs: Float32
+    token_logprobs, ids, logprobs = arrays
+    try:
+        return Target(token_logprobs, ids, logprobs, body.temperature)
+    except ValueError as error:
+        raise WireError(str(error)) from None

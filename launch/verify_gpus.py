@@ -1,0 +1,84 @@
+#!/usr/bin/env python
+"""Check which GPU every worker gets, without loading a model: prints a table and ends.
+
+    python launch/verify_gpus.py trainer.gpus=0 rollout.gpus=1-3 teacher.gpus=4-7
+    python launch/verify_gpus.py --simulate-gpus 8 placement=8gpu       # on a machine without a GPU
+
+The last line on stdout lists the GPU ids in the order actor, rollout, teacher and rank. Exit code 0: every worker has
+the GPU it must have, and to itself. 1: two workers collide, or a range was not honoured. 2: the configuration is wrong
+or does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+if (ROOT / "gkd").is_dir():  # in a checkout, use its own gkd
+    sys.path.insert(0, str(ROOT))
+
+from gkd.cluster.placement import Placement, PlacementFault, place  # noqa: E402
+from gkd.cluster.session import connect  # noqa: E402
+from gkd.cluster.signals import exit_on_signals  # noqa: E402
+from gkd.cluster.table import assignment_line, print_table  # noqa: E402
+from gkd.compose import compose  # noqa: E402
+from gkd.errors import ConfigError, RunFailed  # noqa: E402
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see --help)")
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate-gpus", type=int, metavar="N", help="let Ray hand out N GPUs that are not there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write one record a worker to this file")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings, such as trainer.gpus=0-1")
+    found = parser.parse_intermixed_args(argv)
+    if found.json is not None and not found.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {found.json}: there is no directory {found.json.absolute().parent}")
+    return found
+
+
+def _show(placement: Placement, json_path: Path | None) -> None:
+    if json_path is not None:
+        placement.write_json(json_path)
+    print_table(placement.reports)
+    print(assignment_line(placement.reports), flush=True)
+
+
+def _verify(argv: list[str]) -> None:
+    arguments = _arguments(argv)
+    simulate = [] if arguments.simulate_gpus is None else [f"cluster.simulate_gpus={arguments.simulate_gpus}"]
+    config = compose([*arguments.overrides, *simulate])
+    with connect(config) as session:
+        try:
+            _show(place(config, session), arguments.json)
+        except PlacementFault as fault:
+            _show(fault.placement, arguments.json)
+            raise
+
+
+def main(argv: list[str]) -> int:
+    """Run the check; returns the exit code."""
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("gkd").setLevel(logging.INFO)
+    exit_on_signals()
+    try:
+        _verify(argv)
+    except ConfigError as error:
+        print(f"verify_gpus: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"verify_gpus: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,128 @@
+"""How much of vLLM's prefill speed is left when a teacher scores.
+
+    python tests/benchmarks/teacher_scoring.py [--hidden 512] [--layers 8] [--vocabulary 512] [--sequences 64]
+                                               [--length 192] [--top-k 64] [--rounds 5]
+
+Makes a Llama with random weights and measures, in turn and on one engine, the wall time of
+
+- *prefill*: vLLM reading all sequences, one token sampled, no log-probabilities: the floor of any scoring with vLLM;
+- *scoring*: the same sequences through TeacherClient, socket, TeacherServer and engine, two thirds of each a response,
+  until the last Target is in the client's hands.
+
+Prints tokens per second (prompt and response, medians over the rounds) and scoring's share of prefill. Sequences are
+new in every measurement, though no prefix is cached anyway. A round of each before is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from gkd.config import Teacher
+from gkd.teacher.client import Score, TeacherClient
+from gkd.teacher.scoring import VllmEngine
+from gkd.teacher.server import TeacherServer
+from gkd.vllm_engine import environment, installed_device
+
+
+def make_model(path: str, options: argparse.Namespace) -> None:
+    """A Llama of the wanted size, 64 wide heads, random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    heads = max(1, options.hidden // 64)
+    config = LlamaConfig(
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=options.vocabulary,
+        max_position_embeddings=options.length + 1,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
+def prefill_s(engine: VllmEngine, sequences: np.ndarray[Any, Any]) -> float:
+    """Seconds vLLM takes to read the sequences [N, L]. The server must be idle: this is its engine."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    llm = engine.llm_engine
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    began = time.perf_counter()
+    for i, ids in enumerate(sequences):
+        llm.add_request(f"prefill-{i}", tokens_input(ids.tolist()), parameters)
+    while llm.has_unfinished_requests():
+        llm.step()
+    return time.perf_counter() - began
+
+
+def scoring_s(client: TeacherClient, sequences: np.ndarray[Any, Any], top_k: int) -> float:
+    """Seconds from the first request to the last Target."""
+    n_prompt = sequences.shape[1] // 3
+    began = time.perf_counter()
+    futures = [client.submit(Score(ids[:n_prompt], ids[n_prompt:], top_k)) for ids in sequences]
+    for future in futures:
+        future.result()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {
+        "hidden": 512, "layers": 8, "vocabulary": 512, "sequences": 64, "length": 192, "top-k": 64, "rounds": 5
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    device = installed_device()
+    os.environ.update(environment(device))
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as path:
+        make_model(path, options)
+        settings = Teacher(max_num_seqs=options.sequences, max_top_k=options.vocabulary, max_model_len=options.length)
+        engine = VllmEngine(path, settings, device)
+    server, stop = TeacherServer(engine, "benchmark"), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    client = TeacherClient([server.address], "benchmark", options.top_k, request_timeout_s=600.0)
+    client.connect(10)
+    times: dict[str, list[float]] = {"prefill": [], "scoring": []}
+    tokens = options.sequences * options.length
+    try:
+        for round_ in range(-1, options.rounds):
+            for name, seconds in times.items():
+                ids = rng.integers(1, options.vocabulary, (options.sequences, options.length)).astype(np.int32)
+                taken = prefill_s(engine, ids) if name == "prefill" else scoring_s(client, ids, options.top_k)
+                if round_ >= 0:
+                    seconds.append(taken)
+                    print(f"round {round_ + 1}: {name} {tokens / taken:,.0f} tokens/s", flush=True)
+    finally:
+        client.close()
+        stop.set()
+        thread.join(10)
+        engine.close()
+    speed = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
+    print(
+        f"{options.sequences} x {options.length} tokens, K={options.top_k}, {options.layers} layers of {options.hidden}, "
+        f"vocabulary {options.vocabulary}, on {device}: prefill {speed['prefill']:,.0f} tokens/s, "
+        f"scoring {speed['scoring']:,.0f} tokens/s, ratio {speed['scoring'] / speed['prefill']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

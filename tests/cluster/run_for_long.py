@@ -1,0 +1,31 @@
+"""A run that takes its workers, tells where it is, and stays until it is ended from outside.
+
+With the argument `starting` it tells before Ray starts, to be ended while Ray does.
+"""
+
+import sys
+import time
+
+from gkd.cluster import session as session_module
+from gkd.cluster.placement import place
+from gkd.cluster.session import connect
+from gkd.cluster.signals import exit_on_signals
+from tests.cluster.conftest import configuration
+
+
+def tell(directory, *pids):
+    print("at", directory, *pids, flush=True)
+
+
+if __name__ == "__main__":
+    exit_on_signals()
+    if sys.argv[1:] == ["starting"]:
+        start = session_module._start_private
+        session_module._start_private = lambda directory, *rest: (tell(directory), start(directory, *rest))
+    with connect(configuration(1, 1, None, simulate_gpus=2)) as session:
+        placement = place(configuration(1, 1, None, simulate_gpus=2), session)
+        actor = placement.groups["actor"]
+        actor.start_all("tests.cluster.cluster_targets:Echo", [(0,)], timeout_s=60)
+        tell(session.directory, *actor.call("spawn_child", timeout_s=60), *(r.pid for r in placement.reports))
+        actor.submit("wait_for_flag")
+        time.sleep(300)

@@ -1,0 +1,96 @@
+"""The check of who got which GPU, on made-up reports, and how it is shown."""
+
+import io
+import json
+
+import pytest
+
+from gkd.cluster.check import faults
+from gkd.cluster.group import Group
+from gkd.cluster.placement import Placement, PlacementFault
+from gkd.cluster.report import Report
+from gkd.cluster.table import assignment_line, print_table
+
+NO_RANGES = {"actor": None, "rollout": None}
+
+
+def report(group, rank, gpu, uuid=None, **changes):
+    facts = {
+        "node_id": "n1", "ip": "10.0.0.1", "pid": 100 + gpu, "cuda_visible_devices": str(gpu), "node": "10.0.0.1",
+        "ray_gpu_ids": [str(gpu)], "device_count": 1, "gpu_uuids": [uuid or f"GPU-{gpu}"], "gpu_indices": [gpu],
+    }  # fmt: skip
+    return Report(**{**facts, **changes}, group=group, rank=rank)
+
+
+def test_a_right_assignment_has_no_faults():
+    assert faults([report("actor", 0, 0), report("rollout", 0, 1), report("rollout", 1, 2)], NO_RANGES) == []
+
+
+def test_a_shared_gpu_names_both_workers():
+    found = faults([report("actor", 0, 0, "GPU-x"), report("rollout", 0, 1, "GPU-x")], NO_RANGES)
+    assert found == ["actor rank 0 (pid 100 on 10.0.0.1) and rollout rank 0 (pid 101 on 10.0.0.1) share GPU GPU-x"]
+
+
+def test_two_workers_of_one_group_must_not_share_either():
+    assert len(faults([report("rollout", i, i, "GPU-x") for i in range(3)], NO_RANGES)) == 3
+
+
+def test_sharing_is_allowed_only_between_the_groups_told():
+    reports = [report("actor", 0, 0, "GPU-x"), report("rollout", 0, 1, "GPU-x"), report("teacher", 0, 2, "GPU-x")]
+    found = faults(reports, NO_RANGES, shared=[frozenset(("actor", "rollout"))])
+    assert len(found) == 2
+    assert all("teacher" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cuda_visible_devices": "0"}, "sees CUDA_VISIBLE_DEVICES=0 but Ray gave it 1"),
+        ({"device_count": 0, "gpu_uuids": []}, "sees 0 GPUs instead of 1"),
+        (
+            {"cuda_visible_devices": "1,2", "ray_gpu_ids": ["1", "2"], "device_count": 2, "gpu_uuids": ["a", "b"]},
+            "sees 2 GPUs instead of 1",
+        ),
+    ],
+)
+def test_a_worker_that_sees_another_device_than_its_own_is_named(changes, said):
+    (found,) = faults([report("actor", 0, 1, **changes)], NO_RANGES)
+    assert said in found
+    assert "actor rank 0" in found
+
+
+def test_a_range_that_was_not_honoured_says_what_was_asked_and_had():
+    reports = [report("actor", 0, 2), report("actor", 1, 4)]
+    assert faults(reports, {"actor": [2, 3]}) == ["actor asked for GPUs 2-3 but has 2,4 on 10.0.0.1"]
+    assert faults(reports, {"actor": [2, 4]}) == []
+
+
+def test_a_range_holds_on_every_node():
+    reports = [report("actor", 0, 2), report("actor", 1, 3, node="10.0.0.2")]
+    assert faults(reports, {"actor": [2]}) == ["actor asked for GPUs 2 but has 3 on 10.0.0.2"]
+
+
+def test_table_rows_are_not_broken_and_the_line_is_in_order():
+    uuid = "GPU-8f2c1f3e-0000-1111-2222-123456789abc"
+    reports = [
+        report("actor", 0, 0, node="gpu-node-with-a-long-name.cluster.local", uuid=uuid),
+        report("rollout", 0, 3),
+    ]
+    out = io.StringIO()
+    print_table(reports, out)
+    (row,) = [line for line in out.getvalue().splitlines() if line.strip().startswith("actor")]
+    assert row.split() == ["actor", "0", "gpu-node-with-a-long-name.cluster.local", "100", "0", "0", uuid]
+    assert assignment_line(reports) == "GPU Assignments: ['0', '3']"
+
+
+def test_json_has_one_record_a_worker(tmp_path):
+    reports = (report("actor", 0, 0),)
+    Placement({"actor": Group("actor", (None,), reports)}).write_json(tmp_path / "p.json")
+    assert json.loads((tmp_path / "p.json").read_text()) == [
+        {"group": "actor", "rank": 0, "node": "10.0.0.1", "pid": 100, "cuda_visible_devices": "0",
+         "ray_gpu_ids": ["0"], "gpu_uuids": ["GPU-0"]}
+    ]  # fmt: skip
+
+
+def test_a_fault_is_one_line_with_everything_in_it():
+    assert str(PlacementFault(["a", "b"], Placement({}))) == "GPU assignment is wrong: a; b"

@@ -1,0 +1,82 @@
+"""What CUDA_VISIBLE_DEVICES entries mean, with and without GPUs."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from gkd.cluster import gpu
+from gkd.cluster.gpu import devices_seen, node_indices, real_tokens, uuid_of
+
+UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    """An NVML that knows three GPUs."""
+
+    class NVMLError(Exception):
+        pass
+
+    fake = types.ModuleType("pynvml")
+    fake.NVMLError, fake.nvmlInit, fake.nvmlShutdown = NVMLError, lambda: None, lambda: None
+    fake.nvmlDeviceGetCount = lambda: 3
+    fake.nvmlDeviceGetHandleByIndex = lambda index: index
+    fake.nvmlDeviceGetUUID = lambda handle: UUIDS[handle].encode()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.delenv(gpu.SIMULATED, raising=False)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("token", "uuid"),
+    [("1", "GPU-aaaa2222"), ("3", None), ("GPU-b", "GPU-bbbb3333"), ("GPU-a", None), ("MIG-7", "MIG-7"), ("-1", None)],
+)
+def test_an_entry_names_a_device(token, uuid):
+    assert uuid_of(token, UUIDS) == uuid
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [(None, ["0", "1", "2"]), ("", []), ("2,0", ["2", "0"]), ("1,-1,2", ["1"]), ("GPU-bbbb3333", ["GPU-bbbb3333"])],
+)
+def test_a_process_may_use_what_cuda_would_let_it(visible, found):
+    assert real_tokens(visible, UUIDS) == found
+    assert real_tokens(visible, []) == []
+
+
+def test_indices_are_those_of_cuda_visible_devices():
+    assert node_indices(None, 2, []) == [0, 1]
+    assert node_indices("4,5,6", 2, []) == [4, 5]
+    assert node_indices("GPU-bbbb3333,GPU-aaaa1111", 2, UUIDS) == [2, 0]
+
+
+def test_a_real_device_has_its_own_uuid(three_gpus):
+    seen = devices_seen("2", "0123456789abcdef")
+    assert (seen.count, seen.uuids, seen.indices) == (1, ["GPU-bbbb3333"], [2])
+
+
+def test_an_entry_without_a_device_counts_for_nothing(three_gpus):
+    assert devices_seen("7", "0123456789abcdef").count == 0
+
+
+def test_simulated_gpus_are_told_apart_by_node_and_index(three_gpus, monkeypatch):
+    monkeypatch.setenv(gpu.SIMULATED, "1")
+    assert devices_seen("2", "0123456789abcdef").uuids == ["SIM-01234567-2"]
+    assert devices_seen("2", "fedcba9876543210").uuids == ["SIM-fedcba98-2"]
+
+
+def test_without_a_driver_there_are_no_gpus(three_gpus, monkeypatch):
+    def fail():
+        raise three_gpus.NVMLError
+
+    monkeypatch.setattr(three_gpus, "nvmlInit", fail)
+    assert gpu.nvml_uuids() == []
+    assert devices_seen("1", "0123456789abcdef").uuids == ["SIM-01234567-1"]
+
+
+def test_planning_loads_neither_ray_nor_torch_nor_vllm():
+    check = "import sys, gkd.cluster.gpu, gkd.cluster.layout, gkd.cluster.nearest, gkd.cluster.check;"
+    check += "sys.exit(bool({'ray', 'torch', 'vllm'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0

@@ -1,0 +1,183 @@
+"""The layout solver against a brute-force search, and what it tells the user."""
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gkd.cluster.layout import Ask, Node, choose_devices, solve
+from gkd.cluster.nearest import nearest, require_fit
+from gkd.errors import ConfigError
+
+
+def node(name, n_gpus, cpus=64.0):
+    return Node(name, name, tuple(range(n_gpus)), cpus, n_gpus, cpus)
+
+
+def ask(group, n, nnodes=1, gpus=None, tp=1):
+    return Ask(group, group, n, nnodes, gpus, tp)
+
+
+def usual(actor, rollout, teacher):
+    return [Ask("actor", "trainer", actor, 1), ask("rollout", rollout), ask("teacher", teacher)]
+
+
+small_nodes = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(
+    lambda counts: [node(f"n{i}", n) for i, n in enumerate(counts)]
+)
+ranges = st.sets(st.integers(0, 5), min_size=1, max_size=3).map(lambda s: tuple(sorted(s)))
+
+
+@st.composite
+def small_asks(draw):
+    asks = []
+    for group in ("actor", "rollout", "teacher")[: draw(st.integers(1, 3))]:
+        gpus = draw(st.none() | ranges)
+        n = len(gpus) if gpus else draw(st.integers(1, 4))
+        asks.append(ask(group, n, draw(st.integers(1, 2)), gpus))
+    return asks
+
+
+def fits_by_brute_force(asks, nodes):
+    for choice in itertools.product(*(itertools.combinations(range(len(nodes)), a.nnodes) for a in asks)):
+        if all(
+            _node_holds(n, [a for a, where in zip(asks, choice, strict=True) if i in where])
+            for i, n in enumerate(nodes)
+        ):
+            return True
+    return False
+
+
+def _node_holds(one, asks):
+    named = [gpu for a in asks for gpu in a.gpus or ()]
+    return (
+        sum(a.n_gpus for a in asks) <= one.free_gpus and len(set(named)) == len(named) and set(named) <= set(one.gpus)
+    )
+
+
+@given(small_asks(), small_nodes)
+def test_it_finds_a_layout_exactly_when_there_is_one(asks, nodes):
+    assert (solve(asks, nodes, 0.0) is not None) == fits_by_brute_force(asks, nodes)
+
+
+@given(small_asks(), small_nodes)
+def test_no_two_groups_share_a_gpu_and_ranges_are_exact(asks, nodes):
+    slots = solve(asks, nodes, 1.0)
+    if slots is None:
+        return
+    assert [s.group for s in slots] == [a.group for a in asks for _ in range(a.nnodes)]
+    chosen = choose_devices(slots, {n.id: n.gpus for n in nodes})
+    assert isinstance(chosen, list)
+    used = [(slot.node_id, gpu) for slot, devices in zip(slots, chosen, strict=True) for gpu in devices]
+    assert len(set(used)) == len(used)
+    for slot, devices in zip(slots, chosen, strict=True):
+        assert len(devices) == slot.n_gpus
+        assert devices == sorted(devices)
+        assert slot.gpus is None or tuple(devices) == slot.gpus
+    for a in asks:
+        where = [s.node_id for s in slots if s.group == a.group]
+        assert len(set(where)) == len(where) == a.nnodes
+
+
+@given(small_asks(), small_nodes)
+def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(asks, nodes):
+    found = nearest(asks, nodes, 0.0)
+    smaller = [
+        [ask(a.group, n, k) for n in range(1, a.n_gpus + 1) for k in range(1, a.nnodes + 1)]
+        + ([ask(a.group, a.n_gpus, k, a.gpus) for k in range(1, a.nnodes + 1)] if a.gpus else [])
+        for a in asks
+    ]
+    fitting = [mix for mix in itertools.product(*smaller) if fits_by_brute_force(mix, nodes)]
+    if not fitting:
+        assert found is None
+        return
+    assert fits_by_brute_force(found, nodes)
+    assert sum(a.total for a in found) == max(sum(a.total for a in mix) for mix in fitting)
+    assert all(new.n_gpus <= old.n_gpus and new.nnodes <= old.nnodes for old, new in zip(asks, found, strict=True))
+
+
+def test_groups_take_gpus_in_order():
+    slots = solve(usual(1, 3, 4), [node("a", 8)], 1.0)
+    assert choose_devices(slots, {"a": range(8)}) == [[0], [1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_groups_without_a_range_avoid_those_of_others():
+    asks = [ask("actor", 2), ask("rollout", 2, gpus=(0, 1)), ask("teacher", 2, gpus=(3, 4))]
+    assert choose_devices(solve(asks, [node("a", 8)], 1.0), {"a": range(8)}) == [[2, 5], [0, 1], [3, 4]]
+
+
+def test_a_held_device_is_named():
+    slots = solve([ask("actor", 2, gpus=(0, 3))], [node("a", 8)], 1.0)
+    assert choose_devices(slots, {"a": [1, 2, 3]}) == "GPU 0 that actor asks for"
+
+
+def test_a_large_group_that_only_fits_the_second_node_is_found_there():
+    slots = solve([ask("actor", 4), ask("rollout", 8)], [node("big", 8), node("small", 4)], 1.0)
+    assert [(s.group, s.node_id) for s in slots] == [("actor", "small"), ("rollout", "big")]
+
+
+def test_groups_share_a_node_while_it_lasts_and_then_go_on_to_the_next():
+    slots = solve([ask("actor", 2), ask("rollout", 2, nnodes=2), ask("teacher", 4)], [node(n, 4) for n in "abc"], 1.0)
+    assert [(s.group, s.node_id) for s in slots] == [
+        ("actor", "a"), ("rollout", "a"), ("rollout", "b"), ("teacher", "c"),
+    ]  # fmt: skip
+
+
+def test_a_thousand_nodes_are_no_trouble():
+    nodes = [node(f"n{i}", 8) for i in range(1000)]
+    assert len(solve([ask("actor", 8, 400), ask("rollout", 8, 300), ask("teacher", 8, 300)], nodes, 1.0)) == 1000
+    with pytest.raises(ConfigError, match=r"nearest that fits: .*actor.nnodes=399"):
+        require_fit([ask("actor", 8, 400), ask("rollout", 8, 300), ask("teacher", 8, 301)], nodes, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("asks", "nodes", "message"),
+    [
+        (
+            usual(1, 4, 4),
+            [node("a", 8)],
+            "asked for actor 1, rollout 4, teacher 4 = 9 GPUs; this cluster has 8 on 1 node; nearest that fits: "
+            "trainer.n_gpus_per_node=1 rollout.n_gpus_per_node=3 teacher.n_gpus_per_node=4",
+        ),
+        (
+            [ask("rollout", 8, tp=4), ask("teacher", 4, tp=2)],
+            [node("a", 11)],
+            "nearest that fits: rollout.n_gpus_per_node=8 teacher.n_gpus_per_node=2",
+        ),
+        (
+            [ask("rollout", 4, nnodes=3)],
+            [node("a", 8), node("b", 4)],
+            "rollout 4 on each of 3 nodes = 12 GPUs; this cluster has 8+4 on 2 nodes; "
+            "nearest that fits: rollout.n_gpus_per_node=4 rollout.nnodes=2",
+        ),
+        (
+            [ask("rollout", 4, gpus=(6, 7, 8, 9))],
+            [node("a", 8)],
+            "rollout.gpus=6-9 is beyond this cluster: a node has the GPUs 0-7; "
+            "nearest that fits: rollout.gpus=null rollout.n_gpus_per_node=4",
+        ),
+        (
+            usual(1, 1, 2),
+            [node("a", 8, cpus=2)],
+            "4 GPUs and 4 CPUs (cluster.cpus_per_worker=1); this cluster has 2 CPUs on 1 node; "
+            "nearest that fits: cluster.cpus_per_worker=0.5",
+        ),
+        (
+            usual(1, 1, 9),
+            [node("a", 4, cpus=2)],
+            "trainer.n_gpus_per_node=1 rollout.n_gpus_per_node=1 teacher.n_gpus_per_node=2 cluster.cpus_per_worker=0.5",
+        ),
+        (usual(1, 1, 1), [node("a", 2)], "no layout of 3 groups fits: each needs a GPU of its own"),
+        (usual(1, 1, 1), [], "this cluster has 0 on 1 node"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_nearest_layout_that_does(asks, nodes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        require_fit(asks, nodes, 1.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_range_of_another_numbering_is_accepted():
+    require_fit([ask("actor", 2, gpus=(4, 5))], [Node("a", "a", (4, 5, 6, 7), 8.0)], 1.0)

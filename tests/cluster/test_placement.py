@@ -1,0 +1,146 @@
+"""Placing groups on four Ray nodes of eight simulated GPUs: order, exact ranges, and waiting for others."""
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gkd.cluster import reserve as reserve_module
+from gkd.cluster.nodes import read_nodes
+from gkd.cluster.placement import place
+from gkd.cluster.session import connect
+from gkd.errors import ConfigError, RunFailed
+from tests.cluster.conftest import alive, configuration, device_ids, eventually
+
+
+def test_groups_take_gpus_in_order_on_one_node(placed):
+    placement = placed(configuration(1, 3, 4))
+    assert list(placement.groups) == ["actor", "rollout", "teacher"]
+    assert device_ids(placement) == {"actor": [0], "rollout": [1, 2, 3], "teacher": [4, 5, 6, 7]}
+    assert len({r.node for r in placement.reports}) == 1
+    assert len({r.pid for r in placement.reports}) == 8
+    assert all(r.simulated and r.cuda_visible_devices == r.ray_gpu_ids[0] for r in placement.reports)
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "teacher"),
+    [([2, 3], [0, 1], [4, 5, 6, 7]), ([7], [4, 5, 6], [0, 1, 2, 3]), ([5], [6, 3], None)],
+)
+def test_ranges_are_honoured_exactly(placed, actor, rollout, teacher):
+    last = 2 if teacher is None else {"gpus": teacher}
+    placement = placed(configuration({"gpus": actor}, {"gpus": rollout}, last))
+    expected = {"actor": sorted(actor), "rollout": sorted(rollout), "teacher": teacher or [0, 1]}
+    assert device_ids(placement) == expected
+
+
+def test_thirty_two_gpus_on_four_nodes_are_placed_quickly(placed):
+    start = time.monotonic()
+    placement = placed(configuration(8, {"n_gpus_per_node": 8, "nnodes": 2}, 8))
+    assert time.monotonic() - start < 60
+    assert len({uuid for r in placement.reports for uuid in r.gpu_uuids}) == 32
+    rollout = placement.groups["rollout"].reports
+    assert [int(r.ray_gpu_ids[0]) for r in rollout] == [*range(8), *range(8)]
+    assert len({r.node for r in rollout[:8]}) == len({r.node for r in rollout[8:]}) == 1
+    assert len({r.node for r in placement.reports}) == 4
+
+
+def test_an_external_teacher_has_no_pool(placed):
+    placement = placed(configuration(1, 1, None))
+    assert list(placement.groups) == ["actor", "rollout"]
+
+
+def test_a_group_on_uneven_nodes_goes_where_there_is_room(placed, hold):
+    first, second, third, fourth = (node.id for node in read_nodes())
+    hold({first: 7, second: 6, third: 8, fourth: 8})
+    placement = placed(configuration(2, 1, None))
+    assert [r.node_id for r in placement.reports] == [second, second, first]
+    assert device_ids(placement) == {"actor": [6, 7], "rollout": [7]}
+
+
+def test_exact_gpus_on_two_nodes_with_a_group_without_range_beside(placed):
+    placement = placed(configuration({"gpus": [1], "nnodes": 2}, 1, None))
+    first, second = placement.groups["actor"].reports
+    assert first.node != second.node
+    assert device_ids(placement) == {"actor": [1, 1], "rollout": [0]}
+
+
+def test_what_was_looked_at_but_not_wanted_is_given_back(placed):
+    placed(configuration({"gpus": [5]}, 1, None))
+    assert eventually(lambda: sum(node.free_gpus for node in read_nodes()) == 30)
+
+
+def test_leaving_gives_everything_back(cluster):
+    config = configuration(1, 1, None)
+    with pytest.raises(KeyError), connect(config) as session:
+        pids = [r.pid for r in place(config, session).reports]
+        raise KeyError
+    assert eventually(lambda: not any(map(alive, pids)))
+    assert eventually(lambda: sum(node.free_gpus for node in read_nodes()) == 32)
+    assert eventually(lambda: sum(node.free_cpus for node in read_nodes()) == 32)
+
+
+def test_a_layout_beyond_the_cluster_ends_at_once(cluster):
+    config = configuration(1, {"n_gpus_per_node": 8, "nnodes": 4}, 1)
+    with connect(config) as session, pytest.raises(ConfigError, match=r"8 on each of 4 nodes.*nearest that fits"):
+        place(config, session)
+
+
+def test_cpus_are_counted(cluster):
+    config = configuration(1, 1, None, cpus_per_worker=8.5)
+    with connect(config) as session, pytest.raises(ConfigError, match=r"nearest that fits: cluster.cpus_per_worker=8$"):
+        place(config, session)
+
+
+def test_waiting_for_gpus_says_so_and_ends_at_the_deadline(cluster, hold, caplog, monkeypatch):
+    monkeypatch.setattr(reserve_module, "SAY_EVERY_S", 0.5)
+    caplog.set_level(logging.INFO, "gkd")
+    hold({node.id: 8 for node in read_nodes()})
+    config = configuration(1, 1, None, reserve_timeout_s=2.0)
+    with connect(config) as session, pytest.raises(RunFailed, match=r"no room after 2 s \(cluster.reserve_timeout_s\)"):
+        place(config, session)
+    waiting = [record.getMessage() for record in caplog.records if "waiting for GPUs" in record.getMessage()]
+    assert "asked for actor 1, rollout 1 = 2 GPUs and 2 CPUs; free now: 0 of 32 GPUs and 32 of 32 CPUs" in waiting[0]
+
+
+def test_it_goes_on_as_soon_as_gpus_are_free(placed, hold):
+    hold({node.id: 8 for node in read_nodes()})
+    timer = threading.Timer(1.0, hold.release)
+    timer.start()
+    start = time.monotonic()
+    assert device_ids(placed(configuration(1, 1, None, reserve_timeout_s=60.0))) == {"actor": [0], "rollout": [1]}
+    assert time.monotonic() - start < 30
+    timer.join()
+
+
+def test_a_wanted_gpu_that_someone_else_holds_is_named_and_everything_given_back(cluster, hold):
+    nodes = read_nodes()
+    hold({node.id: 8 for node in nodes[1:]} | {nodes[0].id: 6})  # Ray gives the lowest first: 6 and 7 are left
+    config = configuration({"gpus": [0]}, 1, None, reserve_timeout_s=1.0)
+    with connect(config) as session:
+        with pytest.raises(RunFailed, match="GPU 0 that actor asks for is held by someone else"):
+            place(config, session)
+        assert session.workers == session.placement_groups == []
+        assert eventually(lambda: read_nodes()[0].free_gpus == 2)
+
+
+def test_a_wanted_gpu_is_taken_on_another_node_when_it_is_held_on_the_first(placed, hold):
+    nodes = read_nodes()
+    hold({nodes[0].id: 6, nodes[1].id: 8, nodes[2].id: 8})
+    placement = placed(configuration({"gpus": [0]}, {"gpus": [1]}, None, reserve_timeout_s=60.0))
+    assert {r.node_id for r in placement.reports} == {nodes[3].id}
+    assert device_ids(placement) == {"actor": [0], "rollout": [1]}
+
+
+def test_a_node_that_joins_while_waiting_is_used(cluster, hold):
+    hold({node.id: 8 for node in read_nodes()})
+    config = configuration(1, 1, None, reserve_timeout_s=60.0)
+    with connect(config) as session, ThreadPoolExecutor(1) as pool:
+        placing = pool.submit(place, config, session)
+        joined = cluster.add_node(wait=True, num_gpus=2, num_cpus=2)  # Ray wants the main thread for this
+        try:
+            assert {r.node_id for r in placing.result(timeout=60).reports} == {joined.node_id}
+        finally:
+            cluster.remove_node(joined)
+    assert eventually(lambda: len(read_nodes()) == 4)

@@ -1,0 +1,124 @@
+"""A private Ray ends with its run, in whatever way that ends; an address that does not answer is one line."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster import gpu, reaper
+from gkd.cluster.session import connect
+from gkd.errors import ConfigError
+from tests.cluster.conftest import alive, configuration, eventually
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.run_for_long", *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def told(run):
+    """Directory and pids that a run tells once it is up."""
+    word, directory, *pids = run.stdout.readline().split()
+    assert word == "at"
+    return directory, [int(pid) for pid in pids]
+
+
+def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
+    """Also of the runs beside: each ends its own processes and no other's."""
+    first, second = start(), start()
+    (directory, pids), (other, other_pids) = told(first), told(second)
+    assert len(pids) == 3
+    assert all(map(alive, pids + other_pids))
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=30) == 143
+    assert first.stderr.read() == ""
+    assert not any(map(alive, pids))
+    assert not Path(directory).exists()
+    assert all(map(alive, other_pids))
+    second.kill()
+    assert second.wait(timeout=10) == -signal.SIGKILL
+    assert eventually(lambda: not any(map(alive, other_pids)) and not reaper.processes_of(other))
+    shutil.rmtree(other)
+
+
+def test_no_process_is_left_when_ctrl_c_comes_while_ray_starts():
+    run = start("starting")
+    directory, _ = told(run)
+    time.sleep(2.0)
+    run.send_signal(signal.SIGINT)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=30) == 130
+    assert reaper.processes_of(directory) == []
+    assert not Path(directory).exists()
+
+
+def test_only_writers_below_the_directory_are_found(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("")
+    with log.open("a") as out, log.open() as read:
+        writer = subprocess.Popen(["sleep", "60"], stdout=out)
+        reader = subprocess.Popen(["sleep", "60"], stdin=read)
+    try:
+        assert eventually(lambda: reaper.processes_of(str(tmp_path)) == [writer.pid])
+        assert reaper.end_all(str(tmp_path), grace_s=0) == []
+        assert writer.wait(timeout=5) == -signal.SIGKILL
+        assert reader.poll() is None
+    finally:
+        writer.kill()
+        reader.kill()
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:9", "nothing answers there"),
+        ("nowhere.invalid:6379", "nothing answers there"),
+        ("ray://127.0.0.1:10001", "not Ray's remote client"),
+        ("somewhere", "expected host:port"),
+    ],
+)
+def test_an_address_that_cannot_be_is_one_line(address, said):
+    with pytest.raises(ConfigError, match=said) as caught, connect(configuration(address=address)):
+        pass
+    assert str(caught.value).startswith(f"cluster.address={address}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_address_that_takes_the_call_but_is_no_ray_is_one_line(monkeypatch):
+    monkeypatch.setattr("gkd.cluster.session.CONNECT_TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="what answers there is not a Ray"), connect(configuration()):
+            pass
+
+
+def test_simulated_gpus_cannot_be_added_to_a_cluster():
+    with pytest.raises(ConfigError, match="private Ray"), connect(configuration(address="a:1", simulate_gpus=3)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"simulate_gpus": 2}, "this cluster has 2 on 1 node"),
+        ({"simulate_gpus": None}, "has 0 on 1 node.*cluster.simulate_gpus=3 tries the layout without GPUs"),
+        ({"simulate_gpus": 0}, "at least 1"),
+        ({"simulate_gpus": "auto", "teacher": 9}, "cluster.simulate_gpus=11 would simulate them all"),
+        ({"simulate_gpus": "auto", "teacher": {"gpus": [8]}}, "teacher.gpus=8 is beyond .* GPUs 0-7"),
+    ],
+)
+def test_what_does_not_fit_this_machine_ends_before_ray_starts(monkeypatch, settings, said):
+    monkeypatch.delenv(gpu.VISIBLE, raising=False)
+    monkeypatch.setattr(gpu, "nvml_uuids", lambda: [])
+    monkeypatch.setattr("gkd.cluster.session._start_private", None)
+    with pytest.raises(ConfigError, match=said), connect(configuration(**settings)):
+        pass

@@ -1,0 +1,130 @@
+"""launch/verify_gpus.py as users run it: what it prints, what it writes, and its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REAL = ["cluster.simulate_gpus=null", "cluster.cpus_per_worker=0.5"]
+SCRIPT = Path(__file__).parents[2] / "launch" / "verify_gpus.py"
+
+FAKE_NVML = """
+class NVMLError(Exception):
+    pass
+
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 4
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(index): return UUIDS[index]
+"""
+
+
+def start(*arguments, cwd, **environment):
+    clean = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS", "PYTHONPATH")}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=cwd, env={**clean, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def fake_gpus(folder, uuids):
+    """A machine with four GPUs of these UUIDs, as far as NVML goes."""
+    folder.mkdir()
+    (folder / "pynvml.py").write_text(f"UUIDS = {uuids!r}\n{FAKE_NVML}")
+    return {"PYTHONPATH": str(folder), "GKD_SIMULATED_GPUS": ""}
+
+
+def last_line(out):
+    return out.rstrip("\n").splitlines()[-1]
+
+
+def test_it_shows_the_assignment_also_under_a_parent_cuda_visible_devices(tmp_path):
+    """Two runs at once on one machine: one whose parent lists too few GPUs to simulate, one whose lists enough."""
+    few = start(
+        "--simulate-gpus", "8", "trainer.n_gpus_per_node=1", "rollout.n_gpus_per_node=3", "--json", "out.json",
+        "teacher.n_gpus_per_node=4", cwd=tmp_path, CUDA_VISIBLE_DEVICES="0,1",
+    )  # fmt: skip
+    enough = start(
+        "--simulate-gpus", "3", "trainer.gpus=6", "rollout.gpus=4", "teacher.gpus=5",
+        cwd=tmp_path, CUDA_VISIBLE_DEVICES="4,5,6,7", RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1",
+    )  # fmt: skip
+    out, err = few.communicate(timeout=120)
+    assert (few.returncode, err) == (0, "")
+    assert last_line(out) == "GPU Assignments: ['0', '1', '2', '3', '4', '5', '6', '7']"
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert [(r["group"], r["rank"]) for r in records] == [
+        ("actor", 0), *(("rollout", i) for i in range(3)), *(("teacher", i) for i in range(4)),
+    ]  # fmt: skip
+    keys = ["group", "rank", "node", "pid", "cuda_visible_devices", "ray_gpu_ids", "gpu_uuids"]
+    assert all(list(record) == keys for record in records)
+    assert [r["cuda_visible_devices"] for r in records] == list("01234567")
+    assert len({uuid for r in records for uuid in r["gpu_uuids"]}) == 8
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith("rollout")]
+    assert [(row[1], row[4]) for row in rows] == [("0", "1"), ("1", "2"), ("2", "3")]
+
+    out, err = enough.communicate(timeout=120)
+    assert (enough.returncode, err) == (0, "")
+    assert last_line(out) == "GPU Assignments: ['6', '4', '5']"
+
+
+def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path):
+    gpus = [f"GPU-{letter * 8}" for letter in "abcd"]
+    right = start(
+        *REAL, "trainer.gpus=3", "rollout.gpus=1", "teacher.gpus=0", "--json", "out.json",
+        cwd=tmp_path, CUDA_VISIBLE_DEVICES=f"{gpus[3]},{gpus[0]},{gpus[1]}", **fake_gpus(tmp_path / "a", gpus),
+    )  # fmt: skip
+    wrong = start(
+        "cluster.simulate_gpus=null",
+        "cluster.cpus_per_worker=0.5",
+        cwd=tmp_path,
+        **fake_gpus(tmp_path / "b", [gpus[0], gpus[1], gpus[1], gpus[2]]),
+    )
+    out, err = right.communicate(timeout=120)
+    assert (right.returncode, err) == (0, "")
+    assert [r["gpu_uuids"] for r in json.loads((tmp_path / "out.json").read_text())] == [
+        [gpus[3]], [gpus[1]], [gpus[0]],
+    ]  # fmt: skip
+
+    out, err = wrong.communicate(timeout=120)
+    assert wrong.returncode == 1
+    assert last_line(out) == "GPU Assignments: ['0', '1', '2']"
+    (line,) = [line for line in err.splitlines() if line.startswith("verify_gpus:")]
+    assert "rollout rank 0" in line
+    assert "teacher rank 0" in line
+    assert line.endswith(f"share GPU {gpus[1]}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--simulate-gpus", "8", "rollout.n_gpus_per_node=4", "teacher.n_gpus_per_node=4"], "nearest that fits: "),
+        (["--simulate-gpus", "8", "teacher.gpus=7-8"], "teacher.gpus=7-8 is beyond this cluster"),
+        (["--simulate-gpus", "8", "trainer.gpus=0-1", "rollout.gpus=1-2"], "both name GPU 1"),
+        (["--simulate-gpus", "x"], "invalid int value"),
+        (["teacher.n_gpu_per_node=1"], "teacher.n_gpus_per_node"),
+        (["--json", "nowhere/at/all.json"], "there is no directory"),
+        (["--jsn"], "--help"),
+    ],
+)
+def test_what_cannot_be_placed_ends_in_one_line(capfd, arguments, said, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    verify_gpus = __import__("verify_gpus")
+    monkeypatch.setattr(verify_gpus, "exit_on_signals", lambda: None)
+    assert verify_gpus.main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("verify_gpus: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_help_says_what_it_is_for(tmp_path):
+    run = start("--help", cwd=tmp_path)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 0
+    assert "--simulate-gpus N" in out

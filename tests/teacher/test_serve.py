@@ -1,0 +1,147 @@
+"""``python -m gkd.teacher.serve``, and the worker of the group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config import Config, Teacher, TeacherModel
+from gkd.teacher.address import Key
+from gkd.teacher.client import Score, TeacherClient
+from tests.teacher.conftest import ROOT, VLLM_LENGTH
+
+
+def serve(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gkd.teacher.serve", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path) -> Path:
+    """The tiny Llama with a tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(95)} | {"</s>": 95}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tiny_llama)
+    return tiny_llama
+
+
+@pytest.mark.vllm
+def test_a_server_standing_alone(model: Path, tmp_path: Path) -> None:
+    """Ready in one line, answers a client with its key, ends cleanly at SIGTERM."""
+    from gkd.data.tokenizer import tokenizer_hash
+
+    port, key_file = free_port(), tmp_path / "key"
+    process = serve(
+        f"teacher.model.path={model}",
+        f"teacher.server_port={port}",
+        f"teacher.key_file={key_file}",
+        "teacher.max_model_len=64",
+    )
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith(f"teacher ready at tcp://127.0.0.1:{port}: {model}, K up to 96 of 96"), line
+    client = TeacherClient(
+        [f"tcp://127.0.0.1:{port}"], tokenizer_hash(str(model)), 3, max_length=64, key=Key.load(key_file)
+    )
+    try:
+        client.connect(10)
+        request = Score(np.array([5, 6], np.int32), np.array([7, 8, 9], np.int32), 3)
+        assert client.submit(request).result(20).ids.shape == (3, 3)
+        os.kill(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+    finally:
+        client.close()
+        watchdog.cancel()
+        process.kill()
+    assert process.returncode == 0, err
+    assert out == "" and "Traceback" not in err
+
+
+def test_ctrl_c_while_the_model_loads(model: Path) -> None:
+    process = serve(f"teacher.model.path={model}", f"teacher.server_port={free_port()}")
+    assert process.stderr is not None
+    assert process.stderr.readline() == f"loading the teacher in {model} ...\n"
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 130 and out == "" and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["teacher.model.path=/nowhere"], "teacher.model.path=/nowhere: no such directory"),
+        (["teacher.server_port=1"], "teacher.model.path is missing"),
+        (["teacher.modle.path=x"], "unknown setting teacher.modle.path (did you mean teacher.model.path?)"),
+        (["teacher.model.path=x", "teacher.server_ip=0.0.0.0"], "0.0.0.0 is not loopback and has no key"),
+        (["teacher.model.path=x", "teacher.n_gpus_per_node=2"], "2 are asked for: start one server for each"),
+        (["teacher.model.path=x", "teacher.server_port=IN_USE"], "cannot listen on tcp://127.0.0.1:IN_USE: Address"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(arguments: list[str], message: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = str(taken.getsockname()[1])
+        out, err = (process := serve(*(a.replace("IN_USE", port) for a in arguments))).communicate(timeout=60)
+    assert process.returncode == 2 and out == ""
+    assert err.startswith("error: ") and message.replace("IN_USE", port) in err and err.count("\n") == 1
+
+
+@pytest.mark.vllm
+def test_a_worker_serves_until_it_is_stopped(
+    tiny_llama: Path, vllm_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the Ray host uses it: built, served on one thread, stopped from another. The engine is the session's."""
+    from gkd.teacher import scoring
+    from gkd.teacher.worker import TeacherWorker
+
+    closed: list[bool] = []
+
+    class Lent:
+        def __init__(self, path: str, settings: Teacher, device: str, *, dtype: str) -> None:
+            assert (path, device, dtype) == (str(tiny_llama), "cpu", "auto")
+            self.limits, self.add, self.busy, self.step = (
+                vllm_engine.limits,
+                vllm_engine.add,
+                vllm_engine.busy,
+                vllm_engine.step,
+            )
+
+        def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(scoring, "VllmEngine", Lent)
+    config = Config(teacher=Teacher(model=TeacherModel(path=None), max_model_len=VLLM_LENGTH))
+    key = Key.generate()
+    worker = TeacherWorker(config, str(tiny_llama), "hash", 0, "127.0.0.1", key)
+    thread = threading.Thread(target=worker.serve)
+    thread.start()
+    client = TeacherClient([worker.address()], "hash", 3, key=key)
+    client.connect(10)
+    assert client.submit(Score(np.array([5], np.int32), np.array([7, 8], np.int32), 3)).result(20).ids.shape == (2, 3)
+    client.close()
+    worker.stop()
+    thread.join(5)
+    assert not thread.is_alive() and closed == [True]
