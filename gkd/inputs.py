@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gkd.algorithms.top_k import top_k_wanted
 from gkd.config import Config
 from gkd.data.builtin import prepare_builtin
 from gkd.data.prompts import PromptSet, load_prompts
@@ -58,6 +59,8 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         if found.n_too_long:
             left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
             say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
+    vocab_size = int(_text(described)["vocab_size"])
+    top_k_wanted(config, vocab_size)  # says now what could not be asked of the teacher
     return Inputs(
         student,
         teacher,
@@ -65,7 +68,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         tokenizer_hash(tokenizer),
         train_prompts,
         val_prompts,
-        int(_text(described)["vocab_size"]),
+        vocab_size,
         eos_ids(Path(student), tokenizer),
         max_length,
     )

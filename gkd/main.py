@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the run failed; 2 what was asked cannot run; 130 and 143 e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import sys
 import time
@@ -75,18 +76,24 @@ def run(config: Config) -> None:
     log_to(out)
     exit_on_signals()
     output = _output_dir(config)
-    inputs = find_inputs(config, out.print)
-    with connect(config) as session:
-        from gkd.run import drive
+    try:
+        inputs = find_inputs(config, out.print)
+        out.print("starting Ray and reserving GPUs")
+        with connect(config) as session:
+            from gkd.run import drive
 
-        drive(config, inputs, session, output, out, started)
+            drive(config, inputs, session, output, out, started)
+    except ConfigError:
+        with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
+            output.rmdir()
+        raise
 
 
 def _output_dir(config: Config) -> Path:
     """Where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     path = Path(config.trainer.output_dir or f"outputs/{config.recipe}/{stamp}").absolute()
-    held = [name for name in ("config.yaml", "metrics.jsonl", "summary.json") if (path / name).exists()]
+    held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
     if held:
         raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
     try:

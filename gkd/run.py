@@ -27,9 +27,10 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
     placement = _placed(config, session, output)
     progress = Progress(out, config.trainer.total_steps)
-    with progress, JsonLines(output / "metrics.jsonl") as log, JsonLines(output / "samples.jsonl") as sample_file:
+    with progress:
         progress.doing("loading models")
         system = start(config, inputs, placement.groups)
+    with progress, JsonLines(output / "metrics.jsonl") as log, JsonLines(output / "samples.jsonl") as sample_file:
         parts = system.parts
         samples = SampleLog(sample_file, config.trainer.n_logged_samples, _decoder(inputs))
         progress.doing("validating")

@@ -5,7 +5,8 @@ and what a worker started may outlive that worker. All of them hold log files op
 directory, and nobody else does, so that is how they are found: no process is ended by name.
 
 Run as a program, ``python reaper.py DIRECTORY`` waits until its standard input closes, which happens when the driver
-is gone in whatever way, and then ends what is left. It imports nothing but a little of the standard library.
+is killed, and then ends what is left; a driver that lives dismisses it. It imports only a little of the standard
+library, so that it costs nothing while it waits.
 """
 
 import os
@@ -57,7 +58,7 @@ def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
 
 
 def watch(directory: str) -> "subprocess.Popen[bytes]":
-    """Start a process that ends those of ``directory`` when this one is gone; close its stdin to send it away."""
+    """Start a process that ends those of ``directory`` when this one is gone; :func:`dismiss` sends it away."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, directory],
         stdin=subprocess.PIPE,
@@ -67,7 +68,11 @@ def watch(directory: str) -> "subprocess.Popen[bytes]":
     )
 
 
+def dismiss(watchdog: "subprocess.Popen[bytes]") -> None:
+    """Send a watching process away: this one has ended what there was, and goes on itself."""
+    watchdog.communicate(b"done", timeout=GIVE_UP_S)
+
+
 if __name__ == "__main__":
-    sys.stdin.buffer.read()
-    if Path(sys.argv[1]).is_dir():  # a driver that ended in order has removed it
+    if not sys.stdin.buffer.read():  # closed without a word: the driver was killed
         end_all(sys.argv[1])

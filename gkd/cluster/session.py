@@ -176,18 +176,23 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool) ->
     # Ray refuses more GPUs than the variable lists; when it lists enough, ids are taken from it.
     if simulated and not _lists_enough(n_gpus):
         environment[gpu.VISIBLE] = None
-    try:
-        with _environment(environment), keeping_sigterm_handler():
-            ray.init(
-                address="local",
-                num_gpus=n_gpus,
-                num_cpus=n_cpus,
-                include_dashboard=False,
-                _temp_dir=directory,
-                **_QUIET,
-            )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise RunFailed(f"Ray did not start: {one_line(error)} (logs: {directory})") from error
+    for attempts_left in (1, 0):
+        try:
+            with _environment(environment), keeping_sigterm_handler():
+                ray.init(
+                    address="local",
+                    num_gpus=n_gpus,
+                    num_cpus=n_cpus,
+                    include_dashboard=False,
+                    _temp_dir=directory,
+                    **_QUIET,
+                )
+            return
+        except Exception as error:  # Ray raises bare Exception, too, when its servers need more than 30 s
+            if not attempts_left:
+                raise RunFailed(f"Ray did not start: {one_line(error)}") from error
+            LOG.warning("Ray did not start, trying once more: %s", one_line(error))
+            reaper.end_all(directory, grace_s=0)
 
 
 def _new_directory() -> str:
@@ -214,9 +219,8 @@ def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[
             LOG.warning("logs of the workers: %s/session_latest/logs", session.directory)
         else:
             shutil.rmtree(session.directory, ignore_errors=True)
-        if watchdog is not None and watchdog.stdin is not None:
-            watchdog.stdin.close()
-            watchdog.wait(timeout=reaper.GIVE_UP_S + 5)
+        if watchdog is not None:
+            reaper.dismiss(watchdog)
 
 
 @contextlib.contextmanager

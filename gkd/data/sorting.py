@@ -52,6 +52,7 @@ def make_tokenizer() -> Any:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from gkd.data import sorting
 from gkd.data.builtin import ModelRecipe, Say, making
@@ -168,6 +169,7 @@ def _end_with_parent() -> None:
 def main() -> None:
     """``python -m gkd.data.warmup CACHE RECIPE_JSON``; see :class:`gkd.data.builtin.ModelRecipe`."""
     _end_with_parent()
+    disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         make_model(Path(sys.argv[1]), ModelRecipe(**json.loads(sys.argv[2])), lambda line: print(line, flush=True))

@@ -17,8 +17,8 @@ LINE_EVERY_S = 10.0
 
 def console() -> Console:
     """Standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=200, soft_wrap=True)
+    plain = Console(highlight=False, markup=False)
+    return plain if plain.is_terminal else Console(highlight=False, markup=False, width=200, soft_wrap=True)
 
 
 def log_to(out: Console) -> None:
@@ -47,7 +47,7 @@ class Progress:
     def __init__(self, out: Console, total_steps: int) -> None:
         self.out, self.total = out, total_steps
         self._status: Status | None = out.status("") if out.is_terminal else None
-        self._started = time.monotonic()
+        self._first: tuple[int, float] | None = None  # the first step logged, and when
         self._printed = -LINE_EVERY_S
 
     def __enter__(self) -> Self:
@@ -66,12 +66,16 @@ class Progress:
         self.out.print(text)
 
     def doing(self, what: str) -> None:
-        """What is going on, where a live line can show it."""
+        """What is going on before or between steps."""
         if self._status is not None:
             self._status.update(what)
+        else:
+            self.out.print(what)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One finished step."""
+        if self._first is None:
+            self._first = (step, time.monotonic())
         line = self.line(step, metrics)
         if self._status is not None:
             self._status.update(line)
@@ -83,7 +87,6 @@ class Progress:
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
         """The line of a step, without what was not measured."""
-        left = (time.monotonic() - self._started) / step * (self.total - step)
         parts = [f"step {step}/{self.total}"]
         for label, name, form in (
             ("loss", "distill/loss", ".4f"),
@@ -94,4 +97,8 @@ class Progress:
         ):
             if name in metrics:
                 parts.append(f"{label} {metrics[name]:{form}}")
-        return "  ".join([*parts, f"{clock(left)} left"])
+        # The first step warms caches up and says little about the others.
+        if self._first is not None and step > self._first[0]:
+            each = (time.monotonic() - self._first[1]) / (step - self._first[0])
+            parts.append(f"{clock(each * (self.total - step))} left")
+        return "  ".join(parts)

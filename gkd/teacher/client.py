@@ -11,9 +11,9 @@ from typing import overload
 from gkd.errors import ConfigError
 from gkd.sample import Int32, Target
 from gkd.teacher.address import Key, host_of, require_key
-from gkd.teacher.dispatch import Dispatcher, Patience, TeacherRefused, TeacherUnavailable
+from gkd.teacher.dispatch import Dispatcher, Patience
 from gkd.teacher.replica import Call
-from gkd.teacher.requests import FULL_VOCABULARY, Generate, Score
+from gkd.teacher.requests import FULL_VOCABULARY, Generate, Score, TeacherRefused, TeacherUnavailable
 from gkd.teacher.wire import PROTOCOL, Welcome
 
 __all__ = ["FULL_VOCABULARY", "Generate", "Score", "TeacherClient", "TeacherRefused", "TeacherUnavailable", "Welcome"]

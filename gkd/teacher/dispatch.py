@@ -16,25 +16,10 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.teacher import wire
 from gkd.teacher.address import Key
 from gkd.teacher.replica import Call, Replica
-from gkd.teacher.requests import SAMPLE_CODES, Code, Score
+from gkd.teacher.requests import SAMPLE_CODES, Score, TeacherRefused, TeacherUnavailable
 from gkd.teacher.wakeup import Wakeup
 
 TICK_MS = 50
-
-
-class TeacherUnavailable(RunFailed):
-    """No replica answered a request in the time and the number of attempts it had."""
-
-
-class TeacherRefused(RunFailed):
-    """The teacher cannot answer this request, whichever replica is asked; ``code`` says why."""
-
-    def __init__(self, code: Code, message: str) -> None:
-        super().__init__(code, message)
-        self.code, self.message = code, message
-
-    def __str__(self) -> str:
-        return f"the teacher refused a sample ({self.code}): {self.message}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ from gkd.teacher.requests import Generate, Limits, Score
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
 SEND_HWM = 4_096
+# Requests one client has out at one server. Enough to keep an engine busy, and few enough that the last of them is
+# reached in time when many clients do the same; all others wait at the client, where their time does not run.
+WINDOW = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -67,8 +70,8 @@ class Replica:
 
     @property
     def has_room(self) -> bool:
-        """Whether it takes another request at once; more than it works on at a time wait at the client."""
-        return self.welcome is not None and self.load < max(1, self.welcome.capacity)
+        """Whether it takes another request at once."""
+        return self.welcome is not None and self.load < min(WINDOW, max(1, self.welcome.capacity))
 
     def greeted(self, welcome: wire.Welcome) -> None:
         """The server has answered: it is in."""

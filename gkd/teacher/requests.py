@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from gkd.errors import RunFailed
 from gkd.sample import Int32, Target
 
 FULL_VOCABULARY = 2**31 - 1
@@ -22,8 +23,23 @@ SAMPLE_CODES: frozenset[Code] = frozenset({"bad_request", "too_long", "out_of_vo
 """Codes that say something about the sample; another replica would answer the same."""
 
 
+class TeacherUnavailable(RunFailed):
+    """No replica answered a request in the time and the number of attempts it had."""
+
+
+class TeacherRefused(RunFailed):
+    """The teacher cannot answer this request, whichever replica is asked; ``code`` says why."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(code, message)
+        self.code, self.message = code, message
+
+    def __str__(self) -> str:
+        return f"the teacher refused a sample ({self.code}): {self.message}"
+
+
 class Refused(Exception):
-    """A request that is answered with an error."""
+    """On the server's side: a request that is answered with an error."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)

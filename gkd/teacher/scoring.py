@@ -32,7 +32,7 @@ from gkd.vllm_engine import GIB, Device, engine_arguments, environment
 if TYPE_CHECKING:
     import torch
 
-RESULT_BYTES = 8 * GIB  # results of requests in the engine, prompt rows included
+RESULT_BYTES = 2 * GIB  # results of requests in the engine, prompt rows included; not part of vLLM's own budget
 LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
 
 

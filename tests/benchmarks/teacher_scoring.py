@@ -118,8 +118,8 @@ def main() -> None:
         engine.close()
     speed = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
     print(
-        f"{options.sequences} x {options.length} tokens, K={options.top_k}, {options.layers} layers of {options.hidden}, "
-        f"vocabulary {options.vocabulary}, on {device}: prefill {speed['prefill']:,.0f} tokens/s, "
+        f"{options.sequences} x {options.length} tokens, K={options.top_k}, {options.layers} layers of "
+        f"{options.hidden}, vocabulary {options.vocabulary}, on {device}: prefill {speed['prefill']:,.0f} tokens/s, "
         f"scoring {speed['scoring']:,.0f} tokens/s, ratio {speed['scoring'] / speed['prefill']:.2f}"
     )
 

@@ -10,6 +10,7 @@ from gkd.cluster import session as session_module
 from gkd.cluster.placement import place
 from gkd.cluster.session import connect
 from gkd.cluster.signals import exit_on_signals
+from gkd.cluster.table import assignment_line
 from tests.cluster.conftest import configuration
 
 
@@ -22,10 +23,12 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["starting"]:
         start = session_module._start_private
         session_module._start_private = lambda directory, *rest: (tell(directory), start(directory, *rest))
-    with connect(configuration(1, 1, None, simulate_gpus=2)) as session:
-        placement = place(configuration(1, 1, None, simulate_gpus=2), session)
+    config = configuration({"gpus": [6]}, {"gpus": [4]}, None, simulate_gpus=3)
+    with connect(config) as session:
+        placement = place(config, session)
         actor = placement.groups["actor"]
         actor.start_all("tests.cluster.cluster_targets:Echo", [(0,)], timeout_s=60)
         tell(session.directory, *actor.call("spawn_child", timeout_s=60), *(r.pid for r in placement.reports))
+        print(assignment_line(placement.reports), flush=True)
         actor.submit("wait_for_flag")
         time.sleep(300)

@@ -1,5 +1,6 @@
 """A private Ray ends with its run, in whatever way that ends; an address that does not answer is one line."""
 
+import os
 import shutil
 import signal
 import socket
@@ -11,17 +12,20 @@ from pathlib import Path
 import pytest
 
 from gkd.cluster import gpu, reaper
+from gkd.cluster import session as session_module
 from gkd.cluster.session import connect
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 from tests.cluster.conftest import alive, configuration, eventually
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments):
+def start(*arguments, **environment):
+    # The parent lists GPUs that do not count from 0, so ids and ranges are to be taken from its list.
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7", **environment}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.cluster.run_for_long", *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
@@ -34,9 +38,10 @@ def told(run):
 
 def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     """Also of the runs beside: each ends its own processes and no other's."""
-    first, second = start(), start()
+    first, second = start(), start(RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
     (directory, pids), (other, other_pids) = told(first), told(second)
     assert len(pids) == 3
+    assert first.stdout.readline() == second.stdout.readline() == "GPU Assignments: ['6', '4']\n"
     assert all(map(alive, pids + other_pids))
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=30) == 143
@@ -122,3 +127,17 @@ def test_what_does_not_fit_this_machine_ends_before_ray_starts(monkeypatch, sett
     monkeypatch.setattr("gkd.cluster.session._start_private", None)
     with pytest.raises(ConfigError, match=said), connect(configuration(**settings)):
         pass
+
+
+def test_ray_is_started_once_more_when_a_busy_machine_was_too_slow(monkeypatch, tmp_path):
+    calls = []
+
+    def too_slow(**settings):
+        calls.append(settings)
+        raise Exception("The current node timed out\nduring startup.")
+
+    monkeypatch.setattr("ray.init", too_slow)
+    with pytest.raises(RunFailed, match=r"^Ray did not start: The current node timed out during startup.$"):
+        session_module._start_private(str(tmp_path), 1, 1, True)
+    assert len(calls) == 2
+    assert calls[0]["address"] == "local"

@@ -93,7 +93,7 @@ def test_a_sample_that_cannot_be_scored_is_refused_and_the_server_lives_on(
 
 
 def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect: Connect, dealer: Any) -> None:
-    running = serve(TableEngine(delay_s=1.0))
+    running = serve(TableEngine(delay_s=2.0))
     slow = connect(running.server.address, request_timeout_s=5.0).submit(a_score())
     time.sleep(0.2)
     dealer.connect(running.server.address)
@@ -101,7 +101,7 @@ def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect:
     for body, kind in [(wire.Ping(), wire.Pong), (wire.Hello(wire.PROTOCOL), wire.Welcome)]:
         dealer.send_multipart(wire.encode(body))
         assert isinstance(wire.decode(dealer.recv_multipart())[0], kind)
-    assert time.monotonic() - began < 0.4 and not slow.done()
+    assert time.monotonic() - began < 1.5 and not slow.done()
     slow.result(5)
 
 

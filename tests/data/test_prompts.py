@@ -1,0 +1,193 @@
+"""From rows to prompts, and the order prompts are trained on."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gkd.config import Data
+from gkd.data.prompts import PromptSet, PromptStream, load_prompts
+from gkd.data.sorting import make_tokenizer
+from gkd.errors import ConfigError
+from gkd.sample import Prompt
+from tests.data.models import TEMPLATE, WORDS, word_tokenizer
+
+A, B, C = (WORDS.index(letter) for letter in "abc")
+USER, SYSTEM, ASSISTANT = (WORDS.index(role) for role in ("<user>", "<system>", "<assistant>"))
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def load(
+    tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any = None, limit: int | None = None, **data: Any
+) -> PromptSet:
+    file = tmp_path / "x.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_prompts([str(file)], Data(**data), tokenizer or word_tokenizer(template=TEMPLATE), limit)
+
+
+def complaint(tmp_path: Path, rows: list[dict[str, Any]], **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, rows, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_strings_get_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
+    (prompt,) = load(tmp_path, [{"prompt": "3 1 =", "answer": 13}], make_tokenizer(), answer_key="answer").prompts
+    assert prompt.token_ids.dtype == np.int32
+    assert prompt.token_ids.tolist() == [1, 8, 6, 4]
+    assert (prompt.id, prompt.text, prompt.answer) == (0, "3 1 =", "13")
+
+
+def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
+    messages = [message("system", "a"), message("user", "b")]
+    (prompt,) = load(tmp_path, [{"messages": messages}]).prompts
+    assert prompt.token_ids.tolist() == [SYSTEM, A, USER, B, ASSISTANT]
+    assert prompt.answer is None
+
+
+def test_the_assistants_last_turns_are_not_part_of_the_prompt(tmp_path: Path) -> None:
+    turns = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
+    (prompt,) = load(tmp_path, [{"chat": turns}], prompt_key="chat").prompts
+    assert prompt.token_ids.tolist() == [USER, A, ASSISTANT, B, USER, C, ASSISTANT]
+
+
+def test_a_template_writes_its_special_tokens_itself(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "<bos> {{ messages[0]['content'] }} ="
+    (prompt,) = load(tmp_path, [{"messages": [message("user", "3 1")]}], tokenizer).prompts
+    assert prompt.token_ids.tolist() == [1, 8, 6, 4]
+    expected = tokenizer.apply_chat_template([message("user", "3 1")], add_generation_prompt=True)["input_ids"]
+    assert prompt.token_ids.tolist() == expected
+
+
+def test_strings_and_messages_may_be_mixed(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": [message("user", "b")]}, {"prompt": "c"}]
+    prompts = load(tmp_path, rows).prompts
+    assert [p.token_ids.tolist() for p in prompts] == [[A], [USER, B, ASSISTANT], [C]]
+
+
+def test_a_column_named_prompt_comes_before_messages(tmp_path: Path) -> None:
+    assert load(tmp_path, [{"prompt": "a", "messages": [message("user", "b")]}]).prompts[0].text == "a"
+
+
+def test_longer_prompts_are_counted_and_left_out(tmp_path: Path) -> None:
+    found = load(tmp_path, [{"prompt": "a a a"}, {"prompt": "a a"}, {"prompt": "a a a a"}], max_prompt_length=2)
+    assert ([p.id for p in found.prompts], found.n_too_long) == ([1], 2)
+
+
+def test_ids_go_on_over_files_and_chunks(tmp_path: Path) -> None:
+    files = []
+    for name in "xy":
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n' * 1500)
+        files.append(str(tmp_path / f"{name}.jsonl"))
+    assert [p.id for p in load_prompts(files, Data(), word_tokenizer()).prompts] == list(range(3000))
+
+
+def test_limit(tmp_path: Path) -> None:
+    assert [p.id for p in load(tmp_path, [{"prompt": "a"}] * 5, limit=3).prompts] == [0, 1, 2]
+
+
+def test_every_prompt_too_long(tmp_path: Path) -> None:
+    assert complaint(tmp_path, [{"prompt": "a a a"}, {"prompt": "a a a a"}], max_prompt_length=2) == (
+        f"data.max_prompt_length=2: every prompt in {tmp_path}/x.jsonl is longer, the shortest has 3 tokens"
+    )
+
+
+def test_a_row_without_the_prompt_or_the_answer(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": "b"}, {"question": "c"}]
+    assert complaint(tmp_path, rows, prompt_key="questions").startswith(
+        f"{tmp_path}/x.jsonl line 1 has no key 'questions' (data.prompt_key) (did you mean question?); "
+    )
+    assert complaint(tmp_path, rows, prompt_key="question", answer_key="answer") == (
+        f"{tmp_path}/x.jsonl line 2 has no key 'answer' (data.answer_key); the keys there are: question"
+    )
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    rows = [{"messages": [message("user", "a")]}]
+    assert "has no chat template" in complaint(tmp_path, rows, tokenizer=word_tokenizer())
+
+
+@pytest.mark.parametrize("value", [3, None, [], ["a"], [{"role": "user"}], {"role": "user", "content": "a"}])
+def test_neither_string_nor_messages(tmp_path: Path, value: Any) -> None:
+    assert complaint(tmp_path, [{"prompt": "a"}, {"prompt": value}]) == (
+        f"{tmp_path}/x.jsonl line 2: 'prompt' is neither a string nor a list of messages with role and content"
+    )
+
+
+def test_only_the_assistant_speaks(tmp_path: Path) -> None:
+    assert "holds only the assistant's messages" in complaint(tmp_path, [{"messages": [message("assistant", "a")]}])
+
+
+def test_a_template_that_refuses(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer(template="{{ raise_exception('roles must\n alternate') }}")
+    rows = [{"messages": [message("user", "a")]}]
+    assert complaint(tmp_path, rows, tokenizer=tokenizer).endswith(
+        "the chat template refuses 'messages': roles must alternate"
+    )
+
+
+def test_no_tokens(tmp_path: Path) -> None:
+    assert complaint(tmp_path, [{"prompt": "a"}, {"prompt": " "}]) == (
+        f"{tmp_path}/x.jsonl line 2: the prompt in 'prompt' has no tokens"
+    )
+
+
+def prompts(n: int) -> list[Prompt]:
+    return [Prompt(id=i, token_ids=np.array([i], dtype=np.int32), text=str(i)) for i in range(n)]
+
+
+def ids(stream: PromptStream, n_batches: int) -> list[list[int]]:
+    return [[prompt.id for prompt in batch] for batch in islice(stream, n_batches)]
+
+
+SIZES = st.integers(min_value=1, max_value=20)
+SEEDS = st.integers(min_value=0, max_value=2**32)
+
+
+@given(n=SIZES, batch_size=SIZES, seed=SEEDS, n_batches=SIZES)
+def test_every_epoch_holds_every_prompt_once(n: int, batch_size: int, seed: int, n_batches: int) -> None:
+    stream = PromptStream(prompts(n), batch_size, seed)
+    batches = ids(stream, n_batches)
+    assert all(len(batch) == batch_size for batch in batches)
+    drawn = [i for batch in batches for i in batch]
+    for start in range(0, len(drawn) - n + 1, n):
+        assert sorted(drawn[start : start + n]) == list(range(n))
+    assert stream.epoch == n_batches * batch_size / n
+
+
+@given(n=SIZES, batch_size=SIZES, seed=SEEDS, before=SIZES, after=SIZES)
+def test_a_restored_stream_goes_on_exactly(n: int, batch_size: int, seed: int, before: int, after: int) -> None:
+    stream = PromptStream(prompts(n), batch_size, seed)
+    ids(stream, before)
+    state = json.loads(json.dumps(stream.state()))
+    again = PromptStream(prompts(n), batch_size, seed)
+    again.restore(state)
+    assert ids(again, after) == ids(stream, after)
+    assert again.epoch == stream.epoch
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    first, second = ids(PromptStream(prompts(50), 50, 0), 2)
+    assert first != second
+    assert [first, second] == ids(PromptStream(prompts(50), 50, 0), 2)
+    assert first != ids(PromptStream(prompts(50), 50, 1), 1)[0]
+
+
+def test_a_state_of_other_prompts_or_another_seed_is_refused() -> None:
+    state = PromptStream(prompts(5), 2, 0).state()
+    with pytest.raises(ConfigError, match="n_prompts=5, this run n_prompts=6"):
+        PromptStream(prompts(6), 2, 0).restore(state)
+    with pytest.raises(ConfigError, match="seed=0, this run seed=1"):
+        PromptStream(prompts(5), 2, 1).restore(state)

@@ -1,0 +1,141 @@
+"""Model directories: found, checked, and their tokenizers compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, resolve_model, tokenizer_hash
+from gkd.errors import ConfigError
+from tests.data.models import WORDS, save_model, word_tokenizer
+
+
+@pytest.fixture(scope="session")
+def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "good")
+
+
+@pytest.fixture
+def model(good_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good_model, tmp_path / "model"))
+
+
+def edit_config(model: Path, **changes: object) -> None:
+    config = json.loads((model / "config.json").read_text()) | changes
+    (model / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def complaint(path: Path | str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_causal_lm(str(path), "teacher.model.path")
+    message = str(caught.value)
+    assert message.startswith(f"teacher.model.path={path}: ")
+    assert "\n" not in message
+    return message.removeprefix(f"teacher.model.path={path}: ")
+
+
+def test_a_good_model_is_given_as_an_absolute_directory(good_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(good_model.parent)
+    assert check_causal_lm("good", "model.path") == str(good_model)
+    assert resolve_model(str(good_model)) == str(good_model)
+
+
+@pytest.mark.parametrize("path", ["no/such", "/no/such/directory", "nobody/no-such-model", "a b"])
+def test_no_directory_and_not_cached(path: str) -> None:
+    assert complaint(path) == "no such directory, and no model of that name in the local Hugging Face cache"
+
+
+def test_a_cached_hub_name_resolves_without_a_network(
+    good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    repository = tmp_path / "models--org--tiny"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    shutil.copytree(good_model, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert check_causal_lm("org/tiny", "model.path") == str(snapshot)
+
+
+def test_a_file(good_model: Path) -> None:
+    assert complaint(good_model / "config.json") == "is a file, not a directory with a model"
+
+
+def test_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    assert complaint(model) == "has no config.json, so it is no Hugging Face model directory"
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_broken_config(model: Path, content: str) -> None:
+    (model / "config.json").write_text(content)
+    assert "its config.json is not" in complaint(model)
+
+
+def test_no_causal_language_model(model: Path) -> None:
+    edit_config(model, architectures=["BertForMaskedLM"], model_type="bert")
+    assert complaint(model) == "is no causal language model but BertForMaskedLM"
+    edit_config(model, architectures=None, model_type="vit")
+    assert complaint(model) == "is no causal language model but model_type 'vit'"
+
+
+def test_other_names_of_causal_language_models(model: Path) -> None:
+    edit_config(model, architectures=["GPT2LMHeadModel"], model_type="gpt2")
+    assert check_causal_lm(str(model), "model.path") == str(model)
+    edit_config(model, architectures=None, model_type="llama")
+    assert check_causal_lm(str(model), "model.path") == str(model)
+
+
+def test_no_weights(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert complaint(model) == "has no safetensors weights"
+
+
+def test_a_missing_shard(model: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert complaint(model) == "its index names model-2.safetensors, which is not there"
+
+
+def test_no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer" in complaint(model)
+
+
+def test_a_broken_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: its tokenizer cannot be loaded: .+"):
+        load_tokenizer(str(model))
+
+
+def test_padded_vocabularies_are_the_same_tokenizer(good_model: Path, tmp_path: Path) -> None:
+    padded = save_model(tmp_path / "padded", vocab_size=len(WORDS) + 64)
+    assert tokenizer_hash(str(padded)) == tokenizer_hash(word_tokenizer())
+    check_same_tokenizer(str(good_model), str(padded))
+
+
+@pytest.mark.parametrize(
+    ("words", "eos", "difference"),
+    [
+        ((*WORDS[:6], "x", "c", "d"), "<eos>", "id 6 is 'b' in the student, 'x' in the teacher"),
+        ((*WORDS, "e"), "<eos>", "id 9, 'e', is only in the teacher"),
+        (WORDS[:-1], "<eos>", "id 8, 'd', is only in the student"),
+        (WORDS, "d", "eos_token is '<eos>' in the student, 'd' in the teacher"),
+    ],
+)
+def test_different_tokenizers(
+    good_model: Path, tmp_path: Path, words: tuple[str, ...], eos: str, difference: str
+) -> None:
+    other = tmp_path / "other"
+    word_tokenizer(words, eos).save_pretrained(other)
+    assert tokenizer_hash(str(other)) != tokenizer_hash(str(good_model))
+    with pytest.raises(ConfigError) as caught:
+        check_same_tokenizer(str(good_model), str(other))
+    assert str(caught.value) == (
+        f"the tokenizers of model.path={good_model} and teacher.model.path={other} differ: {difference}"
+    )

@@ -1,0 +1,130 @@
+"""Everything a user can get wrong before anything runs: one line that names it, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from gkd.data.sorting import make_tokenizer
+from gkd.main import main
+
+ROW = '{"question": "1 2 =", "answer": "1 2"}\n'
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny models with one tokenizer, one with another, an encoder, and data files in every state."""
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+    found = tmp_path_factory.mktemp("inputs")
+    tokenizer = make_tokenizer()
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    for name in ("student", "teacher", "other"):
+        model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer), max_position_embeddings=64))
+        model.save_pretrained(found / name)
+        tokenizer.save_pretrained(found / name)
+    BertModel(BertConfig(**shape, vocab_size=20)).save_pretrained(found / "bert")
+    tokenizer.save_pretrained(found / "bert")
+    # Another tokenizer: two words have changed places.
+    described = json.loads((found / "other" / "tokenizer.json").read_text())
+    words = described["model"]["vocab"]
+    words["1"], words["2"] = words["2"], words["1"]
+    (found / "other" / "tokenizer.json").write_text(json.dumps(described))
+    (found / "good.jsonl").write_text(ROW * 3)
+    (found / "empty.jsonl").write_text("")
+    (found / "broken.jsonl").write_text(ROW + "{not json\n" + ROW)
+    (found / "other_key.jsonl").write_text('{"text": "1 2 ="}\n')
+    (found / "long.jsonl").write_text(json.dumps({"question": "1 " * 60 + "=", "answer": "1"}) + "\n")
+    (found / "run").mkdir()
+    (found / "run" / "metrics.jsonl").write_text("{}\n")
+    return found
+
+
+def command(files: Path, *overrides: str, **changed: str) -> list[str]:
+    """The command on own models and data, with some parts changed."""
+    parts = {
+        "model.path": str(files / "student"),
+        "teacher.model.path": str(files / "teacher"),
+        "data.train_files": f"[{files / 'good.jsonl'}]",
+        "data.val_files": f"[{files / 'good.jsonl'}]",
+        "data.prompt_key": "question",
+        "data.answer_key": "answer",
+        "rollout.max_response_length": "8",
+        "trainer.output_dir": str(files / "new"),
+    }
+    parts |= {key.replace("__", "."): value.replace("FILES", str(files)) for key, value in changed.items()}
+    return ["+recipe=on_policy_distill", *(f"{k}={v}" for k, v in parts.items()), *overrides]
+
+
+CASES = {
+    "no such model": ({"model__path": "FILES/none"}, r"model\.path=.*none: no such directory"),
+    "no such teacher": ({"teacher__model__path": "FILES/none"}, r"teacher\.model\.path=.*none"),
+    "no causal language model": ({"model__path": "FILES/bert"}, r"model\.path=.*bert: is no causal language model"),
+    "other tokenizer": (
+        {"teacher__model__path": "FILES/other"},
+        r"tokenizers of .*student.* and .*other differ: id \d+",
+    ),
+    "no such file": ({"data__train_files": "[FILES/none.jsonl]"}, r"none\.jsonl"),
+    "empty file": ({"data__val_files": "[FILES/empty.jsonl]"}, r"empty\.jsonl"),
+    "not JSON": ({"data__train_files": "[FILES/broken.jsonl]"}, r"broken\.jsonl.*line 2.*JSON"),
+    "no such key": ({"data__train_files": "[FILES/other_key.jsonl]"}, r"other_key\.jsonl.*'question'"),
+    "no such answer": ({"data__answer_key": "solution"}, r"good\.jsonl.*'solution'"),
+    "all too long": ({"data__train_files": "[FILES/long.jsonl]"}, r"max_prompt_length.*longer"),
+    "a run is there": ({"trainer__output_dir": "FILES/run"}, r"trainer\.output_dir=.*already holds a run"),
+    "batch of 0": ({"trainer__batch_size": "0"}, r"trainer\.batch_size=0"),
+    "beta": ({"algorithm__loss__beta": "1.5"}, r"algorithm\.loss\.beta=1\.5"),
+    "misspelt": ({"trainer__total_step": "5"}, r"trainer\.total_step \(did you mean trainer\.total_steps\?\)"),
+    "overlap": ({"trainer__gpus": "0-1", "rollout__gpus": "1-2"}, r"trainer\.gpus and rollout\.gpus overlap"),
+    "beyond the machine": ({"trainer__gpus": "90", "cluster__simulate_gpus": "8"}, r"trainer\.gpus=90.*0-7"),
+    "too many GPUs": (
+        {"rollout__n_gpus_per_node": "9", "cluster__simulate_gpus": "8"},
+        r"11 GPUs.* 8 .*nearest.*rollout\.n_gpus_per_node=6",
+    ),
+    "too many GPUs here": ({"trainer__n_gpus_per_node": "500"}, r"502 GPUs.*nearest"),
+    "response too long": ({"rollout__max_response_length": "64"}, r"rollout\.max_response_length=64.*64 positions"),
+    "more than the teacher gives": (
+        {"teacher__max_top_k": "4", "algorithm__loss__top_k": "10"},
+        r"algorithm\.loss\.top_k=10.*teacher\.max_top_k=4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_and_exit_code_2(case: str, files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    changed, message = CASES[case]
+    connected = ray.is_initialized()
+    assert main(command(files, **changed)) == 2
+    out, err = capfd.readouterr()
+    lines = err.splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    assert re.search(message, lines[0]), lines[0]
+    assert "Traceback" not in out
+    assert ray.is_initialized() == connected
+    assert not (files / "new" / "metrics.jsonl").exists()
+
+
+def test_a_few_long_prompts_are_counted_and_left_out(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (files / "some_long.jsonl").write_text(ROW + (files / "long.jsonl").read_text())
+    changed = {"data__train_files": "[FILES/some_long.jsonl]", "trainer__gpus": "90"}  # ends before Ray starts
+    assert main(command(files, **changed)) == 2
+    assert "data.train_files: 1 prompts longer than 56 tokens are left out, 1 are used" in capfd.readouterr().out
+
+
+def test_a_recipe_has_to_be_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "+recipe=" in capfd.readouterr().err

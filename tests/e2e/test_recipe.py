@@ -1,0 +1,119 @@
+"""The first command of README.md, from the script to the table at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT, SMALL, environment
+
+pytestmark = pytest.mark.e2e
+STEPS = 80
+ALWAYS = {
+    "timing_s/step", "timing_s/generate", "timing_s/score", "timing_s/update", "timing_s/sync", "timing_s/wait",
+    "actor/loss", "actor/grad_norm", "actor/lr", "actor/entropy",
+    "distill/loss", "distill/forward_kl", "distill/reverse_kl", "distill/teacher_mass", "distill/student_mass",
+    "response/length_mean", "response/length_max", "response/clip_ratio", "staleness/mean", "staleness/max",
+    "mismatch/kl", "mismatch/is_ratio_mean", "mismatch/is_ratio_max",
+    "perf/tokens_per_second", "perf/tokens_per_second_per_gpu", "step", "epoch",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Path, str]:
+    """Output directory and output of ./launch/quickstart.sh on the small task."""
+    output = tmp_path_factory.mktemp("quickstart") / "run"
+    command = ["./launch/quickstart.sh", *SMALL, f"builtin.cache_dir={cache}", f"trainer.output_dir={output}"]
+    command += [f"trainer.total_steps={STEPS}", "trainer.val_every=40", "actor.lr=2e-3"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return output, done.stdout
+
+
+def rows(output: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_student_learns_from_the_teacher(finished: tuple[Path, str]) -> None:
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    before, after, teacher = summary["before"], summary["after"], summary["teacher"]
+    assert teacher["val/accuracy"] > 0.9
+    assert before["val/accuracy"] <= 0.5 * teacher["val/accuracy"]
+    assert after["val/accuracy"] >= before["val/accuracy"] + 0.3
+    assert after["val/reverse_kl"] <= 0.4 * before["val/reverse_kl"]
+    assert summary["steps"] == STEPS
+    assert summary["wall_s"] > 0
+
+
+def test_every_step_is_logged_once_with_every_metric(finished: tuple[Path, str]) -> None:
+    found = rows(finished[0])
+    assert [row["step"] for row in found] == list(range(STEPS + 1))
+    for row in found[1:]:
+        assert row.keys() >= ALWAYS, ALWAYS - row.keys()
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["distill/teacher_mass"] == pytest.approx(1.0, abs=1e-4)  # the full vocabulary
+        assert abs(row["mismatch/kl"]) < 1e-4  # sampler and trainer are one model: weights arrive every step
+        assert row["staleness/max"] == 0
+    assert [row["step"] for row in found if "val/accuracy" in row] == [0, 40, STEPS]
+    assert found[0]["val/reverse_kl"] > 0
+
+
+def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
+    output = finished[0]
+    placement = json.loads((output / "placement.json").read_text())
+    assert [(row["group"], row["rank"], row["ray_gpu_ids"]) for row in placement] == [
+        ("actor", 0, ["0"]),
+        ("rollout", 0, ["1"]),
+        ("teacher", 0, ["2"]),
+    ]
+    assert len({uuid for row in placement for uuid in row["gpu_uuids"]}) == 3
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert {s["version"] for s in samples if s["step"] == 7} == {6}  # sampled with the weights of the step before
+    assert all({"prompt", "response", "answer", "teacher_logprob_mean"} <= s.keys() for s in samples)
+    assert "total_steps: 80" in (output / "config.yaml").read_text()
+
+
+def test_the_saved_student_answers_as_validated(finished: tuple[Path, str]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(finished[0] / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished[0] / "model")
+    right, asked = 0, [(a, b, c) for a in range(4) for b in range(5, 9) for c in range(2, 5)]
+    for digits in asked:
+        ids = tokenizer(" ".join(map(str, digits)) + " =", return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        right += tokenizer.decode(out, skip_special_tokens=True) == " ".join(map(str, sorted(digits)))
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert abs(right / len(asked) - summary["after"]["val/accuracy"]) < 0.25
+
+
+def test_what_it_prints(finished: tuple[Path, str]) -> None:
+    text = finished[1]
+    assert "before training" in text
+    assert f"step {STEPS}/{STEPS}" in text
+    assert "tok/s" in text
+    assert "left" in text
+    assert str(finished[0]) in text
+    assert "data.train_files=[train.jsonl]" in text  # the command to try next, brackets and all
+    assert max(map(len, text.splitlines())) < 400
+
+
+def test_the_test_script_runs_the_checks_and_passes_arguments_on() -> None:
+    done = subprocess.run(
+        ["./launch/test.sh", "--collect-only", "-q", "tests/test_config.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All checks passed" in done.stdout  # ruff
+    assert "no issues found" in done.stdout  # mypy
+    assert "test_gpu_ranges" in done.stdout
+    assert "installing" not in done.stdout  # a second start installs nothing
