@@ -90,7 +90,9 @@ def _tokenise(rows: list[Row], key: str, values: list[Any], tokenizer: Any) -> t
     for templated in (False, True):
         chosen = [i for i, value in enumerate(values) if isinstance(value, str) != templated]
         if chosen:
-            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=not templated)["input_ids"]
+            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=not templated, verbose=False)[
+                "input_ids"
+            ]
             for i, token_ids in zip(chosen, encoded, strict=True):
                 ids[i] = token_ids
     return texts, ids
@@ -113,7 +115,8 @@ def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:
 
     try:
         return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
+    # A template computes with what the messages hold: content that is null makes it raise a TypeError.
+    except (TemplateError, TypeError) as error:
         raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {' '.join(str(error).split())}") from None
 
 

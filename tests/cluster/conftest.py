@@ -48,19 +48,20 @@ def cluster():
 
 
 def _four_nodes(directory):
-    """Ray gives a node 30 s to start, which a busy machine with two cores may miss: once more."""
     node = {"num_gpus": 8, "num_cpus": 8}
-    for attempts_left in (1, 0):
-        try:
-            made = Cluster(True, head_node_args={**node, "include_dashboard": False, "no_monitor": True})
-            for _ in range(3):
-                made.add_node(wait=False, **node)
-            made.wait_for_nodes()
-            return made
-        except Exception:
-            reaper.end_all(directory, grace_s=0)
-            if not attempts_left:
-                raise
+
+    def start():
+        made = Cluster(True, head_node_args={**node, "include_dashboard": False, "no_monitor": True})
+        for _ in range(3):
+            made.add_node(wait=False, **node)
+        made.wait_for_nodes()
+        return made
+
+    try:
+        return start()
+    except Exception:  # Ray gives a node 30 s to start, which a busy machine with two cores may miss: once more
+        reaper.end_all(directory, grace_s=0)
+        return start()
 
 
 def configuration(trainer=1, rollout=1, teacher=1, **cluster_settings):

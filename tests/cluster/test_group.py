@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from gkd.cluster.group import gather
+from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
 from gkd.cluster.session import connect
 from gkd.errors import ConfigError, RunFailed
@@ -30,6 +31,7 @@ def groups(cluster):
             60,
         )
         yield found
+    assert eventually(lambda: sum(node.free_gpus for node in read_nodes()) == 32)
 
 
 def test_results_come_in_rank_order_from_the_thread_that_built(groups):

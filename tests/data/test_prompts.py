@@ -138,6 +138,14 @@ def test_a_template_that_refuses(tmp_path: Path) -> None:
     )
 
 
+def test_a_template_that_cannot_use_the_content(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer(template="{{ 'x' + messages[0]['content'] }}")
+    rows = [{"messages": [message("user", "a")]}, {"messages": [{"role": "user", "content": None}]}]
+    assert f"{tmp_path}/x.jsonl line 2: the chat template refuses 'messages': " in complaint(
+        tmp_path, rows, tokenizer=tokenizer
+    )
+
+
 def test_no_tokens(tmp_path: Path) -> None:
     assert complaint(tmp_path, [{"prompt": "a"}, {"prompt": " "}]) == (
         f"{tmp_path}/x.jsonl line 2: the prompt in 'prompt' has no tokens"
