@@ -94,6 +94,9 @@ def _build_rollout(config: Config, inputs: Inputs, group: Group) -> Pending:
 
 
 def _build_teacher(config: Config, inputs: Inputs, group: Group, key: Key | None) -> Pending:
+    # A teacher that is this run's own takes exactly the sequences this run has; less cache is set aside for them.
+    longest = config.teacher.max_model_len or inputs.max_length
+    config = config.model_copy(update={"teacher": config.teacher.model_copy(update={"max_model_len": longest})})
     # Without a key everything is on this machine; with one, each server listens where the others can reach it.
     args = [
         (config, inputs.teacher, inputs.tokenizer_hash, rank, group.reports[rank].ip if key else "127.0.0.1", key)

@@ -25,9 +25,7 @@ from gkd.data.reader import read_rows
 from gkd.errors import ConfigError
 
 PAD, SEPARATOR, EOS = "<pad>", "<sep>", "<eos>"
-MAX_TOKENS = 512  # longer texts are cut
-HEAD_DIM = 32
-IGNORED = -100
+MAX_TOKENS, HEAD_DIM, IGNORED = 512, 32, -100  # longer texts are cut; padding is IGNORED by the loss
 N_HELD_OUT = 256  # texts whose loss is reported
 SAID_EVERY_S = 5.0
 
@@ -191,7 +189,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--question-key", default="question", help="column of the question (default: %(default)s)")
     parser.add_argument("--answer-key", default="answer", help="column of the answer (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=2048, help="tokens (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="texts a step (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="texts a step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     for name, layers, width, steps in (("teacher", 4, 256, 400), ("student", 2, 128, 150)):

@@ -125,7 +125,6 @@ def test_padded_vocabularies_are_the_same_tokenizer(good_model: Path, tmp_path: 
         ((*WORDS[:6], "x", "c", "d"), "<eos>", "id 6 is 'b' in the student, 'x' in the teacher"),
         ((*WORDS, "e"), "<eos>", "id 9, 'e', is only in the teacher"),
         (WORDS[:-1], "<eos>", "id 8, 'd', is only in the student"),
-        (WORDS, "d", "eos_token is '<eos>' in the student, 'd' in the teacher"),
     ],
 )
 def test_different_tokenizers(
