@@ -120,21 +120,25 @@ def test_padded_vocabularies_are_the_same_tokenizer(good_model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "eos", "difference"),
+    ("words", "difference"),
     [
-        ((*WORDS[:6], "x", "c", "d"), "<eos>", "id 6 is 'b' in the student, 'x' in the teacher"),
-        ((*WORDS, "e"), "<eos>", "id 9, 'e', is only in the teacher"),
-        (WORDS[:-1], "<eos>", "id 8, 'd', is only in the student"),
+        ((*WORDS[:6], "x", "c", "d"), "id 6 is 'b' in the student, 'x' in the teacher"),
+        ((*WORDS, "e"), "id 9, 'e', is only in the teacher"),
+        (WORDS[:-1], "id 8, 'd', is only in the student"),
     ],
 )
-def test_different_tokenizers(
-    good_model: Path, tmp_path: Path, words: tuple[str, ...], eos: str, difference: str
-) -> None:
+def test_different_tokenizers(good_model: Path, tmp_path: Path, words: tuple[str, ...], difference: str) -> None:
     other = tmp_path / "other"
-    word_tokenizer(words, eos).save_pretrained(other)
+    word_tokenizer(words).save_pretrained(other)
     assert tokenizer_hash(str(other)) != tokenizer_hash(str(good_model))
     with pytest.raises(ConfigError) as caught:
         check_same_tokenizer(str(good_model), str(other))
     assert str(caught.value) == (
         f"the tokenizers of model.path={good_model} and teacher.model.path={other} differ: {difference}"
     )
+
+
+def test_another_end_token_is_no_difference(good_model: Path, tmp_path: Path) -> None:
+    """As between a base model and its chat model: every id means the same."""
+    word_tokenizer(WORDS, "d").save_pretrained(tmp_path / "chat")
+    check_same_tokenizer(str(good_model), str(tmp_path / "chat"))
