@@ -57,6 +57,7 @@ def engine_arguments(
     max_num_batched_tokens: int | None = None,
     logprobs_mode: LogprobsMode = "raw_logprobs",
     prefix_caching: bool = True,
+    seeded: bool = False,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for the engine of a pool.
@@ -64,7 +65,8 @@ def engine_arguments(
     Prompts go in and come out as token ids, so no tokenizer is loaded. ``max_model_len`` None is the model's own
     length, or as much of it as the key-value cache takes. ``logprobs_mode`` "processed_logprobs" are those of the
     distribution that was sampled from (temperature and top_p applied), "raw_logprobs" the model's. Any number of
-    log-probabilities may be asked for. On a CPU bfloat16 is six times slower than float32, so "auto" is float32.
+    log-probabilities may be asked for. ``seeded``: requests carry seeds. On a CPU bfloat16 is six times slower than
+    float32, so "auto" is float32.
     """
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -84,6 +86,10 @@ def engine_arguments(
     }
     if max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = max_num_batched_tokens
+    if seeded and device == "cpu":
+        # Rewinding a request's generator after a part of its prompt is something only CUDA generators can do.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(max_model_len or 0, max_num_batched_tokens or 4096)
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_gb * GIB
     return arguments

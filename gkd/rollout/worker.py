@@ -193,6 +193,7 @@ def _engine(
         dtype=config.model.dtype,
         max_model_len=max_length,
         logprobs_mode="processed_logprobs",
+        seeded=True,
         seed=seed,
     )
     llm = LLM(**arguments, weight_transfer_config={"backend": vllm_backend.register()})

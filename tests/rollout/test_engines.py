@@ -58,7 +58,16 @@ def pair(
     path = str(tmp_path_factory.mktemp("model"))
     model = make(request.param, seed=0)
     model.save_pretrained(path)
-    arguments = engine_arguments(path, "cpu", Rollout(), max_model_len=64, logprobs_mode="processed_logprobs")
+    # Few tokens a step, so that prompts compete for them: on a CPU a seeded prompt must never be split.
+    arguments = engine_arguments(
+        path,
+        "cpu",
+        Rollout(),
+        max_model_len=64,
+        max_num_batched_tokens=128,
+        logprobs_mode="processed_logprobs",
+        seeded=True,
+    )
     llm = LLM(**arguments, weight_transfer_config={"backend": vllm_backend.register()})
     yield {
         "vllm": VLLMEngine(llm, [EOS]),
@@ -110,6 +119,14 @@ def test_logprobs_are_those_of_what_was_sampled_from(pair, name: str, temperatur
         assert EOS not in finished.response_ids[:-1]
         assert ended or len(finished.response_ids) == 12
         assert len(finished.logprobs) == len(finished.response_ids)
+
+
+def test_more_prompts_than_fit_into_one_step(pair) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [Prompt(i, rng.integers(2, 96, 50).astype(np.int32), "") for i in range(20)]
+    wanted = [Request(p, 0, 7 + p.id, Sampling(8)) for p in prompts]
+    found = run(pair["vllm"], wanted)
+    assert worst_difference(pair["model"], wanted, found) < 2e-4
 
 
 def test_both_engines_decode_greedily_to_the_same_tokens(pair) -> None:
