@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.config import Data
@@ -164,6 +164,7 @@ SIZES = st.integers(min_value=1, max_value=20)
 SEEDS = st.integers(min_value=0, max_value=2**32)
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(n=SIZES, batch_size=SIZES, seed=SEEDS, n_batches=SIZES)
 def test_every_epoch_holds_every_prompt_once(n: int, batch_size: int, seed: int, n_batches: int) -> None:
     stream = PromptStream(prompts(n), batch_size, seed)
@@ -175,6 +176,7 @@ def test_every_epoch_holds_every_prompt_once(n: int, batch_size: int, seed: int,
     assert stream.epoch == n_batches * batch_size / n
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(n=SIZES, batch_size=SIZES, seed=SEEDS, before=SIZES, after=SIZES)
 def test_a_restored_stream_goes_on_exactly(n: int, batch_size: int, seed: int, before: int, after: int) -> None:
     stream = PromptStream(prompts(n), batch_size, seed)

@@ -45,9 +45,16 @@ def greedy(request: Generate) -> Int32:
 class TableEngine:
     """Answers one request a step, ``delay_s`` after it began with it."""
 
-    def __init__(self, delay_s: float = 0.0, capacity: int = 64, max_length: int = 100, max_top_k: int = 32) -> None:
+    def __init__(
+        self,
+        delay_s: float = 0.0,
+        capacity: int = 64,
+        max_length: int = 100,
+        max_top_k: int = 32,
+        poison: int | None = POISON,
+    ) -> None:
         self.limits = Limits("table", VOCABULARY, max_top_k, max_length, capacity)
-        self.delay_s, self.worked_on = delay_s, 0
+        self.delay_s, self.poison, self.worked_on = delay_s, poison, 0
         self._queue: deque[tuple[int, Score | Generate]] = deque()
 
     def add(self, key: int, request: Score | Generate) -> None:
@@ -60,7 +67,7 @@ class TableEngine:
         key, request = self._queue.popleft()
         self.worked_on += 1
         time.sleep(self.delay_s)
-        if request.prompt_ids[0] == POISON:
+        if request.prompt_ids[0] == self.poison:
             raise ValueError("poisoned")
         yield key, expected(request) if isinstance(request, Score) else greedy(request)
 

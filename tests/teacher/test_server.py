@@ -159,7 +159,7 @@ def test_a_port_in_use_is_named(serve: Serve) -> None:
 
 
 def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, dealer: Any) -> None:
-    running = serve(TableEngine(max_length=8))
+    running = serve(TableEngine(max_length=8, poison=None))
     dealer.connect(running.server.address)
     client = connect(running.server.address)
     client.connect(5)
@@ -167,8 +167,8 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
     number = st.integers(-9, 40) | st.floats() | st.none()
     names = ["id", "remaining_s", "n_prompt", "top_k", "temperature", "vocabulary", "max_tokens", "protocol"]
     kinds = st.sampled_from(["score", "generate", "scored", "hello", "ping", "nonsense"])
-    body = st.fixed_dictionaries({"type": kinds}, optional=dict.fromkeys(names, number))
-    header = st.tuples(body, st.just([("<i4", [2])])).map(msgspec.msgpack.encode)
+    bodies = st.fixed_dictionaries({"type": kinds}, optional=dict.fromkeys(names, number))
+    header = st.tuples(bodies, st.just([("<i4", [2])])).map(msgspec.msgpack.encode)
     damaged = st.tuples(st.integers(0, 1), st.integers(0, 200), st.binary(max_size=3)).map(
         lambda t: [f[: t[1]] + t[2] + f[t[1] + len(t[2]) :] if i == t[0] else f for i, f in enumerate(real)]
     )
@@ -187,8 +187,12 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
         assert running.thread.is_alive()
 
     send()
+    # Messages of one connection are answered in order, so this answer is the last.
+    dealer.send_multipart(wire.encode_request(10**9, 1.0, a_score(n_prompt=9)))
+    while not (isinstance(body := wire.decode(dealer.recv_multipart())[0], wire.Error) and body.id == 10**9):
+        pass
     assert_same(client.submit(a_score(n_prompt=3, n_response=5)).result(5), expected(a_score(n_prompt=3, n_response=5)))
-    assert running.server.counts["bad_request"] > 100
+    assert running.server.counts["bad_request"] > 50
     assert not running.failure
 
 
