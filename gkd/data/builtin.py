@@ -113,11 +113,14 @@ def prepare_builtin(config: Config, say: Say) -> BuiltinPaths:
     cache = cache_directory(config.builtin)
     cache.mkdir(parents=True, exist_ok=True)
     teacher, student = recipes(config.builtin, config.trainer.seed)
+    missing: list[ModelRecipe] = []
     for recipe in (teacher, student):
         if recipe.directory(cache).exists():
             say(f"{recipe.name}: cached in {recipe.directory(cache)}")
         else:
-            _run_warmup(cache, recipe, say)
+            missing.append(recipe)
+    if missing:
+        _run_warmup(cache, missing, say)
     data = _make_data(cache, config, say)
     return BuiltinPaths(
         student=str(student.directory(cache)),
@@ -180,14 +183,15 @@ def _make_data(cache: Path, config: Config, say: Say) -> Path:
     return directory
 
 
-def _run_warmup(cache: Path, recipe: ModelRecipe, say: Say) -> None:
+def _run_warmup(cache: Path, missing: list[ModelRecipe], say: Say) -> None:
+    names = " and ".join(recipe.name for recipe in missing)
     # The child may be started from any directory, and gkd need not be installed.
     paths = [str(Path(gkd.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Threads that spin while they wait make training several times slower as soon as anything else uses the cores.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "gkd.data.warmup", str(cache), json.dumps(asdict(recipe))],
+            [sys.executable, "-m", "gkd.data.warmup", str(cache), json.dumps([asdict(recipe) for recipe in missing])],
             stdin=subprocess.PIPE,  # never written to: its end tells the child that this process is gone
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -208,7 +212,7 @@ def _run_warmup(cache: Path, recipe: ModelRecipe, say: Say) -> None:
             errors.seek(0)
             told = [line.strip() for line in errors if line.strip()]
             reason = told[-1] if told else f"it ended by {_ending(code)}"
-            raise RunFailed(f"making the built-in {recipe.name} failed: {reason}")
+            raise RunFailed(f"making the built-in {names} failed: {reason}")
 
 
 def _ending(code: int) -> str:

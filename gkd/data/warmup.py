@@ -1,4 +1,4 @@
-"""Trains one of the built-in task's models, supervised, and writes it in Hugging Face format.
+"""Trains models of the built-in task, supervised, and writes them in Hugging Face format.
 
 Run as a program by :func:`gkd.data.builtin.prepare_builtin`, so that the driver itself does not train. It ends when its
 stdin closes, that is, when the process that started it is gone.
@@ -167,12 +167,13 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """``python -m gkd.data.warmup CACHE RECIPE_JSON``; see :class:`gkd.data.builtin.ModelRecipe`."""
+    """``python -m gkd.data.warmup CACHE RECIPES_JSON``, a list of :class:`gkd.data.builtin.ModelRecipe`."""
     _end_with_parent()
     disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
-        make_model(Path(sys.argv[1]), ModelRecipe(**json.loads(sys.argv[2])), lambda line: print(line, flush=True))
+        for recipe in json.loads(sys.argv[2]):
+            make_model(Path(sys.argv[1]), ModelRecipe(**recipe), lambda line: print(line, flush=True))
     except RunFailed as error:
         raise SystemExit(str(error)) from None
 

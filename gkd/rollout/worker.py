@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -34,6 +35,10 @@ class RolloutWorker:
         self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._out: queue.Queue[tuple[Job, Sample, Target | None, float] | BaseException | None] = queue.Queue()
         self._jobs: dict[int, Job] = {}
+        # This process owns what it puts into the object store. Ray has been seen to free an object whose reference had
+        # left inside a streamed value before the receiver was counted, so references are held here as well: those of
+        # the samples since the last weights, and of those before.
+        self._held: deque[list[ray.ObjectRef]] = deque([[]], maxlen=2)
         self._intact = True  # whether the engine holds one whole version of the weights
 
     def connect(self, teacher: dict[str, Any]) -> None:
@@ -146,11 +151,14 @@ class RolloutWorker:
             self.engine.load_weights(object_store.receive(push, self.config.weights.timeout_s), push.version)
             self._intact = True
             self.version = push.version
+            self._held.append([])
             done.set_result(push.version)
         except BaseException as error:
             done.set_exception(error)
 
     def _record(self, job: Job, sample: Sample, target: Target | None, generated: float) -> Record:
+        ref = ray.put(Scored(sample, target))
+        self._held[-1].append(ref)
         return Record(
             key=job.key,
             prompt_id=job.request.prompt.id,
@@ -162,7 +170,7 @@ class RolloutWorker:
             worker=self.rank,
             generated_s=generated,
             scored_s=time.time(),
-            ref=ray.put(Scored(sample, target)),
+            ref=ref,
         )
 
 

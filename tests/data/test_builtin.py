@@ -99,9 +99,9 @@ def test_the_measured_accuracy_is_that_of_greedy_decoding() -> None:
 
 
 def test_a_failure_names_its_reason_and_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = replace(recipes(Builtin(digits=3), 0)[0], batch=-1)
-    monkeypatch.setattr(builtin, "recipes", lambda *_: (broken, broken))
-    with pytest.raises(RunFailed, match=r"^making the built-in teacher failed: \S.*"):
+    teacher, student = recipes(Builtin(digits=3), 0)
+    monkeypatch.setattr(builtin, "recipes", lambda *_: (replace(teacher, batch=-1), student))
+    with pytest.raises(RunFailed, match=r"^making the built-in teacher and student failed: \S.*"):
         prepare_builtin(config(tmp_path), lambda _: None)
     assert entries(tmp_path) == []
 
