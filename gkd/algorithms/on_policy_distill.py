@@ -26,7 +26,8 @@ def objective(micro: MicroBatch, loss: Loss, chunk: int, on_policy: bool) -> Obj
         weights = torch.ones(len(hidden), device=hidden.device)
         total, found = chunked_loss(hidden, head, micro.targets, loss, chunk, weights)
         token_logprobs = found.pop("token_logprobs")
-        metrics = {"distill/loss": total.detach(), "actor/entropy": found.pop("entropy").sum()}
+        value = total.detach()
+        metrics = {"actor/loss": value, "distill/loss": value, "actor/entropy": found.pop("entropy").sum()}
         metrics |= {f"distill/{name}": value.sum() for name, value in found.items()}
         if on_policy:
             metrics |= mismatch(token_logprobs, micro.sampler_logprobs)

@@ -22,7 +22,7 @@ from gkd.cluster import gpu, reaper
 from gkd.cluster.failure import one_line
 from gkd.cluster.layout import Node, asks_of
 from gkd.cluster.nearest import require_fit
-from gkd.cluster.signals import ignoring_signals, keeping_sigterm_handler
+from gkd.cluster.signals import ignoring_signals, keeping_exit_code, keeping_sigterm_handler
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.errors import ConfigError, RunFailed
 
@@ -57,6 +57,11 @@ def connect(config: Config) -> Iterator[Session]:
     private one. A process that is connected already keeps its connection. Raises ConfigError for an address that
     does not answer, and, before Ray starts, for a layout that this machine cannot hold.
     """
+    with keeping_exit_code():
+        yield from _connected(config)
+
+
+def _connected(config: Config) -> Iterator[Session]:
     session = Session()
     watchdog: subprocess.Popen[bytes] | None = None
     connected_before = ray.is_initialized()

@@ -10,14 +10,30 @@ from collections.abc import Iterator
 from types import FrameType
 
 
+_received: list[int] = []
+
+
 def exit_on_signals() -> None:
     """Turn SIGTERM and SIGINT into SystemExit (143, 130), so that everything open is closed. Main thread only."""
+    _received.clear()
 
     def leave(number: int, _: FrameType | None) -> None:
+        _received.append(number)
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
+
+
+@contextlib.contextmanager
+def keeping_exit_code() -> Iterator[None]:
+    """Leave with 128 + the signal's number also where the signal came during a call into Ray, which makes it 0 or 1."""
+    try:
+        yield
+    except SystemExit:
+        if _received:
+            raise SystemExit(128 + _received[0]) from None
+        raise
 
 
 @contextlib.contextmanager

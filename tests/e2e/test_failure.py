@@ -43,5 +43,5 @@ def test_sigterm_ends_everything(start: Any) -> None:
     run = start(LONG, "rollout.engine=hf")
     run.wait_for_step(2)
     run.process.send_signal(signal.SIGTERM)
-    assert run.end() == 143
+    assert run.end() == 143, run.text()
     assert not any("Traceback" in line for line in run.errors())
