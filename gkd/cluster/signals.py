@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-
 _received: list[int] = []
 
 
