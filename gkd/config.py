@@ -208,7 +208,11 @@ class Builtin(Settings):
 
     digits: int = Field(8, ge=2, le=32, description="digits to sort")
     teacher_steps: int = Field(400, ge=1, description="supervised steps the teacher is trained for, once, then cached")
-    student_steps: int = Field(80, ge=1, description="supervised steps that warm the student up")
+    student_steps: int = Field(
+        80,
+        ge=1,
+        description="supervised steps that warm the student up, fewer once a quarter of fresh prompts is right",
+    )
     cache_dir: str | None = Field(None, description="where trained models are kept; null: ~/.cache/gkd")
 
 
