@@ -29,15 +29,17 @@ install_cpu_torch() {
 }
 
 environment() {
-  local top device extras stamp base
+  local top device extras digest stamp base
   top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   cd "$top"
   device=${GKD_DEVICE:-$(find_device)}
   [ "$device" = cpu ] || [ "$device" = cuda ] || die "GKD_DEVICE=$device: expected cpu or cuda"
   extras=$(IFS=,; echo "$device${*:+,$*}")
-  stamp=".venv/.installed-$extras-$(cat pyproject.toml launch/environment.sh | sha256sum | cut -c1-16)"
+  digest=$(cat pyproject.toml launch/environment.sh | sha256sum | cut -c1-16)
+  stamp=".venv/.installed-$extras-$digest"
   PYTHON="$top/.venv/bin/python"
-  [ -e "$stamp" ] && [ -x "$PYTHON" ] && return
+  # What was installed with further extras is enough for fewer.
+  if [ -x "$PYTHON" ] && compgen -G ".venv/.installed-$extras*-$digest" >/dev/null; then return; fi
   if [ ! -x "$PYTHON" ]; then
     base=$(find_python) || die "Python 3.11, 3.12 or 3.13 is needed and none was found (Debian: apt-get install python3 python3-venv)"
     echo "making .venv with $("$base" --version)"
@@ -48,7 +50,7 @@ environment() {
   "$PYTHON" -m pip install --quiet --editable ".[$extras]" || die "installing gkd[$extras] failed; the lines above say why"
   if [ "$device" = cpu ]; then
     # vLLM asks for these; beside a CPU torch their CUDA builds keep transformers from being imported. Nothing here uses them.
-    "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
   fi
   "$PYTHON" -c "import torch, transformers, vllm, ray, hydra" 2>/dev/null ||
     die "the installation is incomplete: $("$PYTHON" -c "import torch, transformers, vllm, ray, hydra" 2>&1 | tail -n 1)"
