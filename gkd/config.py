@@ -225,7 +225,7 @@ class Loss(Settings):
     beta: float = Field(0.5, ge=0, le=1, description="jsd's weight of the teacher: 0 is forward KL, 1 is reverse KL")
     top_k: int | None = Field(None, ge=1, description="teacher's K most likely tokens; null: the full vocabulary")
     tail: bool = Field(True, description="with top_k: the rest of both distributions in one bucket, or left out")
-    temperature: float = Field(1.0, gt=0, description="temperature of both distributions inside the loss")
+    temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature of both distributions inside the loss")
 
 
 class Algorithm(Settings):
@@ -304,6 +304,16 @@ class Config(Settings):
                 if index in owner:
                     raise ValueError(f"{owner[index]}.gpus and {name}.gpus overlap: both name GPU {index}")
                 owner[index] = name
+        return self
+
+    @model_validator(mode="after")
+    def _policy_gradient_is_on_policy(self) -> Config:
+        loss, rollout = self.algorithm.loss, self.rollout
+        if loss.name == "sampled_reverse_kl" and not rollout.temperature == loss.temperature == rollout.top_p == 1.0:
+            raise ValueError(
+                "algorithm.loss.name=sampled_reverse_kl is a policy gradient on the plain model's samples: "
+                "rollout.temperature, rollout.top_p and algorithm.loss.temperature must be 1"
+            )
         return self
 
     def pools(self) -> Iterator[tuple[str, Pool]]:

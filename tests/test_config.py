@@ -57,6 +57,8 @@ def test_every_setting_says_what_it_means() -> None:
         (["rollout.gpus=4,5"], r"rollout.gpus=4,5: one value is expected"),
         (["model.path=/x"], r"given model.path but not teacher.model.path"),
         (["teacher.server_ip=127.0.0.1", "teacher.gpus=1"], r"."),
+        (["algorithm.loss.temperature=0"], r"algorithm.loss.temperature=0: .*0.001"),
+        (["algorithm.loss.name=sampled_reverse_kl", "rollout.top_p=0.9"], r"sampled_reverse_kl.*rollout.top_p"),
         (["a b"], r"cannot read the overrides"),
         (["=5"], r"cannot read the overrides"),
     ],
