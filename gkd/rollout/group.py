@@ -49,8 +49,8 @@ class RolloutGroup:
         """
         first = self._next_key
         self._next_key += len(requests)
-        waiting = [Job(first + i, r, top_k, temperature) for i, r in enumerate(requests)]
-        waiting.reverse()  # taken from the end
+        jobs = {first + i: Job(first + i, r, top_k, temperature) for i, r in enumerate(requests)}
+        waiting = list(reversed(jobs.values()))  # taken from the end
         at_work: dict[int, dict[int, Job]] = {i: {} for i in self.alive}
         found: dict[int, Record] = {}
         deadline = time.monotonic() + timeout_s
@@ -58,6 +58,9 @@ class RolloutGroup:
             self._hand_out(waiting, at_work)
             for engine, records in self._collect(deadline, timeout_s, len(requests) - len(found)):
                 if records is None:
+                    # What it had finished is lost as well: it owned the objects behind its records.
+                    owned = [key for key, record in found.items() if record.worker == engine]
+                    waiting += [jobs[key] for key in owned if found.pop(key)]
                     waiting += at_work.pop(engine).values()
                     continue
                 for record in records:
