@@ -49,6 +49,7 @@ def _as_list(value: Any) -> Any:
 
 
 Files = Annotated[list[str], BeforeValidator(_as_list)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 GpuRange = Annotated[list[int] | None, BeforeValidator(parse_gpus)]
 
 
@@ -106,6 +107,12 @@ class Model(Settings):
         "auto", description="type the models compute in; auto: bfloat16 on a GPU, float32 on a CPU"
     )
 
+    def dtype_on(self, device: Literal["cpu", "cuda"]) -> Literal["float32", "bfloat16"]:
+        """What ``dtype`` means on a device. On a CPU bfloat16 is six times slower than float32."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if device == "cpu" else "bfloat16"
+
 
 class TeacherModel(Settings):
     """Which model the teacher serves."""
@@ -144,11 +151,14 @@ class Teacher(Engine):
     )  # fmt: skip
     server_port: int = Field(15555, ge=1, le=65535, description="port of an external teacher (see server_ip)")
     key_file: str | None = Field(
-        None, description="CURVE key shared by server and clients; needed when server_ip is not loopback"
+        None,
+        description="CURVE key shared by server and clients; needed when server_ip is not loopback, and made "
+        "for the run where it spans several machines",
     )
     max_top_k: int = Field(32768, ge=1, description="largest K a request may ask for; the full vocabulary counts too")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence scored, tokens; null: the model's own")
     request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
+    max_num_seqs: int = Field(32, ge=1, description="sequences one engine scores at the same time")
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
     heartbeat_s: float = Field(2.0, gt=0, description="interval of heartbeats; three missed put a replica out")
 
@@ -175,6 +185,12 @@ class Rollout(Engine):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus the student is sampled from")
     timeout_s: float = Field(1800.0, gt=0, description="time a batch may take to be sampled and scored")
 
+    @model_validator(mode="after")
+    def _hf_runs_on_one_gpu(self) -> Rollout:
+        if self.engine == "hf" and self.tensor_parallel_size > 1:
+            raise ValueError(f"engine=hf runs on one GPU; tensor_parallel_size={self.tensor_parallel_size} is vllm's")
+        return self
+
 
 class Actor(Settings):
     """How the student is trained."""
@@ -185,7 +201,7 @@ class Actor(Settings):
         "constant", description="shape of the learning rate after warm-up; linear and cosine end at a tenth of the peak"
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
-    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2, description="AdamW's betas")
+    betas: list[Beta] = Field([0.9, 0.999], min_length=2, max_length=2, description="AdamW's betas")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="tokens packed into one micro-batch on one rank")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
@@ -238,7 +254,6 @@ class Algorithm(Settings):
 class Weights(Settings):
     """From the actor to the rollout engines, after every step."""
 
-    transfer: Literal["auto", "object_store"] = Field("auto", description="the way weights travel")
     timeout_s: float = Field(300.0, gt=0, description="time one push may take")
     checksum: bool = Field(False, description="verify every push with a digest of its bytes")
     bucket_mb: int = Field(512, ge=1, description="weights travel in pieces of this size")

@@ -1,4 +1,9 @@
-"""The two ways a program of this project ends early, each told to the user in one line."""
+"""The two ways a program of this project ends early, and how each is told to the user: in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
 
 
 class ConfigError(Exception):
@@ -7,3 +12,18 @@ class ConfigError(Exception):
 
 class RunFailed(Exception):
     """Something died, timed out or was not what it had to be: says what, where and why. Exit code 1."""
+
+
+def guarded(program: Callable[[], int]) -> int:
+    """Call ``program`` and return its exit code; an error becomes one line on standard error and a code."""
+    try:
+        return program()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130

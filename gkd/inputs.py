@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.config import Config
 from gkd.data.builtin import prepare_builtin
+from gkd.data.checkpoint import Checkpoint
 from gkd.data.prompts import PromptSet, load_prompts
 from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
@@ -20,8 +19,8 @@ from gkd.errors import ConfigError
 class Inputs:
     """Directories of student and teacher (None for an external teacher), tokenized prompts, and what they share.
 
-    ``vocab_size`` is the number of the student's logits, ``eos_ids`` the tokens that end a response,
-    ``max_length`` the tokens that a prompt and its response may have together.
+    ``model`` describes the student; ``max_length`` is the number of tokens that a prompt and its response may have
+    together.
     """
 
     student: str
@@ -30,8 +29,7 @@ class Inputs:
     tokenizer_hash: str
     train: PromptSet
     val: PromptSet
-    vocab_size: int
-    eos_ids: list[int]
+    model: Checkpoint
     max_length: int
 
 
@@ -50,8 +48,15 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if teacher:
         check_same_tokenizer(student, teacher)
     tokenizer = load_tokenizer(student)
-    described = _read_json(Path(student, "config.json"))
-    max_length = _max_length(config, described)
+    models = {"student": Checkpoint.read(student, "model.path", tokenizer)}
+    if teacher:
+        models["teacher"] = Checkpoint.read(teacher, "teacher.model.path")
+    own = models["student"]
+    if own.n_tokens > own.vocabulary:
+        raise ConfigError(
+            f"model.path={student}: its tokenizer has ids up to {own.n_tokens - 1}, the model {own.vocabulary} rows"
+        )
+    max_length = _max_length(config, models)
     data = config.data.model_copy(update={"max_prompt_length": max_length - config.rollout.max_response_length})
     train_prompts = load_prompts(train, data, tokenizer)
     val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
@@ -59,8 +64,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         if found.n_too_long:
             left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
             say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
-    vocab_size = int(_text(described)["vocab_size"])
-    top_k_wanted(config, vocab_size)  # says now what could not be asked of the teacher
+    top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
     return Inputs(
         student,
         teacher,
@@ -68,42 +72,20 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         tokenizer_hash(tokenizer),
         train_prompts,
         val_prompts,
-        vocab_size,
-        eos_ids(Path(student), tokenizer),
+        own,
         max_length,
     )
 
 
-def eos_ids(model: Path, tokenizer: Any) -> list[int]:
-    """Tokens that end a response: those of generation_config.json, config.json and the tokenizer together."""
-    found: set[int] = set()
-    for file in ("generation_config.json", "config.json"):
-        if (model / file).is_file():
-            value = _read_json(model / file).get("eos_token_id")
-            found |= {int(v) for v in (value if isinstance(value, list) else [value]) if v is not None}
-    if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return sorted(found)
-
-
-def _max_length(config: Config, described: dict[str, Any]) -> int:
-    """max_prompt_length + max_response_length, or as many positions as the student has."""
-    wanted = config.data.max_prompt_length + config.rollout.max_response_length
-    positions = _text(described).get("max_position_embeddings")
-    length = wanted if positions is None else min(wanted, int(positions))
+def _max_length(config: Config, models: dict[str, Checkpoint]) -> int:
+    """max_prompt_length + max_response_length, or as many positions as student and teacher both have."""
+    length, shortest = config.data.max_prompt_length + config.rollout.max_response_length, ""
+    for name, model in models.items():
+        if model.positions is not None and model.positions < length:
+            length, shortest = model.positions, name
     if length <= config.rollout.max_response_length:
         raise ConfigError(
             f"rollout.max_response_length={config.rollout.max_response_length} leaves no room for a prompt: "
-            f"the student has {positions} positions"
+            f"the {shortest} has {length} positions"
         )
     return length
-
-
-def _text(described: dict[str, Any]) -> dict[str, Any]:
-    """The part of a model's config.json that describes its language model."""
-    return described.get("text_config") or described
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found

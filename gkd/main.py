@@ -10,14 +10,14 @@ import contextlib
 import datetime
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from gkd.compose import compose, groups
 from gkd.config import Config, settings
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, guarded
 
 EPILOG = "--settings lists every setting; --config prints the configuration a command resolves to and ends."
 
@@ -25,21 +25,6 @@ EPILOG = "--settings lists every setting; --config prints the configuration a co
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def guarded(program: Callable[[], int]) -> int:
-    """Call ``program``; the project's own errors become one line on standard error and an exit code."""
-    try:
-        return program()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
 
 
 def _main(arguments: Sequence[str]) -> int:

@@ -107,9 +107,9 @@ class Scored:
 class Record:
     """What the driver sees of a finished sample: a few numbers and a reference to the rest.
 
-    ``key`` names the job it answers; ``worker`` is the engine that sampled it.
-    ``ref`` is a Ray object reference to the :class:`Scored`. ``generated_s`` and ``scored_s`` are clock times
-    (``time.time``) at which sampling and scoring ended.
+    ``key`` names the job it answers; ``worker`` is the engine that sampled it. ``generated_s`` and ``scored_s`` are
+    clock times (``time.time``) at which sampling and scoring ended. The :class:`Scored` is at position ``slot`` of the
+    list that the Ray object reference ``ref`` stands for.
     """
 
     key: int
@@ -122,7 +122,8 @@ class Record:
     worker: int
     generated_s: float
     scored_s: float
-    ref: Any
+    slot: int
+    ref: Any = None
 
     @property
     def n_tokens(self) -> int:

@@ -19,7 +19,7 @@ from gkd.teacher.address import Key, external_addresses
 from gkd.teacher.client import TeacherClient
 from gkd.trainer import Parts
 from gkd.validation import Validation
-from gkd.vllm_engine import environment
+from gkd.vllm_engine import environment, require_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
     Raises ConfigError where student and teacher do not fit together, RunFailed where a worker does not come up.
     """
     limit = config.cluster.start_timeout_s
+    _require_engines_run(config, groups)
     actor, rollout = groups["actor"], groups["rollout"].engines(config.rollout.tensor_parallel_size, limit)
     teacher = groups["teacher"].engines(config.teacher.tensor_parallel_size, limit) if "teacher" in groups else None
     key = _key(config, rollout, teacher)
@@ -53,10 +54,13 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
     asking: dict[str, Any] = {
         "addresses": addresses,
         "tokenizer_hash": inputs.tokenizer_hash,
-        "top_k": max(top_k_wanted(config, inputs.vocab_size), top_k_for_validation(config, inputs.vocab_size)),
-        "vocabulary": inputs.vocab_size,
+        "top_k": max(
+            top_k_wanted(config, inputs.model.vocabulary), top_k_for_validation(config, inputs.model.vocabulary)
+        ),
+        "vocabulary": inputs.model.vocabulary,
         "max_length": inputs.max_length,
         "key": key,
+        "n_clients": len(rollout),
         "request_timeout_s": config.teacher.request_timeout_s,
         "max_attempts": config.teacher.max_attempts,
         "heartbeat_s": config.teacher.heartbeat_s,
@@ -71,23 +75,30 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
         inputs.tokenizer,
         rollout_group,
         actor_group,
-        top_k_for_validation(config, inputs.vocab_size),
+        top_k_for_validation(config, inputs.model.vocabulary),
     )
     stream = PromptStream(inputs.train.prompts, config.trainer.batch_size, config.trainer.seed)
     n_gpus = sum(len(group) for group in groups.values())
-    parts = Parts(stream, rollout_group, actor_group, validation, n_gpus, inputs.vocab_size)
+    parts = Parts(stream, rollout_group, actor_group, validation, teacher, n_gpus, inputs.model.vocabulary)
     return System(parts, client)
+
+
+def _require_engines_run(config: Config, groups: Mapping[str, Group]) -> None:
+    """Raise ConfigError where vLLM is to run on a device that the installed build is not for."""
+    names = ["teacher"] if config.rollout.engine == "hf" else ["rollout", "teacher"]
+    for report in [report for name in names if name in groups for report in groups[name].reports]:
+        require_device(report.device, str(report))
 
 
 def _build_actor(config: Config, inputs: Inputs, group: Group) -> Pending:
     world = len(group)
-    args = [(config, inputs.student, rank, world, group.reports[rank].simulated) for rank in range(world)]
+    args = [(config, inputs.student, rank, world, group.reports[rank].device) for rank in range(world)]
     return group.submit_build("gkd.actor.worker:ActorWorker", args)
 
 
 def _build_rollout(config: Config, inputs: Inputs, group: Group) -> Pending:
     args = [
-        (config, inputs.student, inputs.eos_ids, inputs.max_length, rank, group.reports[rank].simulated)
+        (config, inputs.student, inputs.model, inputs.max_length, rank, group.reports[rank].device)
         for rank in range(len(group))
     ]
     return group.submit_build("gkd.rollout.worker:RolloutWorker", args, environment=_environment(group, config))
@@ -99,20 +110,22 @@ def _build_teacher(config: Config, inputs: Inputs, group: Group, key: Key | None
     config = config.model_copy(update={"teacher": config.teacher.model_copy(update={"max_model_len": longest})})
     # Without a key everything is on this machine; with one, each server listens where the others can reach it.
     args = [
-        (config, inputs.teacher, inputs.tokenizer_hash, rank, group.reports[rank].ip if key else "127.0.0.1", key)
-        for rank in range(len(group))
+        (config, inputs.teacher, inputs.tokenizer_hash, report.device, report.ip if key else "127.0.0.1", key)
+        for report in group.reports
     ]
     return group.submit_build("gkd.teacher.worker:TeacherWorker", args, environment=_environment(group, config))
 
 
 def _environment(group: Group, config: Config) -> dict[str, str]:
-    return environment("cpu" if group.reports[0].simulated else "cuda", config.cluster.cpu_threads)
+    return environment(group.reports[0].device, config.cluster.cpu_threads)
 
 
 def _key(config: Config, rollout: Group, teacher: Group | None) -> Key | None:
-    """The user's key for an external teacher; one of this run's own where the run spans several machines."""
+    """The user's key; without one, one of this run's own where its teacher and its clients are on several machines."""
+    if config.teacher.key_file is not None:
+        return Key.load(config.teacher.key_file)
     if teacher is None:
-        return None if config.teacher.key_file is None else Key.load(config.teacher.key_file)
+        return None
     addresses = {report.ip for group in (rollout, teacher) for report in group.reports}
     addresses.add(ray.util.get_node_ip_address())
     return Key.generate() if len(addresses) > 1 else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.top_k import top_k_wanted
+from gkd.cluster.group import Group, memory_of
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.observability import metrics as measured
@@ -28,8 +29,14 @@ class Parts:
     rollout: RolloutGroup
     actor: ActorGroup
     validation: Validation
+    teacher: Group | None
     n_gpus: int
     vocab_size: int
+
+    def memory(self) -> dict[str, float]:
+        """memory/* of every group."""
+        teacher = {} if self.teacher is None else memory_of(self.teacher)
+        return memory_of(self.actor.group) | self.rollout.memory() | teacher
 
 
 def train(config: Config, parts: Parts, log: JsonLines, samples: SampleLog, progress: Progress) -> dict[str, float]:
@@ -53,7 +60,7 @@ def train(config: Config, parts: Parts, log: JsonLines, samples: SampleLog, prog
         row |= staleness | measured.of_stages(clock, records, clock + sampled - started)
         row |= {"timing_s/update": updated - sampled, "timing_s/sync": done - updated, "timing_s/step": done - started}
         row |= throughput(sum(r.n_tokens for r in records), done - started, parts.n_gpus)
-        row |= parts.actor.memory() | parts.rollout.memory()
+        row |= parts.memory()
         samples.write(step, records)
         if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
             validated = parts.validation.run()

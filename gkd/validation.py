@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any
 
 from gkd.actor.group import ActorGroup
 from gkd.config import Config
+from gkd.errors import RunFailed
 from gkd.rewards.accuracy import accuracy
 from gkd.rollout.group import RolloutGroup
 from gkd.sample import Int32, Prompt, Request, Sampling
@@ -56,8 +58,14 @@ class Validation:
             return {}
         length = self.config.rollout.max_response_length
         futures = [client.submit(Generate(p.token_ids, length)) for p in asked]
-        answers = [(p, f.result(self.config.rollout.timeout_s)) for p, f in zip(asked, futures, strict=True)]
-        return {"val/accuracy": self._accuracy(answers)}
+        limit = self.config.rollout.timeout_s
+        _, late = wait(futures, limit)
+        if late:
+            raise RunFailed(
+                f"the teacher had not answered {len(late)} of {len(futures)} validation prompts after {limit:g} s "
+                "(rollout.timeout_s)"
+            )
+        return {"val/accuracy": self._accuracy([(p, f.result()) for p, f in zip(asked, futures, strict=True)])}
 
     def _accuracy(self, answers: Sequence[tuple[Prompt, Int32]]) -> float:
         right = [

@@ -1,4 +1,5 @@
-"""How this project starts vLLM: the environment a process needs before importing it, and the arguments of an engine.
+"""How this project starts vLLM: the environment a process needs before importing it, the arguments of an engine, and
+what is done to its logits.
 
 Rollout and teacher both run vLLM inside their own process, so that nothing outlives a worker that dies and the model
 object is at hand. Nothing here imports vLLM or torch.
@@ -7,10 +8,15 @@ object is at hand. Nothing here imports vLLM or torch.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gkd.config import Engine
+from gkd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Device = Literal["cpu", "cuda"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -52,7 +58,7 @@ def engine_arguments(
     device: Device,
     settings: Engine,
     *,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    dtype: Literal["float32", "bfloat16"],
     max_model_len: int | None = None,
     max_num_batched_tokens: int | None = None,
     logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -65,15 +71,14 @@ def engine_arguments(
     Prompts go in and come out as token ids, so no tokenizer is loaded. ``max_model_len`` None is the model's own
     length, or as much of it as the key-value cache takes. ``logprobs_mode`` "processed_logprobs" are those of the
     distribution that was sampled from (temperature and top_p applied), "raw_logprobs" the model's. Any number of
-    log-probabilities may be asked for. ``seeded``: requests carry seeds. On a CPU bfloat16 is six times slower than
-    float32, so "auto" is float32.
+    log-probabilities may be asked for. ``seeded``: requests carry seeds.
     """
     arguments: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
-        "dtype": dtype if dtype != "auto" else {"cpu": "float32", "cuda": "bfloat16"}[device],
+        "dtype": dtype,
         "max_model_len": -1 if max_model_len is None else max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_logprobs": -1,
@@ -102,3 +107,57 @@ def installed_device() -> Device:
     except metadata.PackageNotFoundError:
         return "cuda"
     return "cpu"
+
+
+def require_device(device: Device, who: str) -> None:
+    """Raise ConfigError unless the installed vLLM runs on ``device``, where ``who`` is to run an engine."""
+    if installed_device() == device:
+        return
+    if device == "cpu":
+        raise ConfigError(
+            f"{who} has a simulated GPU, where vLLM computes on the CPU, but its CUDA build is installed: "
+            "GKD_DEVICE=cpu ./launch/quickstart.sh installs the other into a fresh .venv"
+        )
+    raise ConfigError(
+        f"{who} has a GPU, but vLLM's CPU build is installed: pip install 'gkd[cuda]' into a fresh environment, "
+        "or simulate GPUs with placement=cpu"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is done to the logits of every request in an engine: ids from ``rows`` on are impossible, the rest is
+    divided by ``temperature``.
+    """
+
+    temperature: float = 1.0
+    rows: int | None = None
+
+
+class _Shaped:
+    """Stands in for a model's ``compute_logits``."""
+
+    def __init__(self, compute_logits: Any) -> None:
+        self.compute_logits, self.shape = compute_logits, Shape()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        logits: Tensor | None = self.compute_logits(*args, **kwargs)
+        if logits is None:  # not the rank that has them
+            return None
+        if self.shape.rows is not None and self.shape.rows < logits.shape[-1]:
+            logits = logits.clone()
+            logits[..., self.shape.rows :] = float("-inf")
+        # In float32, as vLLM's own log-softmax: bfloat16 logits would be rounded a second time.
+        return logits if self.shape.temperature == 1.0 else logits.float() / self.shape.temperature
+
+
+class SetShape:
+    """For ``apply_model``: gives the model a shape. A class, so that it can be sent to tensor-parallel workers."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def __call__(self, model: Any) -> None:
+        if not isinstance(model.compute_logits, _Shaped):
+            model.compute_logits = _Shaped(model.compute_logits)
+        model.compute_logits.shape = self.shape

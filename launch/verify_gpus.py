@@ -26,7 +26,7 @@ from gkd.cluster.session import connect  # noqa: E402
 from gkd.cluster.signals import exit_on_signals  # noqa: E402
 from gkd.cluster.table import assignment_line, print_table  # noqa: E402
 from gkd.compose import compose  # noqa: E402
-from gkd.errors import ConfigError, RunFailed  # noqa: E402
+from gkd.errors import ConfigError, guarded  # noqa: E402
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +52,7 @@ def _show(placement: Placement, json_path: Path | None) -> None:
     print(assignment_line(placement.reports), flush=True)
 
 
-def _verify(argv: list[str]) -> None:
+def _verify(argv: list[str]) -> int:
     arguments = _arguments(argv)
     simulate = [] if arguments.simulate_gpus is None else [f"cluster.simulate_gpus={arguments.simulate_gpus}"]
     config = compose([*arguments.overrides, *simulate])
@@ -62,6 +62,7 @@ def _verify(argv: list[str]) -> None:
         except PlacementFault as fault:
             _show(fault.placement, arguments.json)
             raise
+    return 0
 
 
 def main(argv: list[str]) -> int:
@@ -69,15 +70,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("gkd").setLevel(logging.INFO)
     exit_on_signals()
-    try:
-        _verify(argv)
-    except ConfigError as error:
-        print(f"verify_gpus: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"verify_gpus: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return guarded(lambda: _verify(argv))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from gkd.actor.balance import share
+from gkd.cluster.fetch import places_of
 from gkd.cluster.group import Group
 from gkd.config import Config, Loss
 from gkd.sample import Record
 from gkd.weights.object_store import Push
-
-MEMORY_TIMEOUT_S = 60.0
 
 
 class ActorGroup:
@@ -44,7 +43,7 @@ class ActorGroup:
         n_positions = sum(r.n_response for r in records)
         found: list[dict[str, float]] = self.group.call_each(
             method,
-            [([records[i].ref for i in part], n_positions, *args) for part in shares],
+            [(places_of([records[i] for i in part]), n_positions, *args) for part in shares],
             timeout_s=self.config.trainer.update_timeout_s,
         )
         return found[0]
@@ -59,14 +58,3 @@ class ActorGroup:
         """Write the student in Hugging Face format."""
         limit = self.config.trainer.update_timeout_s
         self.group.call("save", directory, timeout_s=limit, what="writing the student")
-
-    def memory(self) -> dict[str, float]:
-        """memory/actor/* of the fullest rank."""
-        return memory_of(self.group)
-
-
-def memory_of(group: Group) -> dict[str, float]:
-    """memory/GROUP/*: the largest over a group's workers; empty where GPUs are simulated."""
-    found = group.control("memory", timeout_s=MEMORY_TIMEOUT_S)
-    keys = sorted({key for one in found for key in one})
-    return {f"memory/{group.name}/{key}": max(one[key] for one in found if key in one) for key in keys}

@@ -92,8 +92,19 @@ def load(path: str | Path, gradient_checkpointing: bool = False) -> Student:
     )
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    lm.train()
+    lm.train()  # which gradient checkpointing asks for
+    _without_dropout(lm)
     return Student(lm)
+
+
+def _without_dropout(lm: nn.Module) -> None:
+    """A student that forgets at random is not the one that sampled: every log-probability would differ."""
+    for module in lm.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _attention(config: PretrainedConfig) -> str:

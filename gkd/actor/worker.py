@@ -8,11 +8,11 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
-from ray import ObjectRef
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -22,12 +22,15 @@ from gkd.actor.model import load, shard
 from gkd.actor.optimizer import adamw, learning_rate
 from gkd.actor.packing import collate
 from gkd.algorithms import on_policy_distill
+from gkd.cluster.fetch import fetch_samples
 from gkd.config import Config, Loss
 from gkd.errors import RunFailed
 from gkd.losses.targets import check_targets
 from gkd.observability.memory import gpu_memory
-from gkd.sample import Scored
+from gkd.vllm_engine import Device
 from gkd.weights import object_store
+
+Places = Sequence[tuple[Any, int]]
 
 
 class ActorWorker:
@@ -36,12 +39,11 @@ class ActorWorker:
     Built without a model; :meth:`open_store` on rank 0, then :meth:`join` and :meth:`load` on all.
     """
 
-    def __init__(self, config: Config, model_path: str, rank: int, world: int, simulated: bool) -> None:
+    def __init__(self, config: Config, model_path: str, rank: int, world: int, device: Device) -> None:
         self.config, self.model_path, self.rank, self.world = config, model_path, rank, world
-        self.device = torch.device("cpu" if simulated else "cuda")
-        bf16 = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and not simulated)
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
-        if simulated:
+        self.device = torch.device(device)
+        self.dtype = getattr(torch, config.model.dtype_on(device))
+        if device == "cpu":
             torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
         self.version = 0
         # Only then are the sampler's log-probabilities those of the plain model.
@@ -73,20 +75,19 @@ class ActorWorker:
         student = load(self.model_path, self.config.actor.gradient_checkpointing)
         self.n_parameters = sum(p.numel() for p in student.parameters())
         self.vocab_size = student.lm.config.get_text_config().vocab_size
-        student.to(self.device)
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
-        shard(student, mesh, self.dtype)
+        shard(student, mesh, self.dtype)  # moves it to the device, a layer at a time
         self.student, self.optimizer = student, adamw(student, self.config.actor)
         return self.n_parameters
 
-    def update(self, refs: Sequence[ObjectRef], n_positions: int, loss: Loss, step: int) -> dict[str, float]:
+    def update(self, places: Places, n_positions: int, loss: Loss, step: int) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch of ``n_positions`` response tokens over all ranks.
 
-        Returns the metrics of the whole batch. Raises RunFailed on a gradient that is not finite, before anything
-        is changed.
+        ``places`` of the samples are those of :func:`gkd.cluster.fetch.places_of`. Returns the metrics of the whole
+        batch. Raises RunFailed on a gradient that is not finite, before anything is changed.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        sums, largest = self._accumulate(refs, n_positions, loss, train=True)
+        sums, largest = self._accumulate(places, n_positions, loss, train=True)
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
@@ -99,20 +100,20 @@ class ActorWorker:
         metrics = self._reduce(sums, largest)
         return {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
 
-    def evaluate(self, refs: Sequence[ObjectRef], n_positions: int, loss: Loss) -> dict[str, float]:
+    def evaluate(self, places: Places, n_positions: int, loss: Loss) -> dict[str, float]:
         """The metrics of a batch without training on it; arguments as for :meth:`update`."""
         self.student.eval()
         try:
             with torch.no_grad():
-                return self._reduce(*self._accumulate(refs, n_positions, loss, train=False))
+                return self._reduce(*self._accumulate(places, n_positions, loss, train=False))
         finally:
             self.student.train()
 
     def _accumulate(
-        self, refs: Sequence[ObjectRef], n_positions: int, loss: Loss, train: bool
+        self, places: Places, n_positions: int, loss: Loss, train: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Forward, and backward when training, over micro-batches; returns sums and largest values of the metrics."""
-        scored: list[Scored] = ray.get(list(refs), timeout=self.config.trainer.update_timeout_s)
+        scored = fetch_samples(places, self.config.trainer.update_timeout_s)
         lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in scored]
         parts = pack(lengths, self.config.actor.max_tokens_per_micro_batch)
         # FSDP gathers on all ranks at once, so all take the same turns; and all report the same metrics.
@@ -163,7 +164,7 @@ class ActorWorker:
     def save(self, directory: str) -> None:
         """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes."""
         source = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
-        state = {name: t.cpu() for name, t in self.student.full_tensors(source)}
+        state = {name: t.cpu() for name, t in self.student.full_tensors(source) if self.rank == 0}
         if self.rank == 0:
             Path(directory).mkdir(parents=True, exist_ok=True)
             self.student.lm.save_pretrained(directory, state_dict=state)
@@ -171,9 +172,5 @@ class ActorWorker:
         dist.barrier()
 
     def memory(self) -> dict[str, float]:
-        """GPU memory of this rank in GB; empty on a CPU."""
-        return gpu_memory(self.device.type == "cpu")
-
-    def stop(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
+        """GPU memory of this rank in GB."""
+        return gpu_memory()

@@ -9,6 +9,11 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from gkd.errors import ConfigError, RunFailed
 
+
+class WorkerDied(RunFailed):
+    """A worker's process is gone. Where others can do its work, the run goes on."""
+
+
 MAX_REASON = 600  # characters; some libraries put whole tables into a message
 
 
@@ -29,7 +34,7 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     if isinstance(error, RayTaskError):
         return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}")
     if isinstance(error, RayActorError):
-        return RunFailed(f"{who} died: {_death(error)}")
+        return WorkerDied(f"{who} died: {_death(error)}")
     return RunFailed(f"{who} failed: {type(error).__name__}: {one_line(error)}")
 
 

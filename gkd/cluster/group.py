@@ -9,9 +9,11 @@ from typing import Any
 
 import ray
 
-from gkd.cluster.failure import explain
+from gkd.cluster.failure import WorkerDied, explain
 from gkd.cluster.report import Report
 from gkd.errors import RunFailed
+
+MEMORY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,6 @@ class Group:
             refs.append(worker.build.remote(target, *args))
         return self._pending(f"starting {target.partition(':')[2]}", refs)
 
-    def start_all(
-        self,
-        target: str,
-        args_per_rank: Sequence[Sequence[Any]],
-        *,
-        timeout_s: float,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """Build ``target`` in every worker and wait. To start several groups, gather their :meth:`submit_build`.
-
-        Raises what :func:`gather` raises.
-        """
-        gather([self.submit_build(target, args_per_rank, environment=environment)], timeout_s)
-
     def call(self, method: str, *args: Any, timeout_s: float, what: str | None = None, **kwargs: Any) -> list[Any]:
         """Call ``method`` of every worker's object; results in rank order. Raises what :func:`gather` raises."""
         return gather([self.submit(method, *args, what=what, **kwargs)], timeout_s)[0]
@@ -90,10 +78,15 @@ class Group:
         """:meth:`call` with arguments of its own for every rank."""
         return gather([self.submit_each(method, args_per_rank, what=what)], timeout_s)[0]
 
-    def control(self, method: str, *args: Any, timeout_s: float, what: str | None = None, **kwargs: Any) -> list[Any]:
-        """:meth:`call` on the workers' other threads: answered also while they are busy."""
-        refs = [worker.control.remote(method, *args, **kwargs) for worker in self.workers]
-        return gather([self._pending(what or method, refs)], timeout_s)[0]
+    def control(
+        self, method: str, *args: Any, timeout_s: float, what: str | None = None, keep_deaths: bool = False
+    ) -> list[Any]:
+        """:meth:`call` on the workers' other threads: answered also while they are busy.
+
+        ``keep_deaths`` as in :func:`gather`.
+        """
+        refs = [worker.control.remote(method, *args) for worker in self.workers]
+        return gather([self._pending(what or method, refs)], timeout_s, keep_deaths=keep_deaths)[0]
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Ray's generator of references to what a generator method of one worker's object yields.
@@ -130,11 +123,12 @@ class Group:
         return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs))
 
 
-def gather(calls: Sequence[Pending], timeout_s: float) -> list[list[Any]]:
+def gather(calls: Sequence[Pending], timeout_s: float, *, keep_deaths: bool = False) -> list[list[Any]]:
     """Wait for calls of any number of groups; results per call, in rank order.
 
     Raises RunFailed as soon as the first worker fails or dies, naming it, or after ``timeout_s`` seconds, naming what
-    was awaited; a ConfigError or RunFailed from inside a worker comes out as it is.
+    was awaited; a ConfigError or RunFailed from inside a worker comes out as it is. With ``keep_deaths`` a worker that
+    died has its WorkerDied in place of a result, for groups in which others can do its work.
     """
     deadline = time.monotonic() + timeout_s
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
@@ -148,8 +142,19 @@ def gather(calls: Sequence[Pending], timeout_s: float) -> list[list[Any]]:
             try:
                 results[ref] = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
             except Exception as error:  # whatever it is, it is told with the worker's name
-                raise explain(error, owner[ref]) from error
+                failure = explain(error, owner[ref])
+                if not (keep_deaths and isinstance(failure, WorkerDied)):
+                    raise failure from error
+                results[ref] = failure
     return [[results[ref] for ref in call.refs] for call in calls]
+
+
+def memory_of(group: Group) -> dict[str, float]:
+    """memory/GROUP/*: the largest over a group's living workers, without what nobody could measure."""
+    told = group.control("memory", timeout_s=MEMORY_TIMEOUT_S, what="reporting memory", keep_deaths=True)
+    found = [one for one in told if not isinstance(one, WorkerDied)]
+    keys = sorted({key for one in found for key in one})
+    return {f"memory/{group.name}/{key}": max(one[key] for one in found if key in one) for key in keys}
 
 
 def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[Any, str], timeout_s: float) -> str:

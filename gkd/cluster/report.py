@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Report(DeviceReport):
     """The node's name for people: its address, made unique where several Ray nodes share one."""
 
     @property
-    def simulated(self) -> bool:
-        """Whether its GPU is only one of Ray's numbers."""
-        return all(uuid.startswith("SIM-") for uuid in self.gpu_uuids)
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What the worker computes on: the CPU where its GPU is only one of Ray's numbers."""
+        return "cpu" if all(uuid.startswith("SIM-") for uuid in self.gpu_uuids) else "cuda"
 
     def __str__(self) -> str:
         return f"{self.group} rank {self.rank} (pid {self.pid} on {self.node})"

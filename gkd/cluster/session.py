@@ -25,6 +25,7 @@ from gkd.cluster.nearest import require_fit
 from gkd.cluster.signals import ignoring_signals, keeping_exit_code, keeping_sigterm_handler
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.errors import ConfigError, RunFailed
+from gkd.vllm_engine import installed_device
 
 CONNECT_TIMEOUT_S = 10.0
 LOG = logging.getLogger("gkd")
@@ -140,7 +141,9 @@ def _require_ray_answers(host: str, port: int, address: str) -> None:
 def _plan_private(config: Config) -> tuple[int, int, bool]:
     """GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError when they do not do."""
     asks, cluster = asks_of(config), config.cluster
-    real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids := gpu.nvml_uuids())
+    # GPUs that the installed packages cannot compute on are none.
+    uuids = [] if installed_device() == "cpu" else gpu.nvml_uuids()
+    real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids)
     wanted = max(sum(ask.total for ask in asks), *(max(ask.gpus or (0,)) + 1 for ask in asks))
     n_gpus, simulated, hint = len(real), False, ""
     if cluster.simulate_gpus == "auto" and not real:

@@ -73,6 +73,17 @@ class Worker:
         self._require_unbuilt("build")
         module, _, name = target.partition(":")
         self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        self._require_own_gpu()
+
+    def _require_own_gpu(self) -> None:
+        """Raise RunFailed when torch, once it uses a GPU, uses another one than was reported."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        used = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix("GPU-")
+        own = devices_seen(os.environ[VISIBLE], ray.get_runtime_context().get_node_id()).uuids
+        if not any(used in uuid for uuid in own) and not any(uuid.startswith("MIG-") for uuid in own):
+            raise RunFailed(f"pid {os.getpid()}: torch computes on GPU {used} instead of {', '.join(own)}")
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

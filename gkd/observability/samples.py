@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ray
-
+from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.observability.metrics import JsonLines
 from gkd.sample import Record, Scored
 
@@ -22,8 +21,7 @@ class SampleLog:
     def write(self, step: int, records: Sequence[Record]) -> None:
         """Fetch and write samples of a step."""
         first = sorted(records, key=lambda r: (r.prompt_id, r.index))[: self.n]
-        found: list[Scored] = ray.get([r.ref for r in first], timeout=FETCH_TIMEOUT_S)
-        for scored in found:
+        for scored in fetch_samples(places_of(first), FETCH_TIMEOUT_S):
             self.file.write({"step": step, **self._row(scored)})
 
     def _row(self, scored: Scored) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import sys
 import threading
 
 SECONDS_PER_QUESTION = 3.0  # of processor time
+SECONDS_OF_WAITING = 60.0  # by the clock, for a child that is stopped or gets no processor
 MEMORY_LIMIT = 4 << 30  # bytes of address space
 MAX_LENGTH = 2000  # characters looked at, from the end of each text
 
@@ -38,12 +39,16 @@ class MathJudge:
         with self._lock:
             child = self._running_child()
             assert child.stdin is not None and child.stdout is not None
+            timer = threading.Timer(SECONDS_OF_WAITING, child.kill)
+            timer.start()
             try:
                 child.stdin.write(question + "\n")
                 child.stdin.flush()
                 reply = child.stdout.readline().strip()
             except BrokenPipeError:
                 reply = ""
+            finally:
+                timer.cancel()
             if reply not in ("0", "1"):
                 log.warning("math-verify gave no verdict in %.1f s, counted as wrong: %.80r", self._seconds, response)
                 self._end_child()

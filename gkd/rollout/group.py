@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
-from gkd.actor.group import memory_of
-from gkd.cluster.failure import explain
-from gkd.cluster.group import Group, Pending
+from gkd.cluster.failure import WorkerDied, explain
+from gkd.cluster.fetch import fetch_samples, places_of
+from gkd.cluster.group import Group, Pending, memory_of
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.sample import Job, Record, Request, Scored
@@ -26,6 +27,7 @@ class RolloutGroup:
     """Hands each request to the engine with most free places.
 
     When an engine dies while others live, what it was doing is done again by these; when none is left the run fails.
+    What it had finished is not lost: samples belong to this process and stay in the object store of their node.
     So it is with the teachers: their clients ask another replica, and without any the run fails at once instead of
     after a deadline.
     """
@@ -58,9 +60,6 @@ class RolloutGroup:
             self._hand_out(waiting, at_work)
             for engine, records in self._collect(deadline, timeout_s, len(requests) - len(found)):
                 if records is None:
-                    # What it had finished is lost as well: it owned the objects behind its records.
-                    owned = [key for key, record in found.items() if record.worker == engine]
-                    waiting += [jobs[key] for key in owned if found.pop(key)]
                     waiting += at_work.pop(engine).values()
                     continue
                 for record in records:
@@ -86,7 +85,9 @@ class RolloutGroup:
         """Records that have come, by engine; None for an engine that died."""
         by_stream = {stream: engine for engine, stream in self._streams.items()}
         watched = [*by_stream, *self._teachers]
-        ready, _ = ray.wait(watched, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        # Samples stay on their node until the actor wants them.
+        left = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)
         if not ready:
             raise RunFailed(
                 f"{missing} samples were not finished and scored within {timeout_s:g} s (rollout.timeout_s); "
@@ -99,18 +100,31 @@ class RolloutGroup:
                 continue
             engine = by_stream[stream]
             try:
-                found.append((engine, ray.get(next(stream), timeout=FETCH_TIMEOUT_S)))
-            except StopIteration:
-                raise RunFailed(f"{self.group.reports[engine]} stopped sampling by itself") from None
-            except RayActorError as error:
-                self._lose(engine, error)
+                found.append((engine, self._next(engine, stream)))
+            except WorkerDied as failure:
+                self._lose(engine, failure)
                 found.append((engine, None))
-            except RayError as error:
-                raise self.group.explain(engine, error) from error
         return found
 
-    def _lose(self, engine: int, error: RayActorError) -> None:
-        failure = self.group.explain(engine, error)
+    def _next(self, engine: int, stream: Any) -> list[Record]:
+        """Records of what an engine has finished. The samples come first, so that records are of whole ones."""
+        try:
+            samples = next(stream)
+            ready, _ = ray.wait([stream], timeout=FETCH_TIMEOUT_S, fetch_local=False)
+            if not ready:
+                raise RunFailed(f"{self.group.reports[engine]} sent samples without their records")
+            try:
+                told = next(stream)
+            except StopIteration:
+                ray.get(samples, timeout=FETCH_TIMEOUT_S)  # not samples, but what ended the stream
+                raise
+            return [replace(record, ref=samples) for record in ray.get(told, timeout=FETCH_TIMEOUT_S)]
+        except StopIteration:
+            raise RunFailed(f"{self.group.reports[engine]} stopped sampling by itself") from None
+        except RayError as error:
+            raise self.group.explain(engine, error) from error
+
+    def _lose(self, engine: int, failure: WorkerDied) -> None:
         self.alive.remove(engine)
         del self._streams[engine]
         if not self.alive:
@@ -130,21 +144,19 @@ class RolloutGroup:
 
     def fetch(self, records: Sequence[Record]) -> list[Scored]:
         """The samples behind records, with the arrays. For the few that the driver looks at."""
-        found: list[Scored] = ray.get([r.ref for r in records], timeout=FETCH_TIMEOUT_S)
-        return found
+        return fetch_samples(places_of(records), FETCH_TIMEOUT_S)
 
     def receive(self, push: Push, timeout_s: float) -> None:
-        """Have every engine load a version of the weights before it samples again."""
-        living = self.group.only(self.alive)
-        versions = living.control("receive", push, timeout_s=timeout_s, what=f"loading weights version {push.version}")
-        wrong = [v for v in versions if v != push.version]
-        if wrong:
-            raise RunFailed(f"engines serve weights version {wrong[0]} instead of {push.version}")
+        """Have every living engine load a version of the weights before it samples again."""
+        asked = list(self.alive)
+        what = f"loading weights version {push.version}"
+        told = self.group.only(asked).control("receive", push, timeout_s=timeout_s, what=what, keep_deaths=True)
+        for engine, version in zip(asked, told, strict=True):
+            if isinstance(version, WorkerDied):
+                self._lose(engine, version)
+            elif version != push.version:
+                raise RunFailed(f"{self.group.reports[engine]} serves weights {version} instead of {push.version}")
 
     def memory(self) -> dict[str, float]:
         """memory/rollout/* of the fullest engine."""
         return memory_of(self.group.only(self.alive))
-
-    def stop(self, timeout_s: float) -> None:
-        """Have the engines end their work."""
-        self.group.only(self.alive).control("stop", timeout_s=timeout_s)

@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
+from gkd.data.checkpoint import Checkpoint
 from gkd.rollout.engine import Finished
 from gkd.sample import Request, Sampling
+
+
+class _Draw(LogitsProcessor):  # type: ignore[misc]
+    """Chooses every row's next token and leaves nothing else possible, so that greedy decoding takes it.
+
+    So each request has a random generator of its own, and only the chosen log-probabilities are kept.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], n_tokens: int) -> None:
+        self.sampling, self.n_tokens = sampling, n_tokens
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.nucleus = TopPLogitsWarper(sampling.top_p) if sampling.top_p < 1.0 else None
+        self.logprobs: list[Tensor] = []  # of each step, [B]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.float()
+        if self.n_tokens:
+            scores[:, self.n_tokens :] = -torch.inf
+        greedy = self.sampling.temperature == 0
+        if not greedy:
+            scores = scores / self.sampling.temperature
+            scores = scores if self.nucleus is None else self.nucleus(input_ids, scores)
+        logprobs = scores.log_softmax(-1)  # [B, V]
+        chosen = logprobs.argmax(-1, keepdim=True) if greedy else self._sample(logprobs)  # [B, 1]
+        self.logprobs.append(logprobs.gather(-1, chosen)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
+
+    def _sample(self, logprobs: Tensor) -> Tensor:
+        probabilities = logprobs.exp().cpu()
+        drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(probabilities, self.generators, strict=True)]
+        return torch.stack(drawn).to(logprobs.device)
 
 
 class HFEngine:
     """Batches of requests with equal sampling settings, one ``generate`` call each."""
 
-    def __init__(self, model_path: str, eos_ids: list[int], device: str, dtype: torch.dtype, max_batch: int) -> None:
+    def __init__(self, model_path: str, model: Checkpoint, device: str, dtype: torch.dtype, max_batch: int) -> None:
         self.model = (
             AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, local_files_only=True).to(device).eval()
         )
-        self.eos_ids, self.device, self.max_batch = eos_ids, device, max_batch
+        # A model's own settings (a repetition penalty, a nucleus) would change the distribution that is sampled from.
+        self.model.generation_config = GenerationConfig()
+        self.checkpoint, self.device, self.max_batch = model, device, max_batch
+        self.eos_ids = model.eos_ids
         self.waiting: list[tuple[int, Request]] = []
 
     def add(self, key: int, request: Request) -> None:
         """Queue a request. Raises ValueError when it is longer than the model's positions."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = self.checkpoint.positions
         length = len(request.prompt.token_ids) + request.sampling.max_tokens
         if limit is not None and length > limit:
             raise ValueError(f"prompt and response of {length} tokens exceed the model's {limit} positions")
@@ -54,26 +89,19 @@ class HFEngine:
         for row, prompt in enumerate(prompts):  # padding on the left: generation goes on at the right
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
-        torch.manual_seed(chosen[0][1].seed)
-        greedy = sampling.temperature == 0
-        out = self.model.generate(
+        draw = _Draw(sampling, [request.seed for _, request in chosen], self.checkpoint.n_tokens)
+        sequences = self.model.generate(
             ids.to(self.device),
             attention_mask=mask.to(self.device),
             max_new_tokens=sampling.max_tokens,
-            do_sample=not greedy,
-            temperature=None if greedy else sampling.temperature,
-            top_p=None if greedy else sampling.top_p,
-            top_k=0 if not greedy else None,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([draw]),
             eos_token_id=self.eos_ids or None,
             pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
-            return_dict_in_generate=True,
-            output_scores=True,
         )
-        new = out.sequences[:, longest:]  # [B, T]
-        # Scores are the processed logits: what was sampled from.
-        logprobs = torch.stack([s.float().log_softmax(-1) for s in out.scores], 1)  # [B, T, V]
-        chosen_logprobs = logprobs.gather(-1, new[..., None])[..., 0]
-        return [self._finish(key, new[row], chosen_logprobs[row]) for row, (key, _) in enumerate(chosen)]
+        new = sequences[:, longest:]  # [B, T]
+        logprobs = torch.stack(draw.logprobs, 1)  # [B, T]
+        return [self._finish(key, new[row], logprobs[row]) for row, (key, _) in enumerate(chosen)]
 
     def _finish(self, key: int, tokens: Tensor, logprobs: Tensor) -> Finished:
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device)).nonzero()

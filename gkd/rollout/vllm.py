@@ -9,8 +9,10 @@ import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMValidationError
 
+from gkd.data.checkpoint import Checkpoint
 from gkd.rollout.engine import Finished
 from gkd.sample import Request
+from gkd.vllm_engine import SetShape, Shape
 from gkd.weights import vllm_backend
 
 if TYPE_CHECKING:
@@ -20,12 +22,15 @@ if TYPE_CHECKING:
 class VLLMEngine:
     """Continuous batching: requests join and leave at every step.
 
-    ``llm`` is an engine started with :func:`gkd.weights.vllm_backend.register`'s backend and with log-probabilities
-    of the distribution that is sampled from (``logprobs_mode="processed_logprobs"``).
+    ``llm`` is an engine of ``model``, started with the backend of :mod:`gkd.weights.vllm_plugin` and with
+    log-probabilities of the distribution that is sampled from (``logprobs_mode="processed_logprobs"``).
     """
 
-    def __init__(self, llm: LLM, eos_ids: list[int]) -> None:
-        self.llm, self.engine, self.eos_ids = llm, llm.llm_engine, eos_ids
+    def __init__(self, llm: LLM, model: Checkpoint) -> None:
+        self.llm, self.engine, self.eos_ids = llm, llm.llm_engine, model.eos_ids
+        if 0 < model.n_tokens < model.vocabulary:
+            # A padded row has some probability, however small, and no teacher and no tokenizer knows its id.
+            llm.apply_model(SetShape(Shape(rows=model.n_tokens)))
 
     def add(self, key: int, request: Request) -> None:
         """Take a request on. Raises ValueError when it is longer than the model takes."""

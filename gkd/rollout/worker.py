@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
-import ray
-
 from gkd.config import Config
+from gkd.data.checkpoint import Checkpoint
 from gkd.errors import RunFailed
 from gkd.observability.memory import gpu_memory
 from gkd.rollout.engine import Finished, SamplingEngine
 from gkd.sample import Job, Record, Sample, Scored, Target
 from gkd.teacher.client import Score, TeacherClient
+from gkd.vllm_engine import Device
 from gkd.weights import object_store
 
 IDLE_POLL_S = 0.5
@@ -26,19 +26,15 @@ class RolloutWorker:
     """Runs an engine on the thread that calls :meth:`serve`; everything else may be called from other threads."""
 
     def __init__(
-        self, config: Config, model_path: str, eos_ids: list[int], max_length: int, rank: int, simulated: bool
+        self, config: Config, model_path: str, model: Checkpoint, max_length: int, rank: int, device: Device
     ) -> None:
-        self.config, self.rank, self.simulated = config, rank, simulated
-        self.engine = _engine(config, model_path, eos_ids, max_length, rank, simulated)
+        self.config, self.rank, self.device = config, rank, device
+        self.engine = _engine(config, model_path, model, max_length, rank, device)
         self.teacher: TeacherClient | None = None
         self.version = 0
-        self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._out: queue.Queue[tuple[Job, Sample, Target | None, float] | BaseException | None] = queue.Queue()
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._out: queue.Queue[tuple[Record, Scored] | BaseException] = queue.Queue()
         self._jobs: dict[int, Job] = {}
-        # This process owns what it puts into the object store. Ray has been seen to free an object whose reference had
-        # left inside a streamed value before the receiver was counted, so references are held here as well: those of
-        # the samples since the last weights, and of those before.
-        self._held: deque[list[ray.ObjectRef]] = deque([[]], maxlen=2)
         self._intact = True  # whether the engine holds one whole version of the weights
 
     def connect(self, teacher: dict[str, Any]) -> None:
@@ -67,15 +63,11 @@ class RolloutWorker:
             ) from None
 
     def memory(self) -> dict[str, float]:
-        """GPU memory of this engine in GB; empty where the GPU is simulated."""
-        return gpu_memory(self.simulated)
-
-    def stop(self) -> None:
-        """End :meth:`serve` and :meth:`records`."""
-        self._commands.put(None)
+        """GPU memory of this engine in GB."""
+        return gpu_memory()
 
     def serve(self) -> None:
-        """Run the engine until :meth:`stop`. What it raises also comes out of :meth:`records`."""
+        """Run the engine for as long as this process lives. What it raises also comes out of :meth:`records`."""
         try:
             while True:
                 busy = self.engine.busy()
@@ -83,9 +75,6 @@ class RolloutWorker:
                     command = self._commands.get(block=not busy, timeout=None if busy else IDLE_POLL_S)
                 except queue.Empty:
                     command = self._step
-                if command is None:
-                    self._out.put(None)
-                    return
                 command()
         except BaseException as error:
             self._out.put(error)
@@ -94,20 +83,24 @@ class RolloutWorker:
             if self.teacher is not None:
                 self.teacher.close()
 
-    def records(self) -> Iterator[list[Record]]:
-        """Finished samples as they come, several at a time where several are there."""
+    def records(self) -> Iterator[list[Scored] | list[Record]]:
+        """Finished samples as they come, several at a time where several are there: a list, then that of their records.
+
+        Being streamed, they belong to the driver, not to this process: they outlive it.
+        """
         while True:
             batch = [self._out.get()]
             while not self._out.empty():
                 batch.append(self._out.get_nowait())
-            found = []
+            samples: list[Scored] = []
+            records: list[Record] = []
             for item in batch:
-                if item is None:
-                    return
                 if isinstance(item, BaseException):
                     raise item
-                found.append(self._record(*item))
-            yield found
+                records.append(replace(item[0], slot=len(samples)))
+                samples.append(item[1])
+            yield samples
+            yield records
 
     def _add(self, jobs: Sequence[Job]) -> None:
         if not self._intact:
@@ -129,7 +122,7 @@ class RolloutWorker:
         sample = Sample(job.request, finished.response_ids, finished.logprobs, self.version, finished.finish_reason)
         now = time.time()
         if job.top_k is None:
-            self._out.put((job, sample, None, now))
+            self._out.put(self._record(job, Scored(sample, None), now))
             return
         assert self.teacher is not None, "connect() comes before requests that are to be scored"
         prompt = job.request.prompt.token_ids
@@ -139,7 +132,7 @@ class RolloutWorker:
 
         def deliver(done: Future[Target]) -> None:
             error = done.exception()
-            self._out.put(error if error is not None else (job, sample, done.result(), now))
+            self._out.put(error if error is not None else self._record(job, Scored(sample, done.result()), now))
 
         future.add_done_callback(deliver)
 
@@ -151,15 +144,13 @@ class RolloutWorker:
             self.engine.load_weights(object_store.receive(push, self.config.weights.timeout_s), push.version)
             self._intact = True
             self.version = push.version
-            self._held.append([])
             done.set_result(push.version)
         except BaseException as error:
             done.set_exception(error)
 
-    def _record(self, job: Job, sample: Sample, target: Target | None, generated: float) -> Record:
-        ref = ray.put(Scored(sample, target))
-        self._held[-1].append(ref)
-        return Record(
+    def _record(self, job: Job, scored: Scored, generated: float) -> tuple[Record, Scored]:
+        sample = scored.sample
+        record = Record(
             key=job.key,
             prompt_id=job.request.prompt.id,
             index=job.request.index,
@@ -170,39 +161,37 @@ class RolloutWorker:
             worker=self.rank,
             generated_s=generated,
             scored_s=time.time(),
-            ref=ref,
+            slot=0,
         )
+        return record, scored
 
 
 def _engine(
-    config: Config, model_path: str, eos_ids: list[int], max_length: int, rank: int, simulated: bool
+    config: Config, model_path: str, model: Checkpoint, max_length: int, rank: int, device: Device
 ) -> SamplingEngine:
     """Start the engine that the configuration names, for sequences of up to ``max_length`` tokens."""
-    seed = config.trainer.seed + rank
+    dtype = config.model.dtype_on(device)
     if config.rollout.engine == "hf":
         import torch
 
         from gkd.rollout.hf import HFEngine
 
-        bf16 = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and not simulated)
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        device = "cpu" if simulated else "cuda"
-        return HFEngine(model_path, eos_ids, device, dtype, config.rollout.max_num_seqs)
+        return HFEngine(model_path, model, device, getattr(torch, dtype), config.rollout.max_num_seqs)
     from vllm import LLM
 
     from gkd.rollout.vllm import VLLMEngine
     from gkd.vllm_engine import engine_arguments
-    from gkd.weights import vllm_backend
+    from gkd.weights import vllm_plugin
 
     arguments = engine_arguments(
         model_path,
-        "cpu" if simulated else "cuda",
+        device,
         config.rollout,
-        dtype=config.model.dtype,
+        dtype=dtype,
         max_model_len=max_length,
         logprobs_mode="processed_logprobs",
         seeded=True,
-        seed=seed,
+        seed=config.trainer.seed + rank,
     )
-    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_backend.register()})
-    return VLLMEngine(llm, eos_ids)
+    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_plugin.register()})
+    return VLLMEngine(llm, model)

@@ -24,7 +24,8 @@ class TeacherClient:
 
     ``addresses`` are ``tcp://host:port``. ``tokenizer_hash`` is the student's; ``top_k`` the largest K that will be
     asked for (``FULL_VOCABULARY`` for all); ``max_length`` the longest prompt and response together, tokens;
-    ``vocabulary`` the student's rows of logits, put into every request that names none. The times are those of
+    ``vocabulary`` the student's rows of logits, put into every request that names none; ``n_clients`` how many ask the
+    same teachers at the same time, each its share of what they can hold. The times are those of
     config.Teacher. Raises ConfigError for an address that is none, or that is not loopback when there is no ``key``.
     """
 
@@ -37,6 +38,7 @@ class TeacherClient:
         vocabulary: int | None = None,
         max_length: int | None = None,
         key: Key | None = None,
+        n_clients: int = 1,
         request_timeout_s: float = 120.0,
         max_attempts: int = 3,
         heartbeat_s: float = 2.0,
@@ -49,7 +51,7 @@ class TeacherClient:
         self._vocabulary, self._timeout_s = vocabulary, request_timeout_s
         self._ids = count()
         patience = Patience(request_timeout_s, max_attempts, heartbeat_s)
-        self._dispatcher = Dispatcher(list(dict.fromkeys(addresses)), key, patience, self._check)
+        self._dispatcher = Dispatcher(list(dict.fromkeys(addresses)), key, patience, n_clients, self._check)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -39,11 +39,16 @@ class Dispatcher:
     """
 
     def __init__(
-        self, addresses: Sequence[str], key: Key | None, patience: Patience, check: Callable[[str, wire.Welcome], None]
+        self,
+        addresses: Sequence[str],
+        key: Key | None,
+        patience: Patience,
+        n_clients: int,
+        check: Callable[[str, wire.Welcome], None],
     ) -> None:
         self._patience, self._check = patience, check
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.replicas = [Replica(address, self._context, key, patience.heartbeat_s) for address in addresses]
+        self.replicas = [Replica(address, self._context, key, patience.heartbeat_s, n_clients) for address in addresses]
         self.greeted: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
         self.counts: Counter[str] = Counter()
         self._inbox: deque[Call] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,9 +18,9 @@ from gkd.teacher.requests import Generate, Limits, Score
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
 SEND_HWM = 4_096
-# Requests one client has out at one server. Enough to keep an engine busy, and few enough that the last of them is
-# reached in time when many clients do the same; all others wait at the client, where their time does not run.
-WINDOW = 32
+# All clients together have so many times its capacity out at one server: enough that it never waits for them, and few
+# enough that the last request is reached in time. All others wait at the clients, where their time does not run.
+OVERBOOKED = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -45,9 +46,10 @@ class Replica:
     """
 
     def __init__(
-        self, address: str, context: zmq.Context[zmq.Socket[bytes]], key: Key | None, heartbeat_s: float
+        self, address: str, context: zmq.Context[zmq.Socket[bytes]], key: Key | None, heartbeat_s: float, n_clients: int
     ) -> None:
         self.address, self._context, self._key, self._heartbeat_s = address, context, key, heartbeat_s
+        self._n_clients = n_clients
         self.welcome: wire.Welcome | None = None
         self.outstanding: dict[int, Call] = {}
         # Requests that were given up here, and that the server may still be working on.
@@ -71,7 +73,7 @@ class Replica:
     @property
     def has_room(self) -> bool:
         """Whether it takes another request at once."""
-        return self.welcome is not None and self.load < min(WINDOW, max(1, self.welcome.capacity))
+        return self.welcome is not None and self.load < math.ceil(OVERBOOKED * self.welcome.capacity / self._n_clients)
 
     def greeted(self, welcome: wire.Welcome) -> None:
         """The server has answered: it is in."""

@@ -6,14 +6,14 @@ the last R, and a Target is a slice of them. Four things are not as one would ex
 
 - ``flat_logprobs`` still takes the rows apart number by number, into Python lists, for every prompt token; see
   :meth:`VllmEngine._tap`.
-- Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`_Shaped` divides the logits themselves.
+- Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.vllm_engine.SetShape` divides the logits
+  themselves.
 - Scored requests never read the prefix cache (their rows would be missing), so it is off.
 - One token has to be sampled, and needs room, though nobody reads it.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,54 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkd.config import Teacher
-from gkd.errors import RunFailed
+from gkd.data.checkpoint import Checkpoint
+from gkd.errors import ConfigError, RunFailed
 from gkd.sample import Int32, Target
-from gkd.teacher.checkpoint import Checkpoint
 from gkd.teacher.requests import Generate, Limits, Refused, Score
-from gkd.vllm_engine import GIB, Device, engine_arguments, environment
+from gkd.vllm_engine import GIB, Device, SetShape, Shape, engine_arguments
 
 if TYPE_CHECKING:
     import torch
 
 RESULT_BYTES = 2 * GIB  # results of requests in the engine, prompt rows included; not part of vLLM's own budget
 LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What every request in the engine has in common, because it is applied to the logits of all."""
-
-    temperature: float = 1.0
-    rows: int | None = None
-
-
-class _Shaped:
-    """Stands in for a model's ``compute_logits``: leaves out rows past ``shape.rows``, divides by the temperature."""
-
-    def __init__(self, compute_logits: Any) -> None:
-        self.compute_logits, self.shape = compute_logits, _Shape()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        logits: torch.Tensor | None = self.compute_logits(*args, **kwargs)
-        if logits is None:  # not the rank that has them
-            return None
-        if self.shape.rows is not None and self.shape.rows < logits.shape[-1]:
-            logits = logits.clone()
-            logits[..., self.shape.rows :] = float("-inf")
-        # In float32, as vLLM's own log-softmax: bfloat16 logits would be rounded a second time.
-        return logits if self.shape.temperature == 1.0 else logits.float() / self.shape.temperature
-
-
-class _SetShape:
-    """For ``apply_model``: gives the model a shape. A class, so that it can be sent to tensor-parallel workers."""
-
-    def __init__(self, shape: _Shape) -> None:
-        self.shape = shape
-
-    def __call__(self, model: Any) -> None:
-        if not isinstance(model.compute_logits, _Shaped):
-            model.compute_logits = _Shaped(model.compute_logits)
-        model.compute_logits.shape = self.shape
 
 
 @dataclass(slots=True)
@@ -85,23 +48,26 @@ class _Running:
 class VllmEngine:
     """Scores and continues token sequences with the model in ``path``; an engine as in requests.Engine.
 
-    Requests of one temperature and vocabulary run together; others wait until those are done. Raises ConfigError when
-    there is no usable model in ``path``, RunFailed when vLLM does not start on it.
+    ``checkpoint`` describes that model. Requests of one temperature and vocabulary run together; others wait until
+    those are done. The process' environment is that of :func:`gkd.vllm_engine.environment`. Raises ConfigError when
+    ``settings.max_model_len`` is more than the model has, RunFailed when vLLM does not start on it.
     """
 
     def __init__(
         self,
         path: str,
+        checkpoint: Checkpoint,
         settings: Teacher,
         device: Device,
         *,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        dtype: Literal["float32", "bfloat16"],
         max_num_batched_tokens: int | None = None,
     ) -> None:
-        checkpoint = Checkpoint.read(path)
-        os.environ.update(environment(device))
         from vllm import LLM
 
+        longest = settings.max_model_len
+        if longest is not None and checkpoint.positions is not None and longest > checkpoint.positions:
+            raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {checkpoint.positions} positions")
         if max_num_batched_tokens is None and device == "cpu":
             fitting = LOGIT_BYTES // (4 * checkpoint.vocabulary)
             max_num_batched_tokens = max(settings.max_num_seqs, 256, min(4096, fitting))
@@ -110,7 +76,7 @@ class VllmEngine:
             device,
             settings,
             dtype=dtype,
-            max_model_len=None if settings.max_model_len is None else settings.max_model_len + 1,
+            max_model_len=None if longest is None else longest + 1,
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=False,
         )
@@ -129,7 +95,7 @@ class VllmEngine:
             max_length=self.llm_engine.model_config.max_model_len - 1,
             capacity=settings.max_num_seqs,
         )
-        self._shape = _Shape()
+        self._shape = Shape()
         self._waiting: deque[tuple[int, Score | Generate]] = deque()
         self._running: dict[int, _Running] = {}
 
@@ -174,7 +140,7 @@ class VllmEngine:
         """Whether ``request`` may join those that run: same shape, and memory for its results."""
         if isinstance(request, Generate):
             return True  # greedy: no temperature and no result to speak of
-        if _Shape(request.temperature, request.vocabulary) != self._shape:
+        if Shape(request.temperature, request.vocabulary) != self._shape:
             return False
         return sum(running.bytes for running in self._running.values()) + self._bytes(request) <= RESULT_BYTES
 
@@ -192,9 +158,9 @@ class VllmEngine:
             self.llm_engine.add_request(str(key), tokens_input(request.prompt_ids.tolist()), params)
             self._running[key] = _Running(request, 0)
             return
-        shape = _Shape(request.temperature, request.vocabulary)
+        shape = Shape(request.temperature, request.vocabulary)
         if shape != self._shape:
-            self.llm_engine.apply_model(_SetShape(shape))
+            self.llm_engine.apply_model(SetShape(shape))
             self._shape = shape
         ids = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
         params = SamplingParams(

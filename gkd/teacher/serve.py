@@ -7,6 +7,7 @@ copy of. One engine on the GPUs this process sees. SIGTERM ends it with exit cod
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -16,9 +17,9 @@ from types import FrameType
 
 from gkd.compose import compose
 from gkd.config import Config
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, guarded
 from gkd.teacher.address import Key, endpoint, require_key
-from gkd.vllm_engine import installed_device
+from gkd.vllm_engine import environment, installed_device
 
 # A run names its student and its data together with its teacher; a server has neither.
 _DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none]", "teacher.server_ip=127.0.0.1")
@@ -27,14 +28,7 @@ _DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal; returns the exit code."""
     stop = _Stop()
-    try:
-        return _serve(compose([*_DEFAULTS, *arguments]), stop)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return guarded(lambda: _serve(compose([*_DEFAULTS, *arguments]), stop))
 
 
 def _serve(config: Config, stop: _Stop) -> int:
@@ -50,14 +44,19 @@ def _serve(config: Config, stop: _Stop) -> int:
     key = None if teacher.key_file is None else Key.load_or_create(teacher.key_file)
     require_key(host, key)
     _require_free(host, port)
-    from gkd.data.tokenizer import check_causal_lm, tokenizer_hash
+    from gkd.data.checkpoint import Checkpoint
+    from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
     from gkd.teacher.scoring import VllmEngine
     from gkd.teacher.server import TeacherServer
 
     directory = check_causal_lm(path, "teacher.model.path")
-    digest = tokenizer_hash(directory)
+    tokenizer = load_tokenizer(directory, "teacher.model.path")
+    checkpoint = Checkpoint.read(directory, "teacher.model.path", tokenizer)
+    digest = tokenizer_hash(tokenizer)
+    device = installed_device()
+    os.environ.update(environment(device, config.cluster.cpu_threads))
     print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
-    engine = VllmEngine(directory, teacher, installed_device(), dtype=config.model.dtype)
+    engine = VllmEngine(directory, checkpoint, teacher, device, dtype=config.model.dtype_on(device))
     try:
         server = TeacherServer(engine, digest, host, port, key)
         limits = engine.limits

@@ -5,41 +5,48 @@ from __future__ import annotations
 import threading
 
 from gkd.config import Config
+from gkd.data.checkpoint import Checkpoint
+from gkd.data.tokenizer import load_tokenizer
+from gkd.observability.memory import gpu_memory
 from gkd.teacher.address import Key
-from gkd.vllm_engine import installed_device
+from gkd.vllm_engine import Device
 
 
 class TeacherWorker:
     """Built inside a Ray worker: loads the teacher in ``model_path`` and binds a free port of ``bind_ip``.
 
-    The engine belongs to the thread that builds this object and calls :meth:`serve`; :meth:`address` and :meth:`stop`
-    may be called from others. Raises ConfigError when there is no usable model, or when ``bind_ip`` is not loopback
+    The engine belongs to the thread that builds this object and calls :meth:`serve`; other methods may be called from
+    others. Raises ConfigError when there is no usable model, or when ``bind_ip`` is not loopback
     and there is no ``key``; RunFailed when the engine does not start.
     """
 
     def __init__(
-        self, config: Config, model_path: str, tokenizer_hash: str, rank: int, bind_ip: str, key: Key | None
+        self, config: Config, model_path: str, tokenizer_hash: str, device: Device, bind_ip: str, key: Key | None
     ) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         from gkd.teacher.scoring import VllmEngine
         from gkd.teacher.server import TeacherServer
 
-        self.rank = rank
-        self._stop = threading.Event()
-        self._engine = VllmEngine(model_path, config.teacher, installed_device(), dtype=config.model.dtype)
+        self._engine = VllmEngine(
+            model_path,
+            Checkpoint.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path")),
+            config.teacher,
+            device,
+            dtype=config.model.dtype_on(device),
+        )
         self._server = TeacherServer(self._engine, tokenizer_hash, bind_ip, 0, key)
 
     def address(self) -> str:
         """``tcp://host:port`` for clients."""
         return self._server.address
 
+    def memory(self) -> dict[str, float]:
+        """GPU memory of this engine in GB."""
+        return gpu_memory()
+
     def serve(self) -> None:
-        """Answer requests until :meth:`stop`. Raises RunFailed when the engine fails."""
+        """Answer requests for as long as this process lives. Raises RunFailed when the engine fails."""
         try:
-            self._server.serve(self._stop)
+            self._server.serve(threading.Event())
         finally:
             self._engine.close()
-
-    def stop(self) -> None:
-        """End :meth:`serve` within a second and a forward pass."""
-        self._stop.set()

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import LLM
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-BACKEND = "gkd_tensors"
 
 
 @dataclass
@@ -50,13 +47,6 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-
-
-def register() -> str:
-    """Make the backend known to vLLM, once a process; returns its name for ``weight_transfer_config``."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, TensorTransferEngine)
-    return BACKEND
 
 
 def load(llm: LLM, pieces: Iterable[dict[str, Tensor]], version: int) -> None:

@@ -31,12 +31,17 @@ def config(**actor: object) -> Config:
     return load({"actor": settings, "trainer": {"total_steps": 10}, "cluster": {"cpu_threads": 1}})
 
 
+def put(batch: list[Scored]) -> list[ObjectRef]:
+    """Lists of two samples each, as engines hand them on."""
+    return [ray.put(batch[i : i + 2]) for i in range(0, len(batch), 2)]
+
+
 class Ranks:
     """The actor's ranks as Ray actors, without the pools around them."""
 
     def __init__(self, path: str, world: int, settings: Config) -> None:
         worker = ray.remote(num_cpus=0)(_worker())
-        self.workers = [worker.remote(settings, path, rank, world, True) for rank in range(world)]
+        self.workers = [worker.remote(settings, path, rank, world, "cpu") for rank in range(world)]
         host, port = ray.get(self.workers[0].open_store.remote(), timeout=60)
         ray.get([w.join.remote(host, port) for w in self.workers], timeout=60)
         ray.get([w.load.remote() for w in self.workers], timeout=60)
@@ -46,7 +51,7 @@ class Ranks:
         n = sum(len(s.sample.response_ids) for s in batch)
         parts = share(lengths, len(self.workers))
         calls = [
-            getattr(w, method).remote([refs[i] for i in part], n, *args)
+            getattr(w, method).remote([(refs[i // 2], i % 2) for i in part], n, *args)
             for w, part in zip(self.workers, parts, strict=True)
         ]
         found = ray.get(calls, timeout=120)
@@ -82,7 +87,7 @@ def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int,
     before = ranks[1].weights()
     for step in range(1, STEPS + 1):
         batch = models.scored(9, seed=step)
-        refs = [ray.put(s) for s in batch]
+        refs = put(batch)
         one, two = (ranks[world].run("update", refs, batch, Loss(), step) for world in (1, 2))
         assert one.keys() == two.keys()
         assert two == pytest.approx(one, rel=2e-4), step
@@ -97,14 +102,14 @@ def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int,
 @pytest.mark.parametrize(("name", "k"), [("jsd", 7), ("sampled_reverse_kl", 0)])
 def test_a_rank_without_samples_takes_part(ranks: dict[int, Ranks], name: str, k: int) -> None:
     batch = models.scored(1, k, seed=5)
-    refs = [ray.put(batch[0])]
+    refs = put(batch)
     one, two = (ranks[world].run("update", refs, batch, Loss(name=name), 4) for world in (1, 2))
     assert two == pytest.approx(one, rel=1e-3)
 
 
 def test_evaluate_changes_nothing(ranks: dict[int, Ranks]) -> None:
     batch = models.scored(6, seed=9)
-    refs = [ray.put(s) for s in batch]
+    refs = put(batch)
     before = ranks[1].weights()
     first = ranks[1].run("evaluate", refs, batch, Loss())
     again = ranks[1].run("evaluate", refs, batch, Loss())
@@ -132,7 +137,7 @@ def test_targets_that_are_no_distribution_are_refused(ranks: dict[int, Ranks]) -
     batch = models.scored(2, seed=3)
     batch[0].target.logprobs[:] = float("nan")
     with pytest.raises(ray.exceptions.RayTaskError, match=r"teacher's probability .* is nan"):
-        ranks[1].run("update", [ray.put(s) for s in batch], batch, Loss(), 7)
+        ranks[1].run("update", put(batch), batch, Loss(), 7)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) -> None:
@@ -144,6 +149,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) 
     batch = models.scored(2, seed=3)
     before = ranks[1].weights()
     with pytest.raises(ray.exceptions.RayTaskError, match=r"gradient of step 7 is not finite"):
-        ranks[1].run("update", [ray.put(s) for s in batch], batch, Loss(), 7)
+        ranks[1].run("update", put(batch), batch, Loss(), 7)
     after = ranks[1].weights()
     assert all(torch.equal(before[key], after[key]) for key in before if "model.norm" not in key)

@@ -30,6 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gkd.config import Teacher
+from gkd.data.checkpoint import Checkpoint
 from gkd.teacher.client import Score, TeacherClient
 from gkd.teacher.scoring import VllmEngine
 from gkd.teacher.server import TeacherServer
@@ -95,7 +96,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         make_model(path, options)
         settings = Teacher(max_num_seqs=options.sequences, max_top_k=options.vocabulary, max_model_len=options.length)
-        engine = VllmEngine(path, settings, device)
+        engine = VllmEngine(path, Checkpoint.read(path, "model"), settings, device, dtype="float32")
     server, stop = TeacherServer(engine, "benchmark"), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()

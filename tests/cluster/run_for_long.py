@@ -7,6 +7,7 @@ import sys
 import time
 
 from gkd.cluster import session as session_module
+from gkd.cluster.group import gather
 from gkd.cluster.placement import place
 from gkd.cluster.session import connect
 from gkd.cluster.signals import exit_on_signals
@@ -27,7 +28,7 @@ if __name__ == "__main__":
     with connect(config) as session:
         placement = place(config, session)
         actor = placement.groups["actor"]
-        actor.start_all("tests.cluster.cluster_targets:Echo", [(0,)], timeout_s=60)
+        gather([actor.submit_build("tests.cluster.cluster_targets:Echo", [(0,)])], 60)
         tell(session.directory, *actor.call("spawn_child", timeout_s=60), *(r.pid for r in placement.reports))
         print(assignment_line(placement.reports), flush=True)
         actor.submit("wait_for_flag")

@@ -43,7 +43,7 @@ def test_results_come_in_rank_order_from_the_thread_that_built(groups):
     assert groups["actor"].call("environment", "OMP_NUM_THREADS", timeout_s=20) == ["3"]
     assert rollout.call("environment", "CUDA_DEVICE_ORDER", timeout_s=20) == ["PCI_BUS_ID"] * 2
     with pytest.raises(RunFailed, match="build came after the worker was built"):
-        rollout.start_all(ECHO, [(0,), (1,)], timeout_s=20)
+        gather([rollout.submit_build(ECHO, [(0,), (1,)])], 20)
 
 
 def test_control_gets_through_while_call_is_busy(groups):
@@ -111,7 +111,7 @@ def test_calling_before_building_is_said(placed):
     with pytest.raises(RunFailed, match="rank_times was called before the worker was built"):
         actor.call("rank_times", 1, timeout_s=30)
     with pytest.raises(RunFailed, match="raised ModuleNotFoundError: No module named 'nowhere'"):
-        actor.start_all("nowhere:Thing", [()], timeout_s=30)
+        gather([actor.submit_build("nowhere:Thing", [()])], 30)
 
 
 def test_leaders_of_tensor_parallel_engines_see_all_their_gpus(placed):
@@ -119,7 +119,7 @@ def test_leaders_of_tensor_parallel_engines_see_all_their_gpus(placed):
     ids = [r.cuda_visible_devices for r in rollout.reports]
     engines = rollout.engines(2, timeout_s=30)
     assert len(engines) == 2
-    engines.start_all(ECHO, [(0,), (1,)], timeout_s=30)
+    gather([engines.submit_build(ECHO, [(0,), (1,)])], 30)
     assert engines.call("environment", "CUDA_VISIBLE_DEVICES", timeout_s=30) == [
         f"{ids[0]},{ids[1]}", f"{ids[2]},{ids[3]}",
     ]  # fmt: skip
@@ -130,7 +130,7 @@ def test_children_of_workers_end_with_the_session(cluster):
     config = configuration(1, 1, None)
     with connect(config) as session:
         actor = place(config, session).groups["actor"]
-        actor.start_all(ECHO, [(0,)], timeout_s=30)
+        gather([actor.submit_build(ECHO, [(0,)])], 30)
         (child,) = actor.call("spawn_child", timeout_s=30)
         assert alive(child)
     assert eventually(lambda: not alive(child))

@@ -113,7 +113,7 @@ def test_what_cannot_be_placed_ends_in_one_line(capfd, arguments, said, monkeypa
     assert verify_gpus.main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith("verify_gpus: ")
+    assert err.startswith("error: ")
     assert said in err
     assert err.count("\n") == 1
 

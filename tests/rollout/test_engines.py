@@ -11,12 +11,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from gkd.config import Rollout
+from gkd.data.checkpoint import Checkpoint
 from gkd.rollout.engine import Finished, SamplingEngine
 from gkd.sample import Prompt, Request, Sampling
 from gkd.vllm_engine import engine_arguments, environment
 
 pytestmark = pytest.mark.vllm
 EOS = 1
+N_TOKENS = 90  # of 96 rows; the others are padding
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -53,7 +55,7 @@ def pair(
 
     from gkd.rollout.hf import HFEngine
     from gkd.rollout.vllm import VLLMEngine
-    from gkd.weights import vllm_backend
+    from gkd.weights import vllm_plugin
 
     path = str(tmp_path_factory.mktemp("model"))
     model = make(request.param, seed=0)
@@ -63,15 +65,17 @@ def pair(
         path,
         "cpu",
         Rollout(),
+        dtype="float32",
         max_model_len=64,
         max_num_batched_tokens=128,
         logprobs_mode="processed_logprobs",
         seeded=True,
     )
-    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_backend.register()})
+    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_plugin.register()})
+    described = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
     yield {
-        "vllm": VLLMEngine(llm, [EOS]),
-        "hf": HFEngine(path, [EOS], "cpu", torch.float32, 64),
+        "vllm": VLLMEngine(llm, described),
+        "hf": HFEngine(path, described, "cpu", torch.float32, 64),
         "model": model,
         "tied": request.param,
     }
@@ -80,7 +84,10 @@ def pair(
 
 def requests(sampling: Sampling, n: int = 9) -> list[Request]:
     rng = np.random.default_rng(0)
-    return [Request(Prompt(i, rng.integers(2, 96, 3 + i).astype(np.int32), ""), 0, 100 + i, sampling) for i in range(n)]
+    return [
+        Request(Prompt(i, rng.integers(2, N_TOKENS, 3 + i).astype(np.int32), ""), 0, 100 + i, sampling)
+        for i in range(n)
+    ]
 
 
 def run(engine: SamplingEngine, wanted: list[Request]) -> list[Finished]:
@@ -100,6 +107,7 @@ def worst_difference(model: torch.nn.Module, wanted: list[Request], found: list[
         ids = torch.from_numpy(np.concatenate([prompt, finished.response_ids]).astype(np.int64))
         with torch.no_grad():
             logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float()
+        logits[:, N_TOKENS:] = -torch.inf
         own = (logits / request.sampling.temperature).log_softmax(-1)
         own = own.gather(-1, ids[len(prompt) :, None])[:, 0].numpy()
         worst = max(worst, float(np.abs(own - finished.logprobs).max()))
@@ -117,13 +125,14 @@ def test_logprobs_are_those_of_what_was_sampled_from(pair, name: str, temperatur
         ended = finished.finish_reason == "stop"
         assert ended == (finished.response_ids[-1] == EOS)  # the end token is part of the response
         assert EOS not in finished.response_ids[:-1]
+        assert finished.response_ids.max() < N_TOKENS
         assert ended or len(finished.response_ids) == 12
         assert len(finished.logprobs) == len(finished.response_ids)
 
 
 def test_more_prompts_than_fit_into_one_step(pair) -> None:
     rng = np.random.default_rng(1)
-    prompts = [Prompt(i, rng.integers(2, 96, 50).astype(np.int32), "") for i in range(20)]
+    prompts = [Prompt(i, rng.integers(2, N_TOKENS, 50).astype(np.int32), "") for i in range(20)]
     wanted = [Request(p, 0, 7 + p.id, Sampling(8)) for p in prompts]
     found = run(pair["vllm"], wanted)
     assert worst_difference(pair["model"], wanted, found) < 2e-4
@@ -136,10 +145,11 @@ def test_both_engines_decode_greedily_to_the_same_tokens(pair) -> None:
         assert a.finish_reason == b.finish_reason
 
 
-def test_equal_seeds_give_equal_samples_whatever_runs_beside_them(pair) -> None:
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_equal_seeds_give_equal_samples_whatever_runs_beside_them(pair, name: str) -> None:
     wanted = requests(Sampling(12))
-    together = run(pair["vllm"], wanted)
-    alone = [run(pair["vllm"], [request])[0] for request in wanted]
+    together = run(pair[name], wanted)
+    alone = [run(pair[name], [request])[0] for request in wanted]
     assert [f.response_ids.tolist() for f in together] == [f.response_ids.tolist() for f in alone]
 
 

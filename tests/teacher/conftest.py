@@ -156,9 +156,19 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks."""
+    from gkd.data.checkpoint import Checkpoint
     from gkd.teacher.scoring import VllmEngine
+    from gkd.vllm_engine import environment
 
+    os.environ.update(environment("cpu"))
     settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
-    engine = VllmEngine(str(tiny_llama), settings, "cpu", max_num_batched_tokens=CHUNK)
+    engine = VllmEngine(
+        str(tiny_llama),
+        Checkpoint.read(str(tiny_llama), "teacher.model.path"),
+        settings,
+        "cpu",
+        dtype="float32",
+        max_num_batched_tokens=CHUNK,
+    )
     yield engine
     engine.close()

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from gkd.config import Teacher
+from gkd.data.checkpoint import Checkpoint
+from gkd.errors import ConfigError
 from gkd.sample import Target
-from gkd.teacher.checkpoint import Checkpoint
 from gkd.teacher.client import FULL_VOCABULARY, Generate, Score, TeacherClient, TeacherRefused
 from gkd.teacher.scoring import RESULT_BYTES
 from gkd.teacher.server import TeacherServer
@@ -160,5 +162,14 @@ def test_results_in_the_engine_are_bounded(vllm_engine: Any, monkeypatch: pytest
     assert not requests
 
 
-def test_a_checkpoint_tells_rows_and_end_tokens(tiny_llama: Path) -> None:
-    assert Checkpoint.read(str(tiny_llama)) == Checkpoint(VLLM_VOCABULARY, [2])
+def test_a_checkpoint_tells_rows_positions_and_end_tokens(tiny_llama: Path) -> None:
+    described = Checkpoint(VLLM_VOCABULARY, VLLM_LENGTH, [2], 0)
+    assert Checkpoint.read(str(tiny_llama), "teacher.model.path") == described
+
+
+def test_a_length_beyond_the_positions_is_refused_before_anything_loads(tiny_llama: Path) -> None:
+    from gkd.teacher.scoring import VllmEngine
+
+    described = Checkpoint.read(str(tiny_llama), "teacher.model.path")
+    with pytest.raises(ConfigError, match=r"teacher\.max_model_len=500: the teacher has 128 positions"):
+        VllmEngine(str(tiny_llama), described, Teacher(max_model_len=500), "cpu", dtype="float32")

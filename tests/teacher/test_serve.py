@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from gkd.config import Config, Teacher, TeacherModel
+from gkd.data.checkpoint import Checkpoint
+from gkd.errors import RunFailed
 from gkd.teacher.address import Key
-from gkd.teacher.client import Score, TeacherClient
+from gkd.teacher.client import Score, TeacherClient, TeacherUnavailable
 from tests.teacher.conftest import ROOT, VLLM_LENGTH
 
 
@@ -110,24 +112,24 @@ def test_bad_input_is_told_in_one_line(arguments: list[str], message: str) -> No
 
 
 @pytest.mark.vllm
-def test_a_worker_serves_until_it_is_stopped(
-    tiny_llama: Path, vllm_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the Ray host uses it: built, served on one thread, stopped from another. The engine is the session's."""
+def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the Ray host uses it: built, and served on one thread. The engine is the session's."""
     from gkd.teacher import scoring
     from gkd.teacher.worker import TeacherWorker
 
     closed: list[bool] = []
 
     class Lent:
-        def __init__(self, path: str, settings: Teacher, device: str, *, dtype: str) -> None:
-            assert (path, device, dtype) == (str(tiny_llama), "cpu", "auto")
-            self.limits, self.add, self.busy, self.step = (
-                vllm_engine.limits,
-                vllm_engine.add,
-                vllm_engine.busy,
-                vllm_engine.step,
-            )
+        def __init__(self, path: str, checkpoint: Checkpoint, settings: Teacher, device: str, *, dtype: str) -> None:
+            assert (path, device, dtype) == (str(model), "cpu", "float32")
+            assert (checkpoint.vocabulary, checkpoint.n_tokens, checkpoint.eos_ids) == (96, 96, [2, 95])
+            self.limits, self.busy, self.step = vllm_engine.limits, vllm_engine.busy, vllm_engine.step
+            self.broken = False
+
+        def add(self, key: int, request: Score) -> None:
+            if self.broken:
+                raise MemoryError("no room")
+            vllm_engine.add(key, request)
 
         def close(self) -> None:
             closed.append(True)
@@ -135,13 +137,23 @@ def test_a_worker_serves_until_it_is_stopped(
     monkeypatch.setattr(scoring, "VllmEngine", Lent)
     config = Config(teacher=Teacher(model=TeacherModel(path=None), max_model_len=VLLM_LENGTH))
     key = Key.generate()
-    worker = TeacherWorker(config, str(tiny_llama), "hash", 0, "127.0.0.1", key)
-    thread = threading.Thread(target=worker.serve)
+    worker = TeacherWorker(config, str(model), "hash", "cpu", "127.0.0.1", key)
+    failures: list[RunFailed] = []
+
+    def serve_until_it_fails() -> None:
+        with pytest.raises(RunFailed) as caught:
+            worker.serve()
+        failures.append(caught.value)
+
+    thread = threading.Thread(target=serve_until_it_fails)
     thread.start()
-    client = TeacherClient([worker.address()], "hash", 3, key=key)
+    client = TeacherClient([worker.address()], "hash", 3, key=key, max_attempts=1)
     client.connect(10)
     assert client.submit(Score(np.array([5], np.int32), np.array([7, 8], np.int32), 3)).result(20).ids.shape == (2, 3)
+    worker._engine.broken = True
+    with pytest.raises(TeacherUnavailable):
+        client.submit(Score(np.array([5], np.int32), np.array([7, 8], np.int32), 3)).result(20)
     client.close()
-    worker.stop()
     thread.join(5)
     assert not thread.is_alive() and closed == [True]
+    assert "MemoryError: no room" in str(failures[0])

@@ -1,0 +1,48 @@
+"""What a model directory says of the model, without loading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A causal language model as its configuration describes it.
+
+    ``vocabulary``: rows of logits, padding included. ``positions``: the longest sequence in tokens, None for no limit.
+    ``eos_ids``: tokens that end a response, of the model, its generation settings and its tokenizer together.
+    ``n_tokens``: ids the tokenizer knows, 0 without one; rows from there on are padding.
+    """
+
+    vocabulary: int
+    positions: int | None
+    eos_ids: list[int]
+    n_tokens: int
+
+    @staticmethod
+    def read(path: str, setting: str, tokenizer: Any = None) -> Checkpoint:
+        """Read the configuration in ``path``, a directory or the name of a locally cached model.
+
+        ``tokenizer`` is the model's, where there is one. Raises ConfigError, naming ``setting``, when there is no
+        model. (:func:`gkd.data.tokenizer.check_causal_lm` looks closer.)
+        """
+        from transformers import AutoConfig, GenerationConfig
+
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{setting}={path}: no model can be read there ({reason[:200]})") from None
+        text = config.get_text_config()
+        try:
+            generation = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        except OSError:  # there is no generation_config.json
+            generation = None
+        ends = [generation, config.eos_token_id, text.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+        eos = {int(i) for end in ends if end is not None for i in (end if isinstance(end, list) else [end])}
+        n_tokens = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+        positions = getattr(text, "max_position_embeddings", None)
+        return Checkpoint(int(text.vocab_size), None if positions is None else int(positions), sorted(eos), n_tokens)
