@@ -35,7 +35,7 @@ def groups() -> dict[str, list[str]]:
 def compose(overrides: Sequence[str]) -> Config:
     """Compose conf/config.yaml with Hydra overrides such as ``+recipe=on_policy_distill`` or ``trainer.gpus=0-1``.
 
-    Where no model is named, the built-in task's settings (conf/task/sort_digits.yaml) come in between the recipe's and
+    Where no model is named, the built-in task's settings (conf/task) come in between the recipe's and
     the overrides. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
     # The recipe has no default to override, so Hydra asks for a plus; people forget it.
@@ -47,7 +47,8 @@ def compose(overrides: Sequence[str]) -> Config:
     ConfigStore.instance().store(name="settings", node=OmegaConf.create(defaults))
     config = load(_tree(overrides))
     if config.uses_builtin_task and not any(o.startswith("+task=") for o in overrides):
-        config = load(_tree([*overrides, "+task=sort_digits"]))
+        task = "sort_digits_rewards" if config.algorithm.policy_weight else "sort_digits"
+        config = load(_tree([*overrides, f"+task={task}"]))
     return config
 
 

@@ -13,18 +13,19 @@ from gkd.data.checkpoint import Checkpoint
 from gkd.data.prompts import PromptSet, load_prompts
 from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
+from gkd.rewards.registry import resolve
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Directories of student and teacher (None for an external teacher), tokenized prompts, and what they share.
+    """Directories of the student and, by group, of the models that score; tokenized prompts; what they share.
 
     ``model`` describes the student; ``max_length`` is the number of tokens that a prompt and its response may have
     together.
     """
 
     student: str
-    teacher: str | None
+    judges: dict[str, str]
     tokenizer: Any
     tokenizer_hash: str
     train: PromptSet
@@ -35,22 +36,26 @@ class Inputs:
 
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
-    teacher: str | None
+    for name in config.reward.functions:
+        resolve(name, config.reward)
+    judges: dict[str, str] = {}
     if config.uses_builtin_task:
         made = prepare_builtin(config, say)
-        student, teacher, train, val = made.student, made.teacher, made.train_files, made.val_files
+        student, train, val = made.student, made.train_files, made.val_files
+        if made.teacher is not None:
+            judges["teacher"] = made.teacher
     else:
         assert config.model.path is not None
         student = check_causal_lm(config.model.path, "model.path")
-        served = config.teacher.model.path
-        teacher = None if served is None else check_causal_lm(served, "teacher.model.path")
+        if config.teacher.model.path is not None:
+            judges["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
         train, val = config.data.train_files, config.data.val_files
-    if teacher:
-        check_same_tokenizer(student, teacher)
+    if "teacher" in judges:
+        check_same_tokenizer(student, judges["teacher"])
     tokenizer = load_tokenizer(student)
     models = {"student": Checkpoint.read(student, "model.path", tokenizer)}
-    if teacher:
-        models["teacher"] = Checkpoint.read(teacher, "teacher.model.path")
+    if "teacher" in judges:
+        models["teacher"] = Checkpoint.read(judges["teacher"], "teacher.model.path")
     own = models["student"]
     if own.n_tokens > own.vocabulary:
         raise ConfigError(
@@ -64,10 +69,13 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         if found.n_too_long:
             left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
             say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
-    top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
+    if config.algorithm.kl.coef > 0:
+        judges["reference"] = student
+    if config.algorithm.needs_teacher:
+        top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
     return Inputs(
         student,
-        teacher,
+        judges,
         tokenizer,
         tokenizer_hash(tokenizer),
         train_prompts,

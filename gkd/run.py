@@ -35,12 +35,15 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
         samples = SampleLog(sample_file, config.trainer.n_logged_samples, _decoder(inputs))
         progress.doing("validating")
         before = parts.validation.run()
-        teacher = parts.validation.teacher(system.teacher)
+        teacher = parts.validation.teacher()
         log.write({"step": 0, "epoch": parts.prompts.epoch, **finite(before)})
-        progress.say(f"before training  {report.line(before)}   teacher  {report.line(teacher)}")
+        progress.say(
+            f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
+        )
         after = train(config, parts, log, samples, progress)
         parts.actor.save(str(output / "model"))
-        system.teacher.close()
+        if system.teacher is not None:
+            system.teacher.close()
     summary = report.Summary(before, after, teacher, config.trainer.total_steps, time.monotonic() - started_s)
     report.write(summary, output)
     report.show(summary, output, _next_command(config, output), out)
@@ -65,10 +68,10 @@ def _decoder(inputs: Inputs) -> Callable[[list[int]], str]:
 
 def _next_command(config: Config, output: Path) -> str:
     """What a user would try after this run: the own data after the built-in task, the trained student after that."""
-    if config.uses_builtin_task:
-        return (
-            "your own models and data: python -m gkd.main +recipe=on_policy_distill model.path=DIR "
-            "teacher.model.path=DIR data.train_files=[train.jsonl] data.val_files=[test.jsonl] "
-            "data.prompt_key=question data.answer_key=answer"
-        )
-    return f"go on from here: the same command with model.path={output / 'model'}"
+    if not config.uses_builtin_task:
+        return f"go on from here: the same command with model.path={output / 'model'}"
+    teacher = "teacher.model.path=DIR " if config.algorithm.needs_teacher else ""
+    return (
+        f"your own models and data: python -m gkd.main +recipe={config.recipe} model.path=DIR {teacher}"
+        "data.train_files=[train.jsonl] data.val_files=[test.jsonl] data.prompt_key=question data.answer_key=answer"
+    )

@@ -46,16 +46,26 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request under way, with what the teacher is asked about its response.
+class Judging:
+    """Who judges a response once it is finished.
 
-    ``top_k`` None asks nothing.
+    ``top_k``: what the teacher is asked for, at ``temperature``; None asks it nothing. ``reference``: whether the
+    reference model is asked, at the temperature of the sampling. ``rewards``: whether the reward functions are.
     """
+
+    top_k: int | None = None
+    temperature: float = 1.0
+    reference: bool = False
+    rewards: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request under way."""
 
     key: int
     request: Request
-    top_k: int | None
-    temperature: float = 1.0
+    judging: Judging
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +107,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sample with its target (None for samples that are only looked at); what the actor trains on."""
+    """A sample with what the models said of it; what the actor trains on.
+
+    ``target`` is the teacher's view, ``reference`` [R] the reference model's log-probabilities of the response tokens;
+    None for a model that was not asked.
+    """
 
     sample: Sample
     target: Target | None
+    reference: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +123,15 @@ class Record:
     """What the driver sees of a finished sample: a few numbers and a reference to the rest.
 
     ``key`` names the job it answers; ``worker`` is the engine that sampled it. ``generated_s`` and ``scored_s`` are
-    clock times (``time.time``) at which sampling and scoring ended. The :class:`Scored` is at position ``slot`` of the
+    clock times (``time.time``) at which sampling and judging ended; ``rewards`` what each function gave, or why it
+    gave nothing. The :class:`Scored` is at position ``slot`` of the
     list that the Ray object reference ``ref`` stands for.
     """
 
     key: int
     prompt_id: int
     index: int
+    rewards: dict[str, float | str]
     n_prompt: int
     n_response: int
     finish_reason: str
@@ -129,3 +146,12 @@ class Record:
     def n_tokens(self) -> int:
         """Tokens of prompt and response."""
         return self.n_prompt + self.n_response
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What the actor learns from one sample: ``advantage`` of its tokens, and whether it is ``kept`` in the loss."""
+
+    record: Record
+    advantage: float = 0.0
+    kept: bool = True

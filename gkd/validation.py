@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import wait
-from typing import Any
 
 from gkd.actor.group import ActorGroup
+from gkd.algorithms.top_k import top_k_for_validation
 from gkd.config import Config
 from gkd.errors import RunFailed
-from gkd.rewards.accuracy import accuracy
+from gkd.inputs import Inputs
+from gkd.rewards.accuracy import agreement
 from gkd.rollout.group import RolloutGroup
-from gkd.sample import Int32, Prompt, Request, Sampling
+from gkd.sample import Int32, Judging, Prompt, Request, Sampling
 from gkd.teacher.client import Generate, TeacherClient
 
 SEED = 1  # the same samples' seeds at every validation, so that curves are comparable
@@ -22,42 +23,39 @@ class Validation:
 
     ``val/accuracy`` is the share of greedy answers that are right, measured where the data has answers;
     ``val/reverse_kl`` the mean over response tokens of KL(student || teacher), in nats, on one response a prompt
-    sampled from the student at temperature 1.
+    sampled from the student at temperature 1, measured where there is a teacher.
     """
 
     def __init__(
-        self,
-        config: Config,
-        prompts: Sequence[Prompt],
-        tokenizer: Any,
-        rollout: RolloutGroup,
-        actor: ActorGroup,
-        top_k: int,
+        self, config: Config, inputs: Inputs, rollout: RolloutGroup, actor: ActorGroup, client: TeacherClient | None
     ) -> None:
-        self.config, self.prompts, self.tokenizer = config, prompts, tokenizer
-        self.rollout, self.actor, self.top_k = rollout, actor, top_k
+        self.config, self.prompts, self.tokenizer = config, inputs.val.prompts, inputs.tokenizer
+        self.rollout, self.actor, self.client = rollout, actor, client
+        self.top_k = top_k_for_validation(config, inputs.model.vocabulary)
 
     def run(self) -> dict[str, float]:
         """Measure the student as it is."""
         limit, length = self.config.rollout.timeout_s, self.config.rollout.max_response_length
-        sampled = [Request(p, 0, SEED + i, Sampling(length)) for i, p in enumerate(self.prompts)]
-        records = self.rollout.sample(sampled, self.top_k, 1.0, limit)
-        found = {"val/reverse_kl": self.actor.evaluate(records)["distill/reverse_kl"]}
+        found: dict[str, float] = {}
+        if self.client is not None:
+            sampled = [Request(p, 0, SEED + i, Sampling(length)) for i, p in enumerate(self.prompts)]
+            records = self.rollout.sample(sampled, Judging(self.top_k), limit)
+            found["val/reverse_kl"] = self.actor.evaluate(records)["distill/reverse_kl"]
         asked = [p for p in self.prompts if p.answer is not None]
         if asked:
             greedy = [Request(p, 0, SEED, Sampling(length, temperature=0.0)) for p in asked]
-            answers = self.rollout.fetch(self.rollout.sample(greedy, None, 1.0, limit))
+            answers = self.rollout.fetch(self.rollout.sample(greedy, Judging(), limit))
             by_prompt = {s.sample.request.prompt.id: s.sample.response_ids for s in answers}
             found["val/accuracy"] = self._accuracy([(p, by_prompt[p.id]) for p in asked])
         return found
 
-    def teacher(self, client: TeacherClient) -> dict[str, float]:
+    def teacher(self) -> dict[str, float]:
         """The teacher's accuracy on the same prompts; its divergence from itself is not a measurement."""
         asked = [p for p in self.prompts if p.answer is not None]
-        if not asked:
+        if not asked or self.client is None:
             return {}
         length = self.config.rollout.max_response_length
-        futures = [client.submit(Generate(p.token_ids, length)) for p in asked]
+        futures = [self.client.submit(Generate(p.token_ids, length)) for p in asked]
         limit = self.config.rollout.timeout_s
         _, late = wait(futures, limit)
         if late:
@@ -69,7 +67,7 @@ class Validation:
 
     def _accuracy(self, answers: Sequence[tuple[Prompt, Int32]]) -> float:
         right = [
-            accuracy(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt.answer or "")
+            agreement(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt.answer or "")
             for prompt, ids in answers
         ]
         return sum(right) / len(right)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from gkd.actor.balance import share
-from gkd.cluster.fetch import places_of
+from gkd.algorithms.aggregation import token_weights
 from gkd.cluster.group import Group
 from gkd.config import Config, Loss
-from gkd.sample import Record
+from gkd.sample import Lesson, Record
 from gkd.weights.object_store import Push
 
 
@@ -27,31 +27,51 @@ class ActorGroup:
         found: list[int] = self.group.call("load", timeout_s=limit, what="loading the student")
         return found[0]
 
-    def update(self, records: Sequence[Record], step: int) -> dict[str, float]:
-        """One optimizer step; returns the metrics of the batch."""
-        metrics = self._run("update", records, self.config.algorithm.loss, step)
+    def update(self, lessons: Sequence[Lesson], step: int) -> dict[str, float]:
+        """Learn from a batch: ``actor.update_epochs`` times over its mini-batches, one optimizer step each.
+
+        Returns the mean of the mini-batches' metrics.
+        """
+        settings = self.config.actor
+        size = settings.mini_batch_size or len(lessons)
+        parts = [lessons[i : i + size] for i in range(0, len(lessons), size)]
+        if settings.update_epochs * len(parts) > 1:
+            # The ratios of later updates are against the weights that the first one starts from.
+            for part in parts:
+                shares = self._shares(part)
+                self._call("remember", [([part[i] for i in share],) for share in shares])
+        rows = [self._run("update", part, step) for _ in range(settings.update_epochs) for part in parts]
         self.version += 1
-        return metrics
+        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
     def evaluate(self, records: Sequence[Record]) -> dict[str, float]:
-        """The batch's metrics under the current weights, at temperature 1, without training on it."""
-        loss = self.config.algorithm.loss
-        return self._run("evaluate", records, Loss(name="reverse_kl", top_k=loss.top_k, tail=True))
+        """Distillation metrics of a batch under the current weights, at temperature 1, without training on it."""
+        loss = Loss(name="reverse_kl", top_k=self.config.algorithm.loss.top_k, tail=True)
+        return self._run("evaluate", [Lesson(record) for record in records], loss)
 
-    def _run(self, method: str, records: Sequence[Record], *args: Any) -> dict[str, float]:
-        shares = share([r.n_tokens for r in records], len(self.group.workers))
-        n_positions = sum(r.n_response for r in records)
-        found: list[dict[str, float]] = self.group.call_each(
-            method,
-            [(places_of([records[i] for i in part]), n_positions, *args) for part in shares],
-            timeout_s=self.config.trainer.update_timeout_s,
-        )
-        return found[0]
+    def _run(self, method: str, lessons: Sequence[Lesson], last: Any) -> dict[str, float]:
+        """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
+        lengths = [lesson.record.n_response for lesson in lessons]
+        kept = [lesson.kept for lesson in lessons]
+        limit = self.config.rollout.max_response_length
+        weights = token_weights(lengths, kept, self.config.algorithm.aggregation, limit)
+        args = [
+            ([lessons[i] for i in share], [weights[i] for i in share], sum(lengths), last)
+            for share in self._shares(lessons)
+        ]
+        found: dict[str, float] = self._call(method, args)[0]
+        return found
+
+    def _shares(self, lessons: Sequence[Lesson]) -> list[list[int]]:
+        return share([lesson.record.n_tokens for lesson in lessons], len(self.group))
+
+    def _call(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
+        return self.group.call_each(method, args, timeout_s=self.config.trainer.update_timeout_s)
 
     def publish(self) -> Push:
         """The current weights, ready to be fetched."""
         limit = self.config.weights.timeout_s
-        push: Push = self.group.call("publish", timeout_s=limit)[0]
+        push: Push = self.group.call("publish", self.version, timeout_s=limit)[0]
         return push
 
     def save(self, directory: str) -> None:

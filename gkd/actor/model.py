@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from gkd.actor import attention
 from gkd.actor.packing import MicroBatch
 
-Head = Callable[[Tensor], Tensor]
-Objective = Callable[[Tensor, Head], tuple[Tensor, dict[str, Tensor]]]
+Result = TypeVar("Result")
 
 
 class Student(nn.Module):
@@ -31,7 +30,7 @@ class Student(nn.Module):
         self.lm = lm
         self.packed = lm.config._attn_implementation == attention.NAME
 
-    def forward(self, micro: MicroBatch, objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
         """``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
         return objective(self.hidden(micro)[micro.rows], self.head)
 

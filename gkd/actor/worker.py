@@ -21,16 +21,17 @@ from gkd.actor.balance import pack
 from gkd.actor.model import load, shard
 from gkd.actor.optimizer import adamw, learning_rate
 from gkd.actor.packing import collate
-from gkd.algorithms import on_policy_distill
-from gkd.cluster.fetch import fetch_samples
-from gkd.config import Config, Loss
+from gkd.algorithms.objective import logprobs, objective
+from gkd.cluster.fetch import fetch_samples, places_of
+from gkd.config import Algorithm, Config, Loss
 from gkd.errors import RunFailed
 from gkd.losses.targets import check_targets
 from gkd.observability.memory import gpu_memory
+from gkd.sample import Lesson, Scored
 from gkd.vllm_engine import Device
 from gkd.weights import object_store
 
-Places = Sequence[tuple[Any, int]]
+Metrics = dict[str, float]
 
 
 class ActorWorker:
@@ -45,9 +46,7 @@ class ActorWorker:
         self.dtype = getattr(torch, config.model.dtype_on(device))
         if device == "cpu":
             torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
-        self.version = 0
-        # Only then are the sampler's log-probabilities those of the plain model.
-        self.on_policy = config.rollout.temperature == 1.0 and config.rollout.top_p == 1.0
+        self._old: dict[tuple[Any, int], Tensor] = {}
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: open the rendezvous on a port this process chooses; returns host and port."""
@@ -80,14 +79,25 @@ class ActorWorker:
         self.student, self.optimizer = student, adamw(student, self.config.actor)
         return self.n_parameters
 
-    def update(self, places: Places, n_positions: int, loss: Loss, step: int) -> dict[str, float]:
+    def remember(self, lessons: Sequence[Lesson]) -> None:
+        """Keep the present log-probabilities of these samples' tokens: those their updates start from."""
+        scored = self._fetch(lessons)
+        with torch.no_grad():
+            for part in self._turns([lesson.record.n_tokens for lesson in lessons]):
+                chosen = [scored[i] for i in part]
+                micro = collate(chosen, None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
+                log_q = self.student(micro, logprobs(micro, self.config))
+                pieces = log_q.cpu().split([len(s.sample.response_ids) for s in chosen])
+                self._old |= {_place(lessons[i]): piece for i, piece in zip(part, pieces, strict=True)}
+
+    def update(self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, step: int) -> Metrics:
         """One optimizer step on this rank's share of a batch of ``n_positions`` response tokens over all ranks.
 
-        ``places`` of the samples are those of :func:`gkd.cluster.fetch.places_of`. Returns the metrics of the whole
-        batch. Raises RunFailed on a gradient that is not finite, before anything is changed.
+        ``weights``: that of each token of each lesson in the batch's loss. Returns the metrics of the whole batch.
+        Raises RunFailed on a gradient that is not finite, before anything is changed.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        sums, largest = self._accumulate(places, n_positions, loss, train=True)
+        metrics = self._accumulate(lessons, weights, n_positions, self.config.algorithm, train=True)
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
@@ -96,51 +106,68 @@ class ActorWorker:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.version += 1
-        metrics = self._reduce(sums, largest)
         return {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
 
-    def evaluate(self, places: Places, n_positions: int, loss: Loss) -> dict[str, float]:
-        """The metrics of a batch without training on it; arguments as for :meth:`update`."""
+    def evaluate(self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, loss: Loss) -> Metrics:
+        """The distillation metrics of a batch without training on it; arguments as for :meth:`update`."""
         self.student.eval()
         try:
             with torch.no_grad():
-                return self._reduce(*self._accumulate(places, n_positions, loss, train=False))
+                return self._accumulate(lessons, weights, n_positions, Algorithm(loss=loss), train=False)
         finally:
             self.student.train()
 
     def _accumulate(
-        self, places: Places, n_positions: int, loss: Loss, train: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Forward, and backward when training, over micro-batches; returns sums and largest values of the metrics."""
-        scored = fetch_samples(places, self.config.trainer.update_timeout_s)
-        lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in scored]
-        parts = pack(lengths, self.config.actor.max_tokens_per_micro_batch)
+        self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, algorithm: Algorithm, train: bool
+    ) -> Metrics:
+        """Forward, and backward when training, over micro-batches; the metrics of the batch over all ranks."""
+        scored = self._fetch(lessons)
         # FSDP gathers on all ranks at once, so all take the same turns; and all report the same metrics.
-        known = torch.tensor([len(parts), max((s.target.ids.shape[1] for s in scored if s.target), default=0)])
-        known = known.to(self.device)
-        dist.all_reduce(known, dist.ReduceOp.MAX)
-        turns, top_k = known.tolist()
-        parts += [[]] * (turns - len(parts))
+        top_k = self._agree(max((s.target.ids.shape[1] for s in scored if s.target), default=0))
+        old = [self._old.get(_place(lesson)) for lesson in lessons]
+        remembered = bool(self._agree(int(any(values is not None for values in old)))) and train
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         largest: dict[str, Tensor] = {}
-        for part in parts:
-            micro = collate([scored[i] for i in part], top_k)
-            check_targets(self.vocab_size, micro.targets)
+        for part in self._turns([lesson.record.n_tokens for lesson in lessons]):
+            micro = collate(
+                [scored[i] for i in part],
+                top_k if algorithm.needs_teacher else None,
+                [weights[i] for i in part],
+                [lessons[i].advantage for i in part],
+                [values for i in part if (values := old[i]) is not None] if remembered else None,
+            )
+            if micro.targets is not None:
+                check_targets(self.vocab_size, micro.targets)
             micro = micro.to(self.device)
-            objective = on_policy_distill.objective(micro, loss, self.config.actor.loss_chunk, self.on_policy)
-            total, diagnostics = self.student(micro, objective)
+            evaluate = objective(micro, algorithm, self.config.rollout, self.config.actor.loss_chunk)
+            total, found = self.student(micro, evaluate)
             if train:
-                # FSDP averages gradients over ranks; the loss is a mean over the positions of all of them.
-                (total * (self.world / n_positions)).backward()
-            for name, value in diagnostics.items():
-                if name.endswith("_max"):
-                    largest[name] = torch.maximum(largest.get(name, value), value)
-                else:
-                    sums[name] += value / n_positions
-        return sums, largest
+                # FSDP averages gradients over ranks; the weights are those of the batch of all of them.
+                (total * self.world).backward()
+            for name, value in found.losses.items():
+                sums[name] += value.detach()
+            for name, values in found.sums.items():
+                sums[name] += values.detach().sum() / n_positions
+            for name, value in found.largest.items():
+                largest[name] = torch.maximum(largest.get(name, value), value)
+        return self._reduce(sums, largest)
 
-    def _reduce(self, sums: dict[str, Tensor], largest: dict[str, Tensor]) -> dict[str, float]:
+    def _fetch(self, lessons: Sequence[Lesson]) -> list[Scored]:
+        places = places_of([lesson.record for lesson in lessons])
+        return fetch_samples(places, self.config.trainer.update_timeout_s)
+
+    def _turns(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Micro-batches of this rank, as many as any rank has: the last of them may be empty."""
+        parts = pack(lengths, self.config.actor.max_tokens_per_micro_batch)
+        return parts + [[]] * (self._agree(len(parts)) - len(parts))
+
+    def _agree(self, value: int) -> int:
+        """The largest of all ranks' values. A collective."""
+        known = torch.tensor(value, device=self.device)
+        dist.all_reduce(known, dist.ReduceOp.MAX)
+        return int(known)
+
+    def _reduce(self, sums: dict[str, Tensor], largest: dict[str, Tensor]) -> Metrics:
         """Metrics of all ranks together. Every rank had at least one micro-batch, so all know the same names."""
         found: dict[str, float] = {}
         for values, operation in ((sums, dist.ReduceOp.SUM), (largest, dist.ReduceOp.MAX)):
@@ -151,15 +178,19 @@ class ActorWorker:
                 found.update(zip(names, stacked.tolist(), strict=True))
         return found
 
-    def publish(self) -> object_store.Push | None:
-        """Put the current weights into the object store. A collective; only rank 0 returns the push."""
+    def publish(self, version: int) -> object_store.Push | None:
+        """Put the current weights into the object store. A collective; only rank 0 returns the push.
+
+        What was remembered of the samples of earlier weights is forgotten.
+        """
+        self._old.clear()
         tensors = self.student.full_tensors(self.dtype)
         if self.rank:
             for _ in tensors:
                 pass  # takes part in gathering
             return None
         settings = self.config.weights
-        return object_store.send(tensors, self.version, settings.bucket_mb << 20, settings.checksum)
+        return object_store.send(tensors, version, settings.bucket_mb << 20, settings.checksum)
 
     def save(self, directory: str) -> None:
         """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes."""
@@ -174,3 +205,7 @@ class ActorWorker:
     def memory(self) -> dict[str, float]:
         """GPU memory of this rank in GB."""
         return gpu_memory()
+
+
+def _place(lesson: Lesson) -> tuple[Any, int]:
+    return lesson.record.ref, lesson.record.slot

@@ -141,12 +141,11 @@ def _require_ray_answers(host: str, port: int, address: str) -> None:
 def _plan_private(config: Config) -> tuple[int, int, bool]:
     """GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError when they do not do."""
     asks, cluster = asks_of(config), config.cluster
-    # GPUs that the installed packages cannot compute on are none.
-    uuids = [] if installed_device() == "cpu" else gpu.nvml_uuids()
-    real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids)
+    real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids := gpu.nvml_uuids())
     wanted = max(sum(ask.total for ask in asks), *(max(ask.gpus or (0,)) + 1 for ask in asks))
     n_gpus, simulated, hint = len(real), False, ""
-    if cluster.simulate_gpus == "auto" and not real:
+    # GPUs that the installed packages cannot compute on are as good as none.
+    if cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu"):
         n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True
         if wanted > n_gpus:
             hint = f"cluster.simulate_gpus={wanted} would simulate them all"

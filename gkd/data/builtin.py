@@ -63,7 +63,7 @@ class BuiltinPaths:
     """What a run on the built-in task needs, as its settings would name it."""
 
     student: str
-    teacher: str
+    teacher: str | None
     train_files: list[str]
     val_files: list[str]
 
@@ -106,15 +106,17 @@ def cache_directory(builtin: Builtin) -> Path:
 
 
 def prepare_builtin(config: Config, say: Say) -> BuiltinPaths:
-    """Make what the cache lacks, and return where everything is. ``say`` is told the progress, a line at a time.
+    """Make what the cache lacks, and return where everything is: a teacher only where the algorithm asks one.
 
+    ``say`` is told the progress, a line at a time.
     Models are trained in a process of its own, which ends with this one. Raises RunFailed when it fails.
     """
     cache = cache_directory(config.builtin)
     cache.mkdir(parents=True, exist_ok=True)
     teacher, student = recipes(config.builtin, config.trainer.seed)
     missing: list[ModelRecipe] = []
-    for recipe in (teacher, student):
+    wanted = [teacher, student] if config.algorithm.needs_teacher else [student]
+    for recipe in wanted:
         if recipe.directory(cache).exists():
             say(f"{recipe.name}: cached in {recipe.directory(cache)}")
         else:
@@ -124,7 +126,7 @@ def prepare_builtin(config: Config, say: Say) -> BuiltinPaths:
     data = _make_data(cache, config, say)
     return BuiltinPaths(
         student=str(student.directory(cache)),
-        teacher=str(teacher.directory(cache)),
+        teacher=str(teacher.directory(cache)) if config.algorithm.needs_teacher else None,
         train_files=[str(data / "train.jsonl")],
         val_files=[str(data / "val.jsonl")],
     )

@@ -125,17 +125,16 @@ def _is_message(message: Any) -> bool:
 
 
 class PromptStream:
-    """Endless batches of exactly ``batch_size`` prompts, newly shuffled every epoch.
+    """Prompts without end, newly shuffled every epoch.
 
-    A batch may cross the end of an epoch, and holds a prompt more than once where there are fewer prompts than it
-    needs. The order depends on ``seed`` alone, and ``state`` is all that is needed to go on exactly.
+    What is taken may cross the end of an epoch, and holds a prompt more than once where there are fewer prompts than
+    it needs. The order depends on ``seed`` alone, and ``state`` is all that is needed to go on exactly.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], batch_size: int, seed: int) -> None:
-        if not prompts or batch_size < 1:
-            raise ValueError(f"a stream needs prompts and a batch size, got {len(prompts)} and {batch_size}")
+    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+        if not prompts:
+            raise ValueError("a stream needs prompts")
         self._prompts = prompts
-        self._batch_size = batch_size
         self._seed = seed
         self._drawn = 0
         self._shuffled: tuple[int, NDArray[np.int64]] | None = None
@@ -145,13 +144,11 @@ class PromptStream:
         """Passes over the prompts so far; 1.5 is half-way through the second."""
         return self._drawn / len(self._prompts)
 
-    def __iter__(self) -> Iterator[list[Prompt]]:
-        return self
-
-    def __next__(self) -> list[Prompt]:
-        batch = [self._prompt(self._drawn + i) for i in range(self._batch_size)]
-        self._drawn += self._batch_size
-        return batch
+    def take(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts."""
+        taken = [self._prompt(self._drawn + i) for i in range(n)]
+        self._drawn += n
+        return taken
 
     def state(self) -> dict[str, int]:
         """Where the stream stands: JSON-ready, for :meth:`restore`."""

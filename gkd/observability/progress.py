@@ -89,6 +89,7 @@ class Progress:
         """The line of a step, without what was not measured."""
         parts = [f"step {step}/{self.total}"]
         for label, name, form in (
+            ("reward", "reward/mean", ".3f"),
             ("loss", "distill/loss", ".4f"),
             ("kl", "distill/reverse_kl", ".4f"),
             ("length", "response/length_mean", ".1f"),

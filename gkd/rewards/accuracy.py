@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from gkd.rewards.completion import Completion
 from gkd.rewards.math_equality import math_equal
 
 MARKER = "####"  # GSM8K's, before the final answer
@@ -15,7 +16,14 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
 _WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
 
 
-def accuracy(response: str, answer: str) -> float:
+def accuracy(completion: Completion) -> float:
+    """1.0 when the response gives the reference answer, else 0.0; see :func:`agreement`."""
+    if completion.answer is None:
+        raise ValueError("there is no reference answer")
+    return agreement(completion.response, completion.answer)
+
+
+def agreement(response: str, answer: str) -> float:
     """1.0 when ``response`` gives ``answer``, else 0.0. Never raises, whatever the texts hold.
 
     They agree when they are equal but for white space. An answer with a final-answer marker (``#### 72``) is compared

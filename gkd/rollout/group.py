@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.cluster.group import Group, Pending, memory_of
 from gkd.config import Config
 from gkd.errors import RunFailed
-from gkd.sample import Job, Record, Request, Scored
+from gkd.sample import Job, Judging, Record, Request, Scored
 from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
@@ -28,30 +28,32 @@ class RolloutGroup:
 
     When an engine dies while others live, what it was doing is done again by these; when none is left the run fails.
     What it had finished is not lost: samples belong to this process and stay in the object store of their node.
-    So it is with the teachers: their clients ask another replica, and without any the run fails at once instead of
-    after a deadline.
+    So it is with teachers and references, ``serving`` by group: their clients ask another replica, and without any the
+    run fails at once instead of after a deadline.
     """
 
-    def __init__(self, group: Group, config: Config, teachers: Pending | None) -> None:
+    def __init__(self, group: Group, config: Config, serving: Mapping[str, Pending]) -> None:
         self.group, self.config = group, config
-        # What serves until it fails, by reference: a teacher's name for messages.
-        self._teachers = dict(zip(teachers.refs, teachers.workers, strict=True)) if teachers else {}
+        # What serves until it fails, by reference: the group it belongs to, and its name for messages.
+        self._judges = {
+            ref: (name, who)
+            for name, calls in serving.items()
+            for ref, who in zip(calls.refs, calls.workers, strict=True)
+        }
         self.alive = list(range(len(group)))
         self._next_key = 0
         self._serving = group.submit("serve")  # what it raises comes out of the streams
         self._streams: dict[int, Any] = {i: group.stream(i, "records") for i in self.alive}
 
-    def sample(
-        self, requests: Sequence[Request], top_k: int | None, temperature: float, timeout_s: float
-    ) -> list[Record]:
-        """Have every request sampled, and scored with ``top_k`` at ``temperature`` unless that is None.
+    def sample(self, requests: Sequence[Request], judging: Judging, timeout_s: float) -> list[Record]:
+        """Have every request sampled and judged.
 
         Returns one record a request, in the order of ``requests``. Raises RunFailed when ``timeout_s`` is over or no
         engine is left.
         """
         first = self._next_key
         self._next_key += len(requests)
-        jobs = {first + i: Job(first + i, r, top_k, temperature) for i, r in enumerate(requests)}
+        jobs = {first + i: Job(first + i, r, judging) for i, r in enumerate(requests)}
         waiting = list(reversed(jobs.values()))  # taken from the end
         at_work: dict[int, dict[int, Job]] = {i: {} for i in self.alive}
         found: dict[int, Record] = {}
@@ -84,7 +86,7 @@ class RolloutGroup:
     def _collect(self, deadline: float, timeout_s: float, missing: int) -> list[tuple[int, list[Record] | None]]:
         """Records that have come, by engine; None for an engine that died."""
         by_stream = {stream: engine for engine, stream in self._streams.items()}
-        watched = [*by_stream, *self._teachers]
+        watched = [*by_stream, *self._judges]
         # Samples stay on their node until the actor wants them.
         left = max(0.0, deadline - time.monotonic())
         ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)
@@ -95,8 +97,8 @@ class RolloutGroup:
             )
         found: list[tuple[int, list[Record] | None]] = []
         for stream in ready:
-            if stream in self._teachers:
-                self._lose_teacher(stream)
+            if stream in self._judges:
+                self._lose_judge(stream)
                 continue
             engine = by_stream[stream]
             try:
@@ -131,16 +133,17 @@ class RolloutGroup:
             raise failure
         log.warning("%s; its samples are done again by the other %d engines", failure, len(self.alive))
 
-    def _lose_teacher(self, serving: Any) -> None:
-        who = self._teachers.pop(serving)
+    def _lose_judge(self, serving: Any) -> None:
+        group, who = self._judges.pop(serving)
         try:
             ray.get(serving)
             failure: Exception = RunFailed(f"{who} stopped serving by itself")
         except Exception as error:
             failure = explain(error, who)
-        if not self._teachers:
+        others = sum(name == group for name, _ in self._judges.values())
+        if not others:
             raise failure
-        log.warning("%s; the other %d teachers go on", failure, len(self._teachers))
+        log.warning("%s; %d others of the %s group go on", failure, others, group)
 
     def fetch(self, records: Sequence[Record]) -> list[Scored]:
         """The samples behind records, with the arrays. For the few that the driver looks at."""

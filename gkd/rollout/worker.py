@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from gkd.cluster.failure import one_line
 from gkd.config import Config
 from gkd.data.checkpoint import Checkpoint
+from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.observability.memory import gpu_memory
+from gkd.rewards.completion import Completion
+from gkd.rewards.pool import RewardPool
 from gkd.rollout.engine import Finished, SamplingEngine
 from gkd.sample import Job, Record, Sample, Scored, Target
 from gkd.teacher.client import Score, TeacherClient
@@ -30,20 +35,23 @@ class RolloutWorker:
     ) -> None:
         self.config, self.rank, self.device = config, rank, device
         self.engine = _engine(config, model_path, model, max_length, rank, device)
-        self.teacher: TeacherClient | None = None
+        self.judges: dict[str, TeacherClient] = {}
+        self.tokenizer = load_tokenizer(model_path)
+        self.rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
         self.version = 0
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._out: queue.Queue[tuple[Record, Scored] | BaseException] = queue.Queue()
         self._jobs: dict[int, Job] = {}
         self._intact = True  # whether the engine holds one whole version of the weights
 
-    def connect(self, teacher: dict[str, Any]) -> None:
-        """Shake hands with the teachers; ``teacher`` are the arguments of :class:`gkd.teacher.client.TeacherClient`.
+    def connect(self, judges: Mapping[str, dict[str, Any]]) -> None:
+        """Shake hands with the servers of teacher and reference; arguments by name, of :class:`TeacherClient`.
 
-        Raises ConfigError where student and teacher do not fit together, RunFailed when a teacher does not answer.
+        Raises ConfigError where student and teacher do not fit together, RunFailed when a server does not answer.
         """
-        self.teacher = TeacherClient(**teacher)
-        self.teacher.connect()
+        for name, arguments in judges.items():
+            self.judges[name] = TeacherClient(**arguments)
+            self.judges[name].connect()
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hand over requests; their records come out of :meth:`records`."""
@@ -80,8 +88,8 @@ class RolloutWorker:
             self._out.put(error)
             raise
         finally:
-            if self.teacher is not None:
-                self.teacher.close()
+            for client in self.judges.values():
+                client.close()
 
     def records(self) -> Iterator[list[Scored] | list[Record]]:
         """Finished samples as they come, several at a time where several are there: a list, then that of their records.
@@ -120,21 +128,76 @@ class RolloutWorker:
 
     def _finish(self, job: Job, finished: Finished) -> None:
         sample = Sample(job.request, finished.response_ids, finished.logprobs, self.version, finished.finish_reason)
-        now = time.time()
-        if job.top_k is None:
-            self._out.put(self._record(job, Scored(sample, None), now))
+        now, asked = time.time(), self._ask(job, sample)
+        if not asked:
+            self._deliver(job, sample, now, asked)
             return
-        assert self.teacher is not None, "connect() comes before requests that are to be scored"
-        prompt = job.request.prompt.token_ids
-        future = self.teacher.submit(
-            Score(prompt_ids=prompt, response_ids=sample.response_ids, top_k=job.top_k, temperature=job.temperature)
+        left, lock = [len(asked)], threading.Lock()
+
+        def one_less(_: Future[Any]) -> None:
+            with lock:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                self._deliver(job, sample, now, asked)
+
+        for future in list(asked.values()):
+            future.add_done_callback(one_less)
+
+    def _ask(self, job: Job, sample: Sample) -> dict[str, Future[Any]]:
+        """Start judging a finished sample: by "teacher", by "reference", and by every reward's name."""
+        prompt, judging = job.request.prompt, job.judging
+        asked: dict[str, Future[Any]] = {}
+        if judging.top_k is not None:
+            score = Score(prompt.token_ids, sample.response_ids, judging.top_k, judging.temperature)
+            asked["teacher"] = self.judges["teacher"].submit(score)
+        if judging.reference:
+            score = Score(prompt.token_ids, sample.response_ids, 0, job.request.sampling.temperature)
+            asked["reference"] = self.judges["reference"].submit(score)
+        if judging.rewards:
+            assert self.rewards is not None, "rewards are asked for only where the configuration has them"
+            asked |= self.rewards.submit(
+                Completion(
+                    prompt=prompt.text,
+                    response=self.tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True),
+                    answer=prompt.answer,
+                    n_tokens=len(sample.response_ids),
+                    max_tokens=job.request.sampling.max_tokens,
+                    truncated=sample.finish_reason == "length",
+                )
+            )
+        return asked
+
+    def _deliver(self, job: Job, sample: Sample, generated: float, asked: Mapping[str, Future[Any]]) -> None:
+        """Hand on a sample that all have judged, or the error of a model that could not."""
+        models = {name: asked[name] for name in ("teacher", "reference") if name in asked}
+        failures = [error for error in (future.exception() for future in models.values()) if error is not None]
+        if failures:
+            self._out.put(failures[0])
+            return
+        told: dict[str, Target] = {name: future.result() for name, future in models.items()}
+        reference = told["reference"].token_logprobs if "reference" in told else None
+        rewards = {name: self._reward(future) for name, future in asked.items() if name not in models}
+        record = Record(
+            key=job.key,
+            prompt_id=job.request.prompt.id,
+            index=job.request.index,
+            rewards=rewards,
+            n_prompt=len(job.request.prompt.token_ids),
+            n_response=len(sample.response_ids),
+            finish_reason=sample.finish_reason,
+            version=sample.version,
+            worker=self.rank,
+            generated_s=generated,
+            scored_s=time.time(),
+            slot=0,
         )
+        self._out.put((record, Scored(sample, told.get("teacher"), reference)))
 
-        def deliver(done: Future[Target]) -> None:
-            error = done.exception()
-            self._out.put(error if error is not None else self._record(job, Scored(sample, done.result()), now))
-
-        future.add_done_callback(deliver)
+    def _reward(self, future: Future[float]) -> float | str:
+        """What a reward function gave, or why it gave nothing."""
+        error = future.exception()
+        return future.result() if error is None else f"{type(error).__name__}: {one_line(error)}"
 
     def _load(self, push: object_store.Push, done: Future[int]) -> None:
         try:
@@ -147,23 +210,6 @@ class RolloutWorker:
             done.set_result(push.version)
         except BaseException as error:
             done.set_exception(error)
-
-    def _record(self, job: Job, scored: Scored, generated: float) -> tuple[Record, Scored]:
-        sample = scored.sample
-        record = Record(
-            key=job.key,
-            prompt_id=job.request.prompt.id,
-            index=job.request.index,
-            n_prompt=len(job.request.prompt.token_ids),
-            n_response=len(sample.response_ids),
-            finish_reason=sample.finish_reason,
-            version=sample.version,
-            worker=self.rank,
-            generated_s=generated,
-            scored_s=time.time(),
-            slot=0,
-        )
-        return record, scored
 
 
 def _engine(

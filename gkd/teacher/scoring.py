@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.config import Teacher
+from gkd.config import Scorer
 from gkd.data.checkpoint import Checkpoint
 from gkd.errors import ConfigError, RunFailed
 from gkd.sample import Int32, Target
@@ -57,7 +57,7 @@ class VllmEngine:
         self,
         path: str,
         checkpoint: Checkpoint,
-        settings: Teacher,
+        settings: Scorer,
         device: Device,
         *,
         dtype: Literal["float32", "bfloat16"],

@@ -1,10 +1,11 @@
-"""One teacher of the group: an engine and its server, in a process of their own."""
+"""One engine that scores, of the teacher's group or the reference's, and its server, in a process of their own."""
 
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
-from gkd.config import Config
+from gkd.config import Scorer
 from gkd.data.checkpoint import Checkpoint
 from gkd.data.tokenizer import load_tokenizer
 from gkd.observability.memory import gpu_memory
@@ -13,7 +14,7 @@ from gkd.vllm_engine import Device
 
 
 class TeacherWorker:
-    """Built inside a Ray worker: loads the teacher in ``model_path`` and binds a free port of ``bind_ip``.
+    """Built inside a Ray worker: loads the model in ``model_path`` and binds a free port of ``bind_ip``.
 
     The engine belongs to the thread that builds this object and calls :meth:`serve`; other methods may be called from
     others. Raises ConfigError when there is no usable model, or when ``bind_ip`` is not loopback
@@ -21,7 +22,14 @@ class TeacherWorker:
     """
 
     def __init__(
-        self, config: Config, model_path: str, tokenizer_hash: str, device: Device, bind_ip: str, key: Key | None
+        self,
+        settings: Scorer,
+        dtype: Literal["float32", "bfloat16"],
+        model_path: str,
+        tokenizer_hash: str,
+        device: Device,
+        bind_ip: str,
+        key: Key | None,
     ) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         from gkd.teacher.scoring import VllmEngine
@@ -30,9 +38,9 @@ class TeacherWorker:
         self._engine = VllmEngine(
             model_path,
             Checkpoint.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path")),
-            config.teacher,
+            settings,
             device,
-            dtype=config.model.dtype_on(device),
+            dtype=dtype,
         )
         self._server = TeacherServer(self._engine, tokenizer_hash, bind_ip, 0, key)
 

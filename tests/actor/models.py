@@ -16,7 +16,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from gkd.sample import Prompt, Request, Sample, Sampling, Scored, Target
+from gkd.sample import Lesson, Prompt, Record, Request, Sample, Sampling, Scored, Target
 
 VOCAB = 40
 SHAPE = {
@@ -68,3 +68,10 @@ def scored(n: int, k: int = VOCAB, seed: int = 0) -> list[Scored]:
         sampler = -rng.random(r).astype(np.float32)
         found.append(Scored(Sample(Request(prompt, 0, i, Sampling(12)), response, sampler, 0, "stop"), target))
     return found
+
+
+def lesson(ref: object, slot: int, scored: Scored, advantage: float = 0.0) -> Lesson:
+    """What the driver says of a sample that lies in an object store."""
+    n_prompt, n = len(scored.sample.request.prompt.token_ids), len(scored.sample.response_ids)
+    record = Record(0, 0, 0, {}, n_prompt, n, "stop", 0, 0, 0.0, 0.0, slot, ref)
+    return Lesson(record, advantage)

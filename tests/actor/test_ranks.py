@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
 import torch
-from ray import ObjectRef
 
 from gkd.actor.balance import share
-from gkd.config import Config, Loss, load
-from gkd.sample import Scored
+from gkd.algorithms.aggregation import token_weights
+from gkd.config import Algorithm, Config, Loss, load
+from gkd.sample import Lesson, Scored
 from gkd.weights import object_store
 from tests.actor import models
 
@@ -31,9 +33,10 @@ def config(**actor: object) -> Config:
     return load({"actor": settings, "trainer": {"total_steps": 10}, "cluster": {"cpu_threads": 1}})
 
 
-def put(batch: list[Scored]) -> list[ObjectRef]:
-    """Lists of two samples each, as engines hand them on."""
-    return [ray.put(batch[i : i + 2]) for i in range(0, len(batch), 2)]
+def put(batch: list[Scored]) -> list[Lesson]:
+    """Lists of two samples each in the object store, as engines hand them on; advantages of either sign."""
+    refs = [ray.put(batch[i : i + 2]) for i in range(0, len(batch), 2)]
+    return [models.lesson(refs[i // 2], i % 2, s, (-1.0) ** i) for i, s in enumerate(batch)]
 
 
 class Ranks:
@@ -46,26 +49,40 @@ class Ranks:
         ray.get([w.join.remote(host, port) for w in self.workers], timeout=60)
         ray.get([w.load.remote() for w in self.workers], timeout=60)
 
-    def run(self, method: str, refs: list[ObjectRef], batch: list[Scored], *args: object) -> dict[str, float]:
-        lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in batch]
-        n = sum(len(s.sample.response_ids) for s in batch)
-        parts = share(lengths, len(self.workers))
-        calls = [
-            getattr(w, method).remote([(refs[i // 2], i % 2) for i in part], n, *args)
-            for w, part in zip(self.workers, parts, strict=True)
-        ]
+    def run(self, method: str, lessons: list[Lesson], *last: object) -> dict[str, float]:
+        """Call a method of all ranks with their shares of a batch."""
+        lengths = [lesson.record.n_response for lesson in lessons]
+        weights = token_weights(lengths, [True] * len(lessons), "sequence_mean", 12)
+        shares = share([lesson.record.n_tokens for lesson in lessons], len(self.workers))
+        calls = []
+        for worker, part in zip(self.workers, shares, strict=True):
+            args = ([weights[i] for i in part], sum(lengths), *last) if last else ()
+            calls.append(getattr(worker, method).remote([lessons[i] for i in part], *args))
         found = ray.get(calls, timeout=120)
         assert all(f == found[0] for f in found)  # every rank knows the metrics of the whole batch
         return found[0]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        pushes = ray.get([w.publish.remote() for w in self.workers], timeout=60)
+        pushes = ray.get([w.publish.remote(1) for w in self.workers], timeout=60)
         assert all(push is None for push in pushes[1:])
         return {name: t for piece in object_store.receive(pushes[0], 60) for name, t in piece.items()}
 
     def end(self) -> None:
         for worker in self.workers:
             ray.kill(worker)
+
+
+@contextmanager
+def using(ranks: dict[int, Ranks], algorithm: dict[str, object]) -> Iterator[None]:
+    """Have all workers optimise something else for a while."""
+
+    def change(worker: object, wanted: dict[str, object]) -> None:
+        worker.config = worker.config.model_copy(update={"algorithm": Algorithm.model_validate(wanted)})
+
+    for wanted in (algorithm, {}):
+        ray.get([w.__ray_call__.remote(change, wanted) for g in ranks.values() for w in g.workers], timeout=60)
+        if wanted is algorithm:
+            yield
 
 
 def _worker() -> type:
@@ -86,9 +103,8 @@ def ranks(local_ray: None, model_path: str) -> Iterator[dict[int, Ranks]]:
 def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int, Ranks]) -> None:
     before = ranks[1].weights()
     for step in range(1, STEPS + 1):
-        batch = models.scored(9, seed=step)
-        refs = put(batch)
-        one, two = (ranks[world].run("update", refs, batch, Loss(), step) for world in (1, 2))
+        batch = put(models.scored(9, seed=step))
+        one, two = (ranks[world].run("update", batch, step) for world in (1, 2))
         assert one.keys() == two.keys()
         assert two == pytest.approx(one, rel=2e-4), step
         assert {"distill/loss", "distill/reverse_kl", "actor/grad_norm", "actor/lr", "mismatch/kl"} <= one.keys()
@@ -101,18 +117,34 @@ def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int,
 
 @pytest.mark.parametrize(("name", "k"), [("jsd", 7), ("sampled_reverse_kl", 0)])
 def test_a_rank_without_samples_takes_part(ranks: dict[int, Ranks], name: str, k: int) -> None:
-    batch = models.scored(1, k, seed=5)
-    refs = put(batch)
-    one, two = (ranks[world].run("update", refs, batch, Loss(name=name), 4) for world in (1, 2))
+    batch = put(models.scored(1, k, seed=5))
+    with using(ranks, {"loss": {"name": name}}):
+        one, two = (ranks[world].run("update", batch, 4) for world in (1, 2))
     assert two == pytest.approx(one, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_two_ranks_learn_from_rewards_as_one_does(ranks: dict[int, Ranks], name: str) -> None:
+    """Two updates of one batch: the second one's ratios are against what the first one started from."""
+    samples = models.scored(5, seed=6)
+    batch = put([dataclasses.replace(s, target=None, reference=s.sample.logprobs) for s in samples])
+    with using(ranks, {"name": name, "kl": {"coef": 0.1}, "policy": {"clip_low": 0.5, "clip_high": 0.5}}):
+        for world in (1, 2):
+            ranks[world].run("remember", batch)
+        first, again = ([ranks[world].run("update", batch, 5) for world in (1, 2)] for _ in range(2))
+    for one, two in (first, again):
+        assert two == pytest.approx(one, rel=2e-3, abs=1e-5)
+        assert {"actor/policy_loss", "actor/kl_loss", "actor/clip_fraction", "mismatch/kl"} <= one.keys()
+    # The sampler's disagreement is with the weights that the batch started from, so the second update's is the same.
+    assert again[0]["mismatch/kl"] == pytest.approx(first[0]["mismatch/kl"], rel=1e-6)
+    assert again[0]["actor/policy_loss"] != pytest.approx(first[0]["actor/policy_loss"], rel=1e-3)
+
+
 def test_evaluate_changes_nothing(ranks: dict[int, Ranks]) -> None:
-    batch = models.scored(6, seed=9)
-    refs = put(batch)
+    batch = put(models.scored(6, seed=9))
     before = ranks[1].weights()
-    first = ranks[1].run("evaluate", refs, batch, Loss())
-    again = ranks[1].run("evaluate", refs, batch, Loss())
+    first = ranks[1].run("evaluate", batch, Loss())
+    again = ranks[1].run("evaluate", batch, Loss())
     assert first == again
     after = ranks[1].weights()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -137,7 +169,7 @@ def test_targets_that_are_no_distribution_are_refused(ranks: dict[int, Ranks]) -
     batch = models.scored(2, seed=3)
     batch[0].target.logprobs[:] = float("nan")
     with pytest.raises(ray.exceptions.RayTaskError, match=r"teacher's probability .* is nan"):
-        ranks[1].run("update", put(batch), batch, Loss(), 7)
+        ranks[1].run("update", put(batch), 7)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) -> None:
@@ -149,6 +181,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) 
     batch = models.scored(2, seed=3)
     before = ranks[1].weights()
     with pytest.raises(ray.exceptions.RayTaskError, match=r"gradient of step 7 is not finite"):
-        ranks[1].run("update", put(batch), batch, Loss(), 7)
+        ranks[1].run("update", put(batch), 7)
     after = ranks[1].weights()
     assert all(torch.equal(before[key], after[key]) for key in before if "model.norm" not in key)

@@ -21,7 +21,7 @@ def test_groups_take_gpus_in_order_on_one_node(placed):
     assert device_ids(placement) == {"actor": [0], "rollout": [1, 2, 3], "teacher": [4, 5, 6, 7]}
     assert len({r.node for r in placement.reports}) == 1
     assert len({r.pid for r in placement.reports}) == 8
-    assert all(r.simulated and r.cuda_visible_devices == r.ray_gpu_ids[0] for r in placement.reports)
+    assert all(r.device == "cpu" and r.cuda_visible_devices == r.ray_gpu_ids[0] for r in placement.reports)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
     out, err = wrong.communicate(timeout=120)
     assert wrong.returncode == 1
     assert last_line(out) == "GPU Assignments: ['0', '1', '2']"
-    (line,) = [line for line in err.splitlines() if line.startswith("verify_gpus:")]
+    (line,) = [line for line in err.splitlines() if line.startswith("failed: ")]
     assert "rollout rank 0" in line
     assert "teacher rank 0" in line
     assert line.endswith(f"share GPU {gpus[1]}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +155,8 @@ def prompts(n: int) -> list[Prompt]:
     return [Prompt(id=i, token_ids=np.array([i], dtype=np.int32), text=str(i)) for i in range(n)]
 
 
-def ids(stream: PromptStream, n_batches: int) -> list[list[int]]:
-    return [[prompt.id for prompt in batch] for batch in islice(stream, n_batches)]
+def ids(stream: PromptStream, size: int, n_batches: int) -> list[list[int]]:
+    return [[prompt.id for prompt in stream.take(size)] for _ in range(n_batches)]
 
 
 SIZES = st.integers(min_value=1, max_value=20)
@@ -167,8 +166,8 @@ SEEDS = st.integers(min_value=0, max_value=2**32)
 @settings(deadline=None)  # a busy machine is not a failure
 @given(n=SIZES, batch_size=SIZES, seed=SEEDS, n_batches=SIZES)
 def test_every_epoch_holds_every_prompt_once(n: int, batch_size: int, seed: int, n_batches: int) -> None:
-    stream = PromptStream(prompts(n), batch_size, seed)
-    batches = ids(stream, n_batches)
+    stream = PromptStream(prompts(n), seed)
+    batches = ids(stream, batch_size, n_batches)
     assert all(len(batch) == batch_size for batch in batches)
     drawn = [i for batch in batches for i in batch]
     for start in range(0, len(drawn) - n + 1, n):
@@ -179,25 +178,25 @@ def test_every_epoch_holds_every_prompt_once(n: int, batch_size: int, seed: int,
 @settings(deadline=None)  # a busy machine is not a failure
 @given(n=SIZES, batch_size=SIZES, seed=SEEDS, before=SIZES, after=SIZES)
 def test_a_restored_stream_goes_on_exactly(n: int, batch_size: int, seed: int, before: int, after: int) -> None:
-    stream = PromptStream(prompts(n), batch_size, seed)
-    ids(stream, before)
+    stream = PromptStream(prompts(n), seed)
+    ids(stream, batch_size, before)
     state = json.loads(json.dumps(stream.state()))
-    again = PromptStream(prompts(n), batch_size, seed)
+    again = PromptStream(prompts(n), seed)
     again.restore(state)
-    assert ids(again, after) == ids(stream, after)
+    assert ids(again, batch_size, after) == ids(stream, batch_size, after)
     assert again.epoch == stream.epoch
 
 
 def test_seed_and_epoch_change_the_order() -> None:
-    first, second = ids(PromptStream(prompts(50), 50, 0), 2)
+    first, second = ids(PromptStream(prompts(50), 0), 50, 2)
     assert first != second
-    assert [first, second] == ids(PromptStream(prompts(50), 50, 0), 2)
-    assert first != ids(PromptStream(prompts(50), 50, 1), 1)[0]
+    assert [first, second] == ids(PromptStream(prompts(50), 0), 50, 2)
+    assert first != ids(PromptStream(prompts(50), 1), 50, 1)[0]
 
 
 def test_a_state_of_other_prompts_or_another_seed_is_refused() -> None:
-    state = PromptStream(prompts(5), 2, 0).state()
+    state = PromptStream(prompts(5), 0).state()
     with pytest.raises(ConfigError, match="n_prompts=5, this run n_prompts=6"):
-        PromptStream(prompts(6), 2, 0).restore(state)
+        PromptStream(prompts(6), 0).restore(state)
     with pytest.raises(ConfigError, match="seed=0, this run seed=1"):
-        PromptStream(prompts(5), 2, 1).restore(state)
+        PromptStream(prompts(5), 1).restore(state)

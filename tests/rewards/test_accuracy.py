@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.rewards.accuracy import accuracy
+from gkd.rewards.accuracy import agreement as accuracy
 from gkd.rewards.math_equality import MathJudge
 
 GSM8K = "She sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = 72.\n#### 72"

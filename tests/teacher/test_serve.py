@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.config import Config, Teacher, TeacherModel
+from gkd.config import Teacher
 from gkd.data.checkpoint import Checkpoint
 from gkd.errors import RunFailed
 from gkd.teacher.address import Key
@@ -135,9 +135,9 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
             closed.append(True)
 
     monkeypatch.setattr(scoring, "VllmEngine", Lent)
-    config = Config(teacher=Teacher(model=TeacherModel(path=None), max_model_len=VLLM_LENGTH))
+    settings = Teacher(max_model_len=VLLM_LENGTH)
     key = Key.generate()
-    worker = TeacherWorker(config, str(model), "hash", "cpu", "127.0.0.1", key)
+    worker = TeacherWorker(settings, "float32", str(model), "hash", "cpu", "127.0.0.1", key)
     failures: list[RunFailed] = []
 
     def serve_until_it_fails() -> None:

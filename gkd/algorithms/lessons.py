@@ -1,0 +1,82 @@
+"""From judged samples to what the actor learns from them. On the driver: a few numbers a sample."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from gkd.algorithms.advantages import group_advantages, with_overlong
+from gkd.config import Config
+from gkd.errors import RunFailed
+from gkd.sample import Lesson, Record
+
+log = logging.getLogger("gkd")
+
+
+def groups_of(config: Config, records: Sequence[Record]) -> list[int]:
+    """The group of each of a batch's records: ``rollout.n`` neighbours belong to one prompt."""
+    return [position // config.rollout.n for position in range(len(records))]
+
+
+def rewards_of(config: Config, records: Sequence[Record]) -> list[float]:
+    """What each sample is worth: the weighted sum of its rewards, after what is said of overlong responses.
+
+    A function that gave nothing counts as ``reward.failed``.
+    """
+    weights, failed = config.reward.weight_of(), config.reward.failed
+    limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
+
+    def worth(record: Record) -> float:
+        values = {name: failed if isinstance(given, str) else given for name, given in record.rewards.items()}
+        return with_overlong(record, sum(weights[name] * v for name, v in values.items()), limit, overlong)
+
+    return [worth(record) for record in records]
+
+
+def lessons_of(config: Config, records: Sequence[Record]) -> tuple[list[Lesson], dict[str, float]]:
+    """Lessons of a batch, ``rollout.n`` neighbours of one prompt each, and reward/* and advantage/*.
+
+    Raises RunFailed when a reward function failed on more than ``reward.max_failed_share`` of the samples.
+    """
+    algorithm = config.algorithm
+    kept = [algorithm.overlong.action != "mask" or record.finish_reason != "length" for record in records]
+    if not algorithm.policy_weight:
+        return [Lesson(record, 0.0, keep) for record, keep in zip(records, kept, strict=True)], {}
+    metrics = _by_function(config, records)
+    rewards = rewards_of(config, records)
+    advantages = group_advantages(rewards, groups_of(config, records), algorithm.advantage.divide_by_std)
+    lessons = [
+        Lesson(record, float(advantage), keep)
+        for record, advantage, keep in zip(records, advantages, kept, strict=True)
+    ]
+    equal = np.abs(advantages.reshape(-1, config.rollout.n)).max(1) == 0
+    metrics |= {
+        "reward/mean": float(np.mean(rewards)),
+        "reward/std": float(np.std(rewards)),
+        "reward/equal_groups": float(equal.mean()),
+        "advantage/mean": float(advantages.mean()),
+        "advantage/std": float(advantages.std()),
+    }
+    return lessons, metrics
+
+
+def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
+    """reward/NAME/mean and reward/NAME/failed (a share); a user's function goes by its own name."""
+    metrics: dict[str, float] = {}
+    for name in config.reward.functions:
+        given = [record.rewards[name] for record in records]
+        values = [value for value in given if not isinstance(value, str)]
+        reasons = [reason for reason in given if isinstance(reason, str)]
+        label = name.rpartition(":")[2]
+        if values:
+            metrics[f"reward/{label}/mean"] = float(np.mean(values))
+        metrics[f"reward/{label}/failed"] = len(reasons) / len(given)
+        if not reasons:
+            continue
+        told = f"reward {name} failed on {len(reasons)} of {len(given)} samples, for example: {reasons[0]}"
+        if len(reasons) > config.reward.max_failed_share * len(given):
+            raise RunFailed(f"{told} (reward.max_failed_share={config.reward.max_failed_share:g})")
+        log.warning(told)
+    return metrics

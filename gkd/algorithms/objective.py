@@ -1,0 +1,95 @@
+"""The loss of a micro-batch: distillation, policy gradient, penalty, whichever the algorithm has, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gkd.actor.packing import MicroBatch
+from gkd.algorithms import on_policy_distill, policy
+from gkd.config import Algorithm, Config, Rollout
+from gkd.losses.chunked import Values, chunked
+from gkd.losses.policy_gradient import kl_penalty
+
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Metrics of a micro-batch by name: shares of the batch's ``losses``, ``sums`` over tokens, and ``largest``."""
+
+    losses: Values = field(default_factory=dict)
+    sums: Values = field(default_factory=dict)
+    largest: Values = field(default_factory=dict)
+
+
+Objective = Callable[[Tensor, Head], tuple[Tensor, Measured]]
+
+
+def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: int) -> Objective:
+    """What the student minimises on ``micro``: the weighted sum of its tokens' losses.
+
+    The head sees ``chunk`` positions at a time. Distillation compares at ``algorithm.loss.temperature``, everything
+    that looks at the sampled tokens alone at the temperature they were sampled at.
+    """
+    needs_policy = algorithm.policy_weight > 0 or algorithm.kl.coef > 0
+
+    def values_at(logits: Tensor, start: int) -> Values:
+        found: Values = {}
+        if algorithm.distils:
+            found |= on_policy_distill.values_at(logits, start, micro, algorithm.loss)
+        if needs_policy:
+            found |= policy.values_at(logits, start, micro, rollout.temperature)
+        return found
+
+    def evaluate(hidden: Tensor, head: Head) -> tuple[Tensor, Measured]:
+        found = chunked(hidden, head, values_at, chunk)
+        log_q = found.pop("token_logprobs")
+        losses: Values = {}
+        sums: Values = {"actor/entropy": found.pop("entropy")}
+        if algorithm.distils:
+            losses["distill/loss"] = found.pop("distill")
+            sums |= {f"distill/{name}": value for name, value in found.items()}
+        if algorithm.policy_weight:
+            values, watched = policy.policy_loss(micro, log_q, algorithm)
+            losses["actor/policy_loss"] = algorithm.policy_weight * values
+            sums |= watched
+        if algorithm.kl.coef:
+            assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
+            penalty = kl_penalty(log_q, micro.reference_logprobs, algorithm.kl.estimator)
+            losses["actor/kl_loss"] = algorithm.kl.coef * penalty
+            sums["actor/kl_reference"] = penalty
+        parts = {name: (values * micro.weights).sum() for name, values in losses.items()}
+        total = sum(parts.values(), start=hidden.new_zeros(()))
+        measured = Measured({"actor/loss": total, **parts}, sums)
+        # Only then are the sampler's log-probabilities those of the distribution the trainer computes.
+        same_temperature = needs_policy or rollout.temperature == 1.0
+        if same_temperature and rollout.top_p == 1.0:
+            old = log_q if micro.old_logprobs is None else micro.old_logprobs
+            add_mismatch(measured, old.detach(), micro.sampler_logprobs)
+        return total, measured
+
+    return evaluate
+
+
+def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, Head], Tensor]:
+    """Instead of an objective: the response tokens' log-probabilities at the temperature they were sampled at, [N]."""
+
+    def values_at(logits: Tensor, start: int) -> Values:
+        return {"logprobs": policy.values_at(logits, start, micro, config.rollout.temperature)["token_logprobs"]}
+
+    return lambda hidden, head: chunked(hidden, head, values_at, config.actor.loss_chunk)["logprobs"]
+
+
+def add_mismatch(measured: Measured, trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> None:
+    """How far trainer and sampler disagree on the same weights, over N tokens.
+
+    KL(sampler || trainer) by the k3 estimate r - 1 - log r with r = trainer / sampler (Schulman, 2020).
+    """
+    log_ratio = trainer_logprobs - sampler_logprobs
+    ratio = log_ratio.exp()
+    measured.sums["mismatch/kl"] = ratio - 1 - log_ratio
+    measured.sums["mismatch/is_ratio_mean"] = ratio
+    measured.largest["mismatch/is_ratio_max"] = ratio.max() if len(ratio) else ratio.sum()

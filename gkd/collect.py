@@ -1,0 +1,68 @@
+"""One step's samples: prompts to the engines, judged samples back, again until the batch is full."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from gkd.algorithms.advantages import groups_that_differ
+from gkd.algorithms.lessons import groups_of, rewards_of
+from gkd.algorithms.top_k import top_k_wanted
+from gkd.config import Config
+from gkd.data.prompts import PromptStream
+from gkd.rollout.group import RolloutGroup
+from gkd.sample import Judging, Prompt, Record, Request, Sampling
+
+
+def collect(config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_size: int, step: int) -> list[Record]:
+    """Judged samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
+
+    With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
+    ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups.
+    """
+    judging = judging_wanted(config, vocab_size)
+    batch, n, rounds = config.trainer.batch_size, config.rollout.n, config.algorithm.dynamic_sampling.max_rounds
+    useful: list[Record] = []
+    spare: list[Record] = []
+    for round_ in range(rounds if config.algorithm.policy_weight else 1):
+        missing = batch - len(useful) // n
+        wanted = responses_wanted(config, prompts.take(missing), step, first=round_ * batch)
+        records = rollout.sample(wanted, judging, config.rollout.timeout_s)
+        if rounds == 1 or not config.algorithm.policy_weight:
+            return records
+        groups = groups_of(config, records)
+        good = groups_that_differ(rewards_of(config, records), groups)
+        useful += [record for record, group in zip(records, groups, strict=True) if group in good]
+        spare += [record for record, group in zip(records, groups, strict=True) if group not in good]
+        if len(useful) == batch * n:
+            break
+    return (useful + spare)[: batch * n]
+
+
+def judging_wanted(config: Config, vocab_size: int) -> Judging:
+    """Who judges a training sample."""
+    algorithm = config.algorithm
+    return Judging(
+        top_k=top_k_wanted(config, vocab_size) if algorithm.needs_teacher else None,
+        temperature=algorithm.loss.temperature if algorithm.distils else config.rollout.temperature,
+        reference=algorithm.kl.coef > 0,
+        rewards=algorithm.policy_weight > 0,
+    )
+
+
+def responses_wanted(config: Config, prompts: Sequence[Prompt], step: int, first: int = 0) -> list[Request]:
+    """``rollout.n`` requests a prompt, each with a seed of its own that depends on nothing but its place in the run.
+
+    ``first``: the place in the step of the first of these prompts.
+    """
+    sampling = Sampling(config.rollout.max_response_length, config.rollout.temperature, config.rollout.top_p)
+    return [
+        Request(prompt, index, seed_of(config.trainer.seed, step, place, index), sampling)
+        for place, prompt in enumerate(prompts, start=first)
+        for index in range(config.rollout.n)
+    ]
+
+
+def seed_of(*place: int) -> int:
+    """A 31-bit seed from a place in the run, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=4).digest()) >> 1

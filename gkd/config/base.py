@@ -1,0 +1,99 @@
+"""What every section of the configuration is, and the pools of GPUs that groups of workers ask for."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def parse_gpus(value: Any) -> list[int] | None:
+    """GPU indices on each node from a range ``0-1``, a list ``'4,5,6,7'`` or ``[4, 5]``, or a number ``7``.
+
+    Returns them sorted, or None for None. Raises ValueError on anything else, on a repeated or a negative index.
+    """
+    if value is None:
+        return None
+    parts = value if isinstance(value, list) else str(value).split(",")
+    if not parts:
+        raise ValueError("the list of GPUs is empty")
+    found: list[int] = []
+    for part in parts:
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part))
+        if match is None:
+            raise ValueError("expected a range such as 0-3, a list such as '4,5,6,7', or one number")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"the range {first}-{last} runs backwards")
+        if last - first >= 1024:
+            raise ValueError(f"the range {first}-{last} names more GPUs than any node has")
+        found += range(first, last + 1)
+    if len(set(found)) != len(found):
+        raise ValueError("an index is named twice")
+    return sorted(found)
+
+
+GpuRange = Annotated[list[int] | None, BeforeValidator(parse_gpus)]
+
+
+class Settings(BaseModel):
+    """Base of every section: unknown keys are refused, values keep their YAML types, nothing changes afterwards."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class Pool(Settings):
+    """GPUs of one group of workers: ``n_gpus_per_node`` on each of ``nnodes`` nodes, one worker a GPU."""
+
+    n_gpus_per_node: int = Field(
+        1,
+        ge=1,
+        description="GPUs of this group on each node, one worker a GPU; null: as many as gpus names, or 1",
+    )
+    nnodes: int = Field(1, ge=1, description="nodes this group spans")
+    gpus: GpuRange = Field(
+        None, description="exact GPU indices on each node: 0-1, '4,5,6,7' or 7; null: the next free ones"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_from_range(cls, values: Any) -> Any:
+        # A range says how many GPUs there are, so the count need not be written twice.
+        if not isinstance(values, dict) or values.get("n_gpus_per_node") is not None:
+            return values
+        try:
+            found = parse_gpus(values.get("gpus"))
+        except ValueError:  # the field's own check names the key
+            found = None
+        return {**values, "n_gpus_per_node": len(found or [0])}
+
+    @model_validator(mode="after")
+    def _range_and_count_agree(self) -> Pool:
+        if self.gpus is not None and len(self.gpus) != self.n_gpus_per_node:
+            raise ValueError(f"gpus names {len(self.gpus)} GPUs but n_gpus_per_node is {self.n_gpus_per_node}")
+        return self
+
+    @property
+    def n_workers(self) -> int:
+        """Workers of the group over all its nodes."""
+        return self.n_gpus_per_node * self.nnodes
+
+
+class Engine(Pool):
+    """A pool of vLLM engines, one for every ``tensor_parallel_size`` GPUs."""
+
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs one engine spans; divides n_gpus_per_node")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of a GPU's memory the engine may use")
+    kv_cache_gb: int = Field(1, ge=1, description="size of the key-value cache of an engine on a CPU, GiB")
+    max_num_seqs: int = Field(128, ge=1, description="sequences one engine works on at the same time")
+    enforce_eager: bool = Field(False, description="no CUDA graphs and no compilation on a GPU; a CPU never has them")
+
+    @model_validator(mode="after")
+    def _engines_fill_the_pool(self) -> Engine:
+        if self.n_gpus_per_node % self.tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} does not divide "
+                f"n_gpus_per_node={self.n_gpus_per_node}"
+            )
+        return self

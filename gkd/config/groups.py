@@ -1,0 +1,174 @@
+"""Models, data, and the groups of workers: actor, rollout, teacher, reference."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gkd.config.base import Engine, Pool, Settings
+
+MAX_AUTO_SIMULATED_GPUS = 8
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[list[str], BeforeValidator(_as_list)]
+
+
+class Model(Settings):
+    """The student."""
+
+    path: str | None = Field(
+        None, description="directory of a Hugging Face causal language model, or a name in the local cache; "
+        "null: the built-in task's student"
+    )  # fmt: skip
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="type the models compute in; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+
+    def dtype_on(self, device: Literal["cpu", "cuda"]) -> Literal["float32", "bfloat16"]:
+        """What ``dtype`` means on a device. On a CPU bfloat16 is six times slower than float32."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if device == "cpu" else "bfloat16"
+
+
+class TeacherModel(Settings):
+    """Which model the teacher serves."""
+
+    path: str | None = Field(
+        None, description="directory or locally cached name of the teacher; null: the built-in task's"
+    )
+
+
+class Scorer(Engine):
+    """vLLM engines behind a ZeroMQ server that score what was sampled."""
+
+    max_top_k: int = Field(32768, ge=1, description="largest K a request may ask for; the full vocabulary counts too")
+    max_model_len: int | None = Field(None, ge=2, description="longest sequence scored, tokens; null: the model's own")
+    request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
+    max_num_seqs: int = Field(32, ge=1, description="sequences one engine scores at the same time")
+    max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
+    heartbeat_s: float = Field(2.0, gt=0, description="interval of heartbeats; three missed put a replica out")
+
+
+class Teacher(Scorer):
+    """The model that the student is to become like, in a pool of its own or outside the cluster."""
+
+    model: TeacherModel = TeacherModel()
+    server_ip: str | None = Field(
+        None, description="host or comma-separated hosts of an external teacher, used instead of a pool; "
+        "for gkd.teacher.serve the address to listen on"
+    )  # fmt: skip
+    server_port: int = Field(15555, ge=1, le=65535, description="port of an external teacher (see server_ip)")
+    key_file: str | None = Field(
+        None,
+        description="CURVE key shared by server and clients; needed when server_ip is not loopback, and made "
+        "for the run where it spans several machines",
+    )
+
+
+class Reference(Scorer):
+    """The model that the student is to stay near, where ``algorithm.kl.coef`` is above 0: the student at its start."""
+
+
+class Trainer(Pool):
+    """The loop, and the actor's pool."""
+
+    total_steps: int = Field(100, ge=1, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, description="prompts a step")
+    seed: int = Field(0, ge=0, description="seed of data order, sampling and the built-in student")
+    val_every: int = Field(50, ge=1, description="validate every so many steps, also before the first and at the end")
+    output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
+    update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
+    n_logged_samples: int = Field(4, ge=0, description="samples a step that are written to samples.jsonl")
+
+
+class Rollout(Engine):
+    """Sampling from the student."""
+
+    engine: Literal["vllm", "hf"] = Field("vllm", description="hf: transformers' generate, for models unknown to vLLM")
+    n: int = Field(1, ge=1, description="samples a prompt")
+    max_response_length: int = Field(256, ge=1, description="tokens a response may have, its end token included")
+    temperature: float = Field(1.0, gt=0, description="temperature the student is sampled at")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus the student is sampled from")
+    timeout_s: float = Field(1800.0, gt=0, description="time a batch may take to be sampled and scored")
+
+    @model_validator(mode="after")
+    def _hf_runs_on_one_gpu(self) -> Rollout:
+        if self.engine == "hf" and self.tensor_parallel_size > 1:
+            raise ValueError(f"engine=hf runs on one GPU; tensor_parallel_size={self.tensor_parallel_size} is vllm's")
+        return self
+
+
+class Actor(Settings):
+    """How the student is trained."""
+
+    lr: float = Field(1e-6, gt=0, description="peak learning rate of AdamW")
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to its peak")
+    lr_decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="shape of the learning rate after warm-up; linear and cosine end at a tenth of the peak"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    betas: list[Beta] = Field([0.9, 0.999], min_length=2, max_length=2, description="AdamW's betas")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    max_tokens_per_micro_batch: int = Field(8192, ge=1, description="tokens packed into one micro-batch on one rank")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    update_epochs: int = Field(1, ge=1, description="times a batch is learned from")
+    mini_batch_size: int | None = Field(
+        None, ge=1, description="samples of a batch that make one optimizer step; null: all of them"
+    )
+    loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
+
+
+class Data(Settings):
+    """Prompts."""
+
+    train_files: Files = Field([], description="JSONL, Parquet or datasets directories; empty: the built-in task")
+    val_files: Files = Field([], description="held-out prompts, same formats")
+    prompt_key: str = Field("prompt", description="column of the prompt; messages go through the chat template")
+    answer_key: str | None = Field(None, description="column of the reference answer; null: no accuracy is measured")
+    max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
+    val_limit: int = Field(256, ge=1, description="validation prompts used at most")
+
+
+class Builtin(Settings):
+    """The built-in task: sort digits. Used when no model and no data are named."""
+
+    digits: int = Field(8, ge=2, le=32, description="digits to sort")
+    teacher_steps: int = Field(400, ge=1, description="supervised steps the teacher is trained for, once, then cached")
+    student_steps: int = Field(
+        80,
+        ge=1,
+        description="supervised steps that warm the student up, fewer once a quarter of fresh prompts is right",
+    )
+    cache_dir: str | None = Field(None, description="where trained models are kept; null: ~/.cache/gkd")
+
+
+class Weights(Settings):
+    """From the actor to the rollout engines, after every step."""
+
+    timeout_s: float = Field(300.0, gt=0, description="time one push may take")
+    checksum: bool = Field(False, description="verify every push with a digest of its bytes")
+    bucket_mb: int = Field(512, ge=1, description="weights travel in pieces of this size")
+
+
+class Cluster(Settings):
+    """Ray."""
+
+    address: str | None = Field(None, description="a running Ray cluster; null: RAY_ADDRESS, or a private one here")
+    simulate_gpus: int | Literal["auto"] | None = Field(
+        None, description="logical GPUs Ray hands out on a machine that has none; auto: as many as the layout asks, "
+        f"at most {MAX_AUTO_SIMULATED_GPUS}, where no GPU is found"
+    )  # fmt: skip
+    cpu_threads: int | None = Field(
+        None, ge=1, description="threads a worker computes with where there is no GPU; null: all cores"
+    )
+    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved with each worker's GPU")
+    reserve_timeout_s: float = Field(300.0, gt=0, description="time to wait for GPUs and CPUs to become free")
+    start_timeout_s: float = Field(900.0, gt=0, description="time workers have to start and to load their models")

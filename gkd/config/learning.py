@@ -1,0 +1,116 @@
+"""What is optimised: divergences from a teacher, policy gradients from rewards, or both."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gkd.config.base import Settings
+
+CLIP = {"on_policy_distill": (0.2, 0.2), "grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+
+
+class Loss(Settings):
+    """Divergence between student and teacher at every response position."""
+
+    name: Literal["forward_kl", "reverse_kl", "jsd", "sampled_reverse_kl"] = Field(
+        "reverse_kl", description="which divergence; sampled_reverse_kl is a policy gradient on the sampled tokens"
+    )
+    beta: float = Field(0.5, ge=0, le=1, description="jsd's weight of the teacher: 0 is forward KL, 1 is reverse KL")
+    top_k: int | None = Field(None, ge=1, description="teacher's K most likely tokens; null: the full vocabulary")
+    tail: bool = Field(True, description="with top_k: the rest of both distributions in one bucket, or left out")
+    temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature of both distributions inside the loss")
+
+
+class Advantage(Settings):
+    """From rewards to advantages."""
+
+    divide_by_std: bool = Field(True, description="divide by the group's standard deviation (GRPO; Dr. GRPO does not)")
+    teacher_kl: float = Field(
+        0.0, ge=0, description="weight of the teacher's sampled reverse KL, subtracted from every token's advantage"
+    )
+
+
+class Policy(Settings):
+    """The policy-gradient surrogate."""
+
+    surrogate: Literal["clip", "cispo"] = Field("clip", description="PPO's clipped surrogate, or CISPO's weights")
+    clip_low: float | None = Field(None, ge=0, description="lower clip range; null: 0.2, for gspo 3e-4")
+    clip_high: float | None = Field(None, ge=0, description="upper clip range; null: 0.2, for gspo 4e-4")
+    sequence_mask_kl: float | None = Field(
+        None, gt=0, description="leave out bad samples from which the policy has moved by more than this; null: none"
+    )
+
+
+class ReferenceKL(Settings):
+    """A penalty that keeps the student near where it started."""
+
+    coef: float = Field(0.0, ge=0, description="weight in the loss; above 0 a reference group is started")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimate of the KL; k3 is GRPO's")
+
+
+class Correction(Settings):
+    """For the difference between the engine that samples and the trainer, on the same weights."""
+
+    level: Literal["token", "sequence"] | None = Field(
+        None, description="importance weights of tokens or of whole sequences; null: none"
+    )
+    mask: bool = Field(False, description="leave out what is outside [1/cap, cap] instead of truncating at cap")
+    cap: float = Field(2.0, gt=1, description="largest importance weight")
+
+
+class DynamicSampling(Settings):
+    """DAPO's: leave out groups whose rewards are all equal, and sample more until the batch is full."""
+
+    max_rounds: int = Field(1, ge=1, description="rounds of sampling a step may take; 1: off, every group is kept")
+
+
+class Overlong(Settings):
+    """Responses that the length limit ended."""
+
+    action: Literal["keep", "mask", "penalty"] = Field(
+        "keep", description="mask: no loss on them; penalty: a reward falling to -1 over the last `buffer` tokens"
+    )
+    buffer: int = Field(64, ge=1, description="tokens before the limit over which the penalty grows")
+
+
+class Algorithm(Settings):
+    """What is optimised."""
+
+    name: Literal["on_policy_distill", "grpo", "gspo"] = Field("on_policy_distill", description="the algorithm")
+    loss: Loss = Loss()
+    reward_weight: float = Field(
+        0.0, ge=0, description="on_policy_distill: weight of a GRPO loss on rewards beside the distillation loss"
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="how tokens make a loss; constant divides by max_response_length (Dr. GRPO)"
+    )
+    advantage: Advantage = Advantage()
+    policy: Policy = Policy()
+    kl: ReferenceKL = ReferenceKL()
+    correction: Correction = Correction()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    overlong: Overlong = Overlong()
+
+    @property
+    def distils(self) -> bool:
+        """Whether a divergence from the teacher is part of the loss."""
+        return self.name == "on_policy_distill"
+
+    @property
+    def policy_weight(self) -> float:
+        """Weight of the policy-gradient loss on rewards; 0 where there is none."""
+        return self.reward_weight if self.distils else 1.0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether samples are scored by a teacher."""
+        return self.distils or self.advantage.teacher_kl > 0
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Lower and upper clip range."""
+        low, high = CLIP[self.name]
+        given = self.policy
+        return low if given.clip_low is None else given.clip_low, high if given.clip_high is None else given.clip_high

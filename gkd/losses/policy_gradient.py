@@ -1,0 +1,100 @@
+"""Policy-gradient surrogates at response positions, penalties that keep the policy near a reference, and corrections.
+
+All tensors are [N] unless said otherwise: the response tokens of S whole sequences laid end to end, sequence ``i`` from
+``bounds[i]`` to ``bounds[i + 1]``. Log-probabilities are of the sampled tokens, natural logarithms. Losses are to be
+minimised; every function's value at a token is that token's, not yet weighted (:mod:`gkd.algorithms.aggregation`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+LARGEST_LOG_RATIO = 20.0  # exp of more would be meaningless; vLLM and a trainer differ by a hundredth of it
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """PPO's clipped surrogate with a range for each side, ``-min(r A, clip(r, 1 - low, 1 + high) A)``.
+
+    Schulman et al., arXiv 1707.06347, eq. 7; GRPO's (arXiv 2402.03300, eq. 3) with ``low = high``; clip-higher of DAPO
+    (arXiv 2503.14476, eq. 8) with ``high > low``. The gradient is 0 where the clipped term is the smaller one.
+    """
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def cispo(log_q: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """REINFORCE with clipped importance weights, ``-sg(clip(r, 1 - low, 1 + high)) A log q``.
+
+    MiniMax-M1, arXiv 2506.13585, eq. 4. No token loses its gradient; ``low = 1`` leaves the lower side open, as there.
+    """
+    return -ratio.clamp(1 - low, 1 + high).detach() * advantages * log_q
+
+
+def sequence_mean(values: Tensor, bounds: Tensor) -> Tensor:
+    """Every token's value replaced by the mean over its sequence; differentiable. ``bounds`` [S + 1]."""
+    return _over_sequences(values, bounds, mean=True)
+
+
+def sequence_sum(values: Tensor, bounds: Tensor) -> Tensor:
+    """Every token's value replaced by the sum over its sequence; differentiable. ``bounds`` [S + 1]."""
+    return _over_sequences(values, bounds, mean=False)
+
+
+def _over_sequences(values: Tensor, bounds: Tensor, mean: bool) -> Tensor:
+    lengths = bounds.diff().long()
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    sums = torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(0, owner, values)
+    return (sums / lengths.clamp(min=1) if mean else sums)[owner]
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp, of at most e^20."""
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+
+
+def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate of KL(Q || reference) at each token from the token sampled.
+
+    With ``d = log q - log reference``: k1 is ``d``, k2 is ``d^2 / 2``, k3 is ``exp(-d) - 1 + d`` (Schulman,
+    "Approximating KL Divergence", 2020). k3 is GRPO's (arXiv 2402.03300, eq. 4). As losses, k2's gradient is that of
+    the KL on average over samples of Q, k3's is that of KL(reference || Q), and k1's has mean 0: k1 is therefore given
+    the score-function form ``sg(d) q / sg(q)``, whose gradient is the KL's and whose value is d.
+    """
+    d = log_q - log_reference
+    if estimator == "k1":
+        return d.detach() * (log_q - log_q.detach()).exp()
+    if estimator == "k2":
+        return d.square() / 2
+    return ratio_of(-d) - 1 + d
+
+
+def correction(
+    trainer: Tensor, sampler: Tensor, bounds: Tensor, level: Literal["token", "sequence"], mask: bool, cap: float
+) -> Tensor:
+    """Weights that undo the difference between the engine that sampled and the trainer, detached.
+
+    ``w = trainer's probability / sampler's`` of each token, or the product over its sequence. Truncated importance
+    sampling weighs by ``min(w, cap)`` (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", 2025). With ``mask``, tokens (or sequences, judged by their geometric mean) outside ``[1 / cap, cap]``
+    have weight 0 and the others 1.
+    """
+    log_w = (trainer - sampler).detach()
+    if mask:
+        log_w = sequence_mean(log_w, bounds) if level == "sequence" else log_w
+        inside = log_w.abs() <= torch.tensor(cap, dtype=log_w.dtype, device=log_w.device).log()
+        return inside.to(log_w.dtype)
+    log_w = sequence_sum(log_w, bounds) if level == "sequence" else log_w
+    return ratio_of(log_w).clamp(max=cap)
+
+
+def sequence_mask(log_q: Tensor, log_old: Tensor, advantages: Tensor, bounds: Tensor, limit: float) -> Tensor:
+    """1 for the tokens of sequences to learn from, 0 for bad ones from which the policy has moved too far; detached.
+
+    A sequence is left out when its advantage is negative and the mean of ``log old - log q`` over it is above ``limit``
+    (off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    moved = sequence_mean((log_old - log_q).detach(), bounds)
+    return (~((sequence_mean(advantages, bounds) < 0) & (moved > limit))).to(log_q.dtype)

@@ -1,0 +1,90 @@
+"""From rewards to advantages and weights, on the driver."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+
+import numpy as np
+import pytest
+
+from gkd.algorithms.advantages import group_advantages, groups_that_differ, overlong_penalty
+from gkd.algorithms.aggregation import token_weights
+from gkd.algorithms.lessons import lessons_of, rewards_of
+from gkd.config import Config, load
+from gkd.errors import RunFailed
+from gkd.sample import Record
+
+
+def config(**algorithm: object) -> Config:
+    return load(
+        {
+            "algorithm": {"name": "grpo", **algorithm},
+            "rollout": {"n": 2, "max_response_length": 10},
+            "reward": {"functions": ["accuracy", "length"], "weights": [1.0, 0.5], "max_failed_share": 0.5},
+        }
+    )
+
+
+def record(key: int, accuracy: float | str, length: float | str = 0.0, n: int = 5, ended: str = "stop") -> Record:
+    rewards = {"accuracy": accuracy, "length": length}
+    return Record(key, key // 2, key % 2, rewards, 4, n, ended, 0, 0, 0.0, 0.0, 0)
+
+
+def test_advantages_are_within_the_group() -> None:
+    rewards, groups = [1.0, 0.0, 0.5, 3.0, 3.0, 3.0], [0, 0, 0, 1, 1, 1]
+    plain = group_advantages(rewards, groups, divide_by_std=False)
+    assert plain.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    divided = group_advantages(rewards, groups, divide_by_std=True)
+    assert divided[:3].tolist() == pytest.approx((plain[:3] / (statistics.stdev(rewards[:3]) + 1e-4)).tolist())
+    assert divided[3:].tolist() == [0.0] * 3  # equal rewards: nothing to learn, and no division by zero
+    assert groups_that_differ(rewards, groups) == {0}
+    assert group_advantages([2.0], [0], divide_by_std=True).tolist() == [0.0]
+
+
+def test_weights_are_those_of_the_formulas() -> None:
+    lengths, kept = [2, 5, 3], [True, True, False]
+    assert token_weights(lengths, kept, "token_mean", 10) == [1 / 7, 1 / 7, 0.0]
+    assert token_weights(lengths, kept, "sequence_mean", 10) == [1 / 4, 1 / 10, 0.0]
+    assert token_weights(lengths, kept, "constant", 10) == [1 / 20, 1 / 20, 0.0]
+    assert token_weights(lengths, [False] * 3, "token_mean", 10) == [0.0] * 3
+
+
+def test_rewards_are_weighted_and_a_failed_one_counts_as_set() -> None:
+    records = [record(0, 1.0, 0.5), record(1, "TimeoutError: ", 1.0)]
+    assert rewards_of(config(), records) == [1.25, 0.5]
+
+
+def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    records = [record(0, 1.0), record(1, "ValueError: no"), record(2, 0.0), record(3, 0.0)]
+    caplog.set_level(logging.WARNING, "gkd")
+    logging.getLogger("gkd").propagate = True
+    lessons, metrics = lessons_of(config(), records)
+    assert metrics["reward/accuracy/mean"] == pytest.approx(1 / 3)
+    assert metrics["reward/accuracy/failed"] == 0.25
+    assert metrics["reward/mean"] == 0.25
+    assert metrics["reward/equal_groups"] == 0.5
+    assert metrics["advantage/mean"] == pytest.approx(0.0)
+    assert [lesson.advantage > 0 for lesson in lessons] == [True, False, False, False]
+    assert "reward accuracy failed on 1 of 4 samples, for example: ValueError: no" in caplog.text
+
+
+def test_too_many_failures_end_the_run() -> None:
+    records = [record(i, "ValueError: no" if i else 1.0) for i in range(4)]
+    with pytest.raises(RunFailed, match=r"reward accuracy failed on 3 of 4 samples, for example: ValueError: no"):
+        lessons_of(config(), records)
+
+
+def test_overlong_responses() -> None:
+    assert [overlong_penalty(n, 10, 4) for n in (3, 6, 8, 10)] == [0.0, 0.0, -0.5, -1.0]
+    records = [record(0, 1.0, n=10, ended="length"), record(1, 0.0, n=6)]
+    assert [lesson.kept for lesson in lessons_of(config(overlong={"action": "mask"}), records)[0]] == [False, True]
+    assert all(lesson.kept for lesson in lessons_of(config(), records)[0])
+    assert rewards_of(config(overlong={"action": "penalty", "buffer": 4}), records) == [0.0, 0.0]
+
+
+def test_distillation_asks_no_rewards() -> None:
+    lessons, metrics = lessons_of(Config(), [Record(0, 0, 0, {}, 4, 5, "stop", 0, 0, 0.0, 0.0, 0)])
+    assert metrics == {}
+    assert (lessons[0].advantage, lessons[0].kept) == (0.0, True)
+    assert np.isfinite(lessons[0].advantage)
