@@ -45,7 +45,7 @@ def judging_wanted(config: Config, vocab_size: int) -> Judging:
     return Judging(
         top_k=top_k_wanted(config, vocab_size) if algorithm.needs_teacher else None,
         temperature=algorithm.loss.temperature if algorithm.distils else config.rollout.temperature,
-        reference=algorithm.kl.coef > 0,
+        reference=config.asks_reference,
         rewards=algorithm.policy_weight > 0,
     )
 

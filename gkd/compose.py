@@ -47,7 +47,7 @@ def compose(overrides: Sequence[str]) -> Config:
     ConfigStore.instance().store(name="settings", node=OmegaConf.create(defaults))
     config = load(_tree(overrides))
     if config.uses_builtin_task and not any(o.startswith("+task=") for o in overrides):
-        task = "sort_digits_rewards" if config.algorithm.policy_weight else "sort_digits"
+        task = "sort_digits" if config.algorithm.distils else "sort_digits_rewards"
         config = load(_tree([*overrides, f"+task={task}"]))
     return config
 

@@ -69,7 +69,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         if found.n_too_long:
             left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
             say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
-    if config.algorithm.kl.coef > 0:
+    if config.asks_reference:
         judges["reference"] = student
     if config.algorithm.needs_teacher:
         top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher

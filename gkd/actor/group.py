@@ -35,11 +35,12 @@ class ActorGroup:
         settings = self.config.actor
         size = settings.mini_batch_size or len(lessons)
         parts = [lessons[i : i + size] for i in range(0, len(lessons), size)]
-        if settings.update_epochs * len(parts) > 1:
-            # The ratios of later updates are against the weights that the first one starts from.
-            for part in parts:
-                shares = self._shares(part)
-                self._call("remember", [([part[i] for i in share],) for share in shares])
+        # The ratios of later updates are against the weights that the first one starts from.
+        old = settings.update_epochs * len(parts) > 1
+        reference = self.config.algorithm.kl.coef > 0 and not self.config.asks_reference
+        for part in parts if old or reference else []:
+            shares = self._shares(part)
+            self._call("remember", [([part[i] for i in share], old, reference) for share in shares])
         rows = [self._run("update", part, step) for _ in range(settings.update_epochs) for part in parts]
         self.version += 1
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from gkd.actor import attention
+from gkd.actor.lora import add_adapter, is_adapter, merged
 from gkd.actor.packing import MicroBatch
+from gkd.config import Lora
 
 Result = TypeVar("Result")
 
@@ -28,6 +30,7 @@ class Student(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self.has_adapter = any(is_adapter(name) for name, _ in lm.named_parameters())
         self.packed = lm.config._attn_implementation == attention.NAME
 
     def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
@@ -71,20 +74,35 @@ class Student(nn.Module):
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer, gathered from all ranks, by its Hugging Face name.
 
-        A collective: every rank has to iterate, in step. Weights tied to another are named once.
+        An adapter is added to what it adapts. A collective: every rank has to iterate, in step. Weights tied to another
+        are named once.
         """
-        seen: set[int] = set()
-        for name, value in self.lm.state_dict(keep_vars=True).items():
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            whole = value.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        tensors = self._gathered()
+        for name, whole in merged(self.lm, tensors, _whole) if self.has_adapter else tensors:
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's parameters, gathered. A collective."""
+        return ((name, whole) for name, whole in self._gathered() if is_adapter(name))
 
-def load(path: str | Path, gradient_checkpointing: bool = False) -> Student:
-    """Read a model directory, parameters in float32. Nothing is looked up on a hub."""
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        seen: set[int] = set()
+        for name, value in self.lm.state_dict(keep_vars=True).items():
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield name, _whole(value.detach())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
+
+
+def load(path: str | Path, gradient_checkpointing: bool = False, lora: Lora | None = None) -> Student:
+    """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
+
+    Nothing is looked up on a hub. Raises ConfigError for adapters that the model cannot have.
+    """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     lm = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=torch.float32, attn_implementation=_attention(config), local_files_only=True
@@ -93,6 +111,8 @@ def load(path: str | Path, gradient_checkpointing: bool = False) -> Student:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()  # which gradient checkpointing asks for
     _without_dropout(lm)
+    if lora is not None and lora.r is not None:
+        add_adapter(lm, lora)
     return Student(lm)
 
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from gkd.actor.balance import pack
+from gkd.actor.lora import save_adapter, without_adapter
 from gkd.actor.model import load, shard
 from gkd.actor.optimizer import adamw, learning_rate
 from gkd.actor.packing import collate
@@ -47,6 +49,7 @@ class ActorWorker:
         if device == "cpu":
             torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
         self._old: dict[tuple[Any, int], Tensor] = {}
+        self._reference: dict[tuple[Any, int], Tensor] = {}
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: open the rendezvous on a port this process chooses; returns host and port."""
@@ -71,7 +74,7 @@ class ActorWorker:
     def load(self) -> int:
         """Read the student and shard it over the ranks. Returns its number of parameters."""
         torch.manual_seed(self.config.trainer.seed)
-        student = load(self.model_path, self.config.actor.gradient_checkpointing)
+        student = load(self.model_path, self.config.actor.gradient_checkpointing, self.config.actor.lora)
         self.n_parameters = sum(p.numel() for p in student.parameters())
         self.vocab_size = student.lm.config.get_text_config().vocab_size
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
@@ -79,16 +82,29 @@ class ActorWorker:
         self.student, self.optimizer = student, adamw(student, self.config.actor)
         return self.n_parameters
 
-    def remember(self, lessons: Sequence[Lesson]) -> None:
-        """Keep the present log-probabilities of these samples' tokens: those their updates start from."""
-        scored = self._fetch(lessons)
-        with torch.no_grad():
-            for part in self._turns([lesson.record.n_tokens for lesson in lessons]):
-                chosen = [scored[i] for i in part]
-                micro = collate(chosen, None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
-                log_q = self.student(micro, logprobs(micro, self.config))
-                pieces = log_q.cpu().split([len(s.sample.response_ids) for s in chosen])
-                self._old |= {_place(lessons[i]): piece for i, piece in zip(part, pieces, strict=True)}
+    def remember(self, lessons: Sequence[Lesson], old: bool, reference: bool) -> None:
+        """Keep log-probabilities of these samples' tokens until the weights are published.
+
+        ``old``: the present ones, which the batch's updates start from. ``reference``: those of the model without its
+        adapter.
+        """
+        if old:
+            self._old |= self._logprobs(lessons)
+        if reference:
+            with without_adapter(self.student.lm):
+                self._reference |= self._logprobs(lessons)
+
+    @torch.no_grad()
+    def _logprobs(self, lessons: Sequence[Lesson]) -> dict[tuple[Any, int], Tensor]:
+        """Of every sample's response tokens, by the sample's place."""
+        scored, found = self._fetch(lessons), {}
+        for part in self._turns([lesson.record.n_tokens for lesson in lessons]):
+            chosen = [scored[i] for i in part]
+            micro = collate(chosen, None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
+            log_q = self.student(micro, logprobs(micro, self.config))
+            pieces = log_q.cpu().split([len(s.sample.response_ids) for s in chosen])
+            found.update({_place(lessons[i]): piece for i, piece in zip(part, pieces, strict=True)})
+        return found
 
     def update(self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, step: int) -> Metrics:
         """One optimizer step on this rank's share of a batch of ``n_positions`` response tokens over all ranks.
@@ -121,7 +137,10 @@ class ActorWorker:
         self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, algorithm: Algorithm, train: bool
     ) -> Metrics:
         """Forward, and backward when training, over micro-batches; the metrics of the batch over all ranks."""
-        scored = self._fetch(lessons)
+        scored = [
+            s if (own := self._reference.get(_place(lesson))) is None else replace(s, reference=own.numpy())
+            for s, lesson in zip(self._fetch(lessons), lessons, strict=True)
+        ]
         # FSDP gathers on all ranks at once, so all take the same turns; and all report the same metrics.
         top_k = self._agree(max((s.target.ids.shape[1] for s in scored if s.target), default=0))
         old = [self._old.get(_place(lesson)) for lesson in lessons]
@@ -184,6 +203,7 @@ class ActorWorker:
         What was remembered of the samples of earlier weights is forgotten.
         """
         self._old.clear()
+        self._reference.clear()
         tensors = self.student.full_tensors(self.dtype)
         if self.rank:
             for _ in tensors:
@@ -193,13 +213,20 @@ class ActorWorker:
         return object_store.send(tensors, version, settings.bucket_mb << 20, settings.checksum)
 
     def save(self, directory: str) -> None:
-        """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes."""
+        """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes.
+
+        An adapter is merged into it, and written by itself as well, in peft's format, to ``adapter``.
+        """
         source = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
         state = {name: t.cpu() for name, t in self.student.full_tensors(source) if self.rank == 0}
         if self.rank == 0:
             Path(directory).mkdir(parents=True, exist_ok=True)
             self.student.lm.save_pretrained(directory, state_dict=state)
             AutoTokenizer.from_pretrained(self.model_path, local_files_only=True).save_pretrained(directory)
+        if self.student.has_adapter:
+            adapter = {name: t.cpu() for name, t in self.student.adapter_tensors()}
+            if self.rank == 0:
+                save_adapter(adapter, self.config.actor.lora, self.model_path, Path(directory, "adapter"))
         dist.barrier()
 
     def memory(self) -> dict[str, float]:

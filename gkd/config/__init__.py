@@ -20,6 +20,7 @@ from gkd.config.groups import (
     Builtin,
     Cluster,
     Data,
+    Lora,
     Model,
     Reference,
     Rollout,
@@ -55,6 +56,7 @@ __all__ = [
     "Engine",
     "FormatReward",
     "LengthReward",
+    "Lora",
     "Loss",
     "Model",
     "Overlong",
@@ -161,8 +163,13 @@ class Config(Settings):
         yield "rollout", self.rollout
         if self.algorithm.needs_teacher and self.teacher.server_ip is None:
             yield "teacher", self.teacher
-        if self.algorithm.kl.coef > 0:
+        if self.asks_reference:
             yield "reference", self.reference
+
+    @property
+    def asks_reference(self) -> bool:
+        """Whether a group of its own says what the reference thinks; with LoRA it is the actor without its adapter."""
+        return self.algorithm.kl.coef > 0 and self.actor.lora.r is None
 
     @property
     def uses_builtin_task(self) -> bool:

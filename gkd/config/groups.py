@@ -106,6 +106,19 @@ class Rollout(Engine):
         return self
 
 
+class Lora(Settings):
+    """Low-rank adapters, trained instead of the model itself."""
+
+    r: int | None = Field(None, ge=1, description="rank of the adapters; null: the whole model is trained")
+    alpha: float | None = Field(None, gt=0, description="adapters count alpha / r; null: 2 r")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="dropout before the adapters; the trainer then differs from the sampler"
+    )
+    target_modules: str | list[str] = Field(
+        "all-linear", description="names of the layers that get one, or all-linear: every one but the head"
+    )
+
+
 class Actor(Settings):
     """How the student is trained."""
 
@@ -123,6 +136,7 @@ class Actor(Settings):
     mini_batch_size: int | None = Field(
         None, ge=1, description="samples of a batch that make one optimizer step; null: all of them"
     )
+    lora: Lora = Lora()
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
 
 

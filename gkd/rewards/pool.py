@@ -38,6 +38,11 @@ class RewardPool:
             name: self._pool.schedule(_evaluate, args=(name, judged), timeout=self._timeout_s) for name in self._names
         }
 
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        self._pool.stop()
+        self._pool.join()
+
 
 def _prepare(settings: Mapping[str, Any]) -> None:
     reward = Reward.model_validate(settings)

@@ -90,6 +90,8 @@ class RolloutWorker:
         finally:
             for client in self.judges.values():
                 client.close()
+            if self.rewards is not None:
+                self.rewards.close()
 
     def records(self) -> Iterator[list[Scored] | list[Record]]:
         """Finished samples as they come, several at a time where several are there: a list, then that of their records.

@@ -56,7 +56,7 @@ class Ranks:
         shares = share([lesson.record.n_tokens for lesson in lessons], len(self.workers))
         calls = []
         for worker, part in zip(self.workers, shares, strict=True):
-            args = ([weights[i] for i in part], sum(lengths), *last) if last else ()
+            args = last if method == "remember" else ([weights[i] for i in part], sum(lengths), *last)
             calls.append(getattr(worker, method).remote([lessons[i] for i in part], *args))
         found = ray.get(calls, timeout=120)
         assert all(f == found[0] for f in found)  # every rank knows the metrics of the whole batch
@@ -130,7 +130,7 @@ def test_two_ranks_learn_from_rewards_as_one_does(ranks: dict[int, Ranks], name:
     batch = put([dataclasses.replace(s, target=None, reference=s.sample.logprobs) for s in samples])
     with using(ranks, {"name": name, "kl": {"coef": 0.1}, "policy": {"clip_low": 0.5, "clip_high": 0.5}}):
         for world in (1, 2):
-            ranks[world].run("remember", batch)
+            ranks[world].run("remember", batch, True, False)
         first, again = ([ranks[world].run("update", batch, 5) for world in (1, 2)] for _ in range(2))
     for one, two in (first, again):
         assert two == pytest.approx(one, rel=2e-3, abs=1e-5)

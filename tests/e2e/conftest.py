@@ -87,10 +87,10 @@ def start(tmp_path: Path, cache: Path) -> Iterator[Any]:
     """Start ``python -m gkd.main`` on the small task; what is still running afterwards is ended and is a failure."""
     runs: list[Run] = []
 
-    def begin(*overrides: str) -> Run:
+    def begin(*overrides: str, recipe: str = "on_policy_distill") -> Run:
         number = len(runs)
         output, log = tmp_path / f"run{number}", tmp_path / f"log{number}.out"
-        command = [sys.executable, "-m", "gkd.main", "+recipe=on_policy_distill", *SMALL]
+        command = [sys.executable, "-m", "gkd.main", f"+recipe={recipe}", *SMALL]
         command += [f"builtin.cache_dir={cache}", f"trainer.output_dir={output}", *overrides]
         with log.open("wb") as out, log.with_suffix(".err").open("wb") as err:
             process = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=err, env=environment())

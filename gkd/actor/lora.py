@@ -1,0 +1,101 @@
+"""LoRA (Hu et al., arXiv 2106.09685) through peft: a few low-rank weights are trained, the model itself is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gkd.config import Lora
+from gkd.errors import ConfigError
+
+ADAPTER = "default"
+_BASE, _LORA = ".base_layer", ".lora_"
+
+Whole = Callable[[Tensor], Tensor]
+
+
+def add_adapter(lm: nn.Module, settings: Lora) -> None:
+    """Put an adapter beside every targeted layer, in place, and freeze everything else.
+
+    Raises ConfigError when the targets match nothing, or a layer that is no linear one.
+    """
+    try:
+        inject_adapter_in_model(_described(settings), lm)
+    except ValueError as error:
+        targets = settings.target_modules
+        raise ConfigError(f"actor.lora.target_modules={targets}: {' '.join(str(error).split())[:200]}") from None
+    for name, module in lm.named_modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, Linear):
+            raise ConfigError(f"actor.lora.target_modules: {name} is no linear layer; its adapter cannot be merged")
+
+
+def _described(settings: Lora) -> LoraConfig:
+    targets = settings.target_modules
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.r,
+        lora_alpha=2 * (settings.r or 0) if settings.alpha is None else settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+
+
+def merged(lm: nn.Module, tensors: Iterator[tuple[str, Tensor]], whole: Whole) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors by their Hugging Face names, each with its adapter added, without the adapters themselves.
+
+    ``tensors`` are those of ``lm`` as it is, gathered; ``whole`` gathers one more. A collective, as those are.
+    """
+    adapted = {name: module for name, module in lm.named_modules() if isinstance(module, Linear)}
+    for name, value in tensors:
+        if _LORA in name:
+            continue
+        layer, _, kind = name.rpartition(f"{_BASE}.")
+        if layer in adapted and kind == "weight":
+            yield f"{layer}.weight", value + _delta(adapted[layer], whole).to(value.device)
+        else:
+            yield name.replace(f"{_BASE}.", "."), value
+
+
+def _delta(layer: Any, whole: Whole) -> Tensor:
+    down, up = (whole(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+    product = (up @ down) * layer.scaling[ADAPTER]
+    found: Tensor = product.T if layer.fan_in_fan_out else product
+    return found
+
+
+@contextmanager
+def without_adapter(lm: nn.Module) -> Iterator[None]:
+    """The model as it was before it had an adapter: what the penalty of ``algorithm.kl`` refers to."""
+    layers = [module for module in lm.modules() if isinstance(module, Linear)]
+    scalings = [layer.scaling[ADAPTER] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[ADAPTER] = 0.0
+        yield
+    finally:
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer.scaling[ADAPTER] = scaling
+
+
+def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, directory: Path) -> None:
+    """Write the adapter alone in peft's format, for the model in ``base``; ``tensors`` are those of the adapter."""
+    described = _described(settings)
+    described.base_model_name_or_path = base
+    described.inference_mode = True
+    directory.mkdir(parents=True, exist_ok=True)
+    described.save_pretrained(directory)
+    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": t.contiguous() for name, t in tensors.items()}
+    save_file(named, directory / "adapter_model.safetensors")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of the model belongs to its adapter."""
+    return _LORA in name

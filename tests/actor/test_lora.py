@@ -1,0 +1,126 @@
+"""Adapters: what is trained, what reaches the engines, what is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from gkd.actor.lora import without_adapter
+from gkd.actor.model import Student, load
+from gkd.algorithms.objective import objective
+from gkd.config import Algorithm, Lora, Rollout
+from gkd.errors import ConfigError
+from gkd.sample import Lesson
+from tests.actor import models
+from tests.actor.test_packing import micro_batch
+from tests.actor.test_ranks import Ranks, config, put
+
+FAMILIES = ["llama", "qwen2 tied", "gpt2"]
+
+
+def base(family: str) -> PreTrainedModel:
+    if family != "gpt2":
+        return models.make(family)
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": models.VOCAB, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def trained(path: Path, **lora: object) -> Student:
+    """A student with an adapter that is not 0 any more."""
+    student = load(path, lora=Lora(r=4, **lora))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in student.lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return student
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """Of one sequence, by a Hugging Face model or by the student's own way."""
+    micro = micro_batch(models.scored(1))
+    with torch.no_grad():
+        if isinstance(model, Student):
+            return model.head(model.hidden(micro))
+        return model.eval()(micro.token_ids[None], use_cache=False).logits[0].float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_leaves_the_actor_is_the_model_with_its_adapter(family: str, tmp_path: Path) -> None:
+    base(family).save_pretrained(tmp_path)
+    student, plain = trained(tmp_path), base(family)
+    expected = plain.state_dict()
+    found = dict(student.full_tensors(torch.float32))
+    assert found.keys() <= expected.keys()
+    assert {k for k in expected if k not in found} <= {"lm_head.weight"}  # tied
+    plain.load_state_dict(found, strict=False)
+    plain.tie_weights()
+    with_adapter = logits(student)
+    torch.testing.assert_close(logits(plain), with_adapter, rtol=1e-4, atol=1e-5)
+    with without_adapter(student.lm):
+        torch.testing.assert_close(logits(student), logits(base(family)))
+    assert not torch.allclose(with_adapter, logits(base(family)), atol=1e-2)
+    torch.testing.assert_close(logits(student), with_adapter)
+
+
+def test_only_the_adapter_is_trained(tmp_path: Path) -> None:
+    base("llama").save_pretrained(tmp_path)
+    student, micro = trained(tmp_path, target_modules=["q_proj", "v_proj"]), micro_batch(models.scored(3))
+    value, _ = student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))
+    value.backward()
+    with_gradient = {name for name, p in student.lm.named_parameters() if p.grad is not None}
+    assert with_gradient
+    assert all(".lora_" in name and ("q_proj" in name or "v_proj" in name) for name in with_gradient)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [(["nothing"], r"target_modules=\['nothing'\]: .*nothing"), (["embed_tokens"], r"embed_tokens is no linear layer")],
+)
+def test_targets_that_cannot_be_adapted(targets: list[str], message: str, tmp_path: Path) -> None:
+    base("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, lora=Lora(r=4, target_modules=targets))
+
+
+def test_two_ranks_one_rank_and_what_they_write(local_ray: None, tmp_path: Path) -> None:
+    """The same steps on one rank and on two, away from a reference that is the model without its adapter."""
+    base("qwen2 tied").save_pretrained(tmp_path)
+    _tokenizer(tmp_path)
+    settings = config(lora={"r": 4}).model_copy(update={"algorithm": Algorithm.model_validate({"kl": {"coef": 0.1}})})
+    groups = {world: Ranks(str(tmp_path), world, settings) for world in (1, 2)}
+    try:
+        for step in (1, 2):
+            batch: list[Lesson] = put(models.scored(5, seed=step))
+            for ranks in groups.values():
+                ranks.run("remember", batch, False, True)
+            one, two = (ranks.run("update", batch, step) for ranks in groups.values())
+            assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
+            assert (one["actor/kl_reference"] < 1e-6) == (step == 1)
+        single, double = (ranks.weights() for ranks in groups.values())
+        for name, value in single.items():
+            torch.testing.assert_close(double[name], value, rtol=1e-3, atol=1e-4)
+        ray.get([w.save.remote(str(tmp_path / "out")) for w in groups[2].workers], timeout=60)
+    finally:
+        for ranks in groups.values():
+            ranks.end()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    alone = PeftModel.from_pretrained(base("qwen2 tied"), tmp_path / "out" / "adapter")
+    torch.testing.assert_close(logits(merged), logits(alone), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(merged), logits(base("qwen2 tied")), atol=1e-3)
+    assert all(torch.equal(merged.state_dict()[name], value) for name, value in double.items())
+
+
+def _tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers import models as kinds
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(models.VOCAB)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(kinds.WordLevel(words, unk_token="t0"))).save_pretrained(path)

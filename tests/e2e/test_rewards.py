@@ -1,0 +1,68 @@
+"""Learning from rewards, as whole programs: what a run leaves and that it climbs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+PARTS = {
+    "reward/mean", "reward/std", "reward/accuracy/mean", "reward/format/mean", "reward/odd/mean", "reward/odd/failed",
+    "advantage/mean", "advantage/std", "actor/loss", "actor/policy_loss", "actor/kl_loss", "actor/kl_reference",
+    "actor/entropy", "mismatch/kl", "mismatch/is_ratio_mean", "mismatch/is_ratio_max",
+}  # fmt: skip
+USERS = """
+def odd(completion):
+    if completion.n_tokens % 7 == 0:
+        raise ValueError("seven")
+    return 0.1 * (completion.n_tokens % 2)
+"""
+
+
+def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
+    """A user's reward that sometimes raises, a reference on its own GPU, dynamic sampling, two updates a batch."""
+    (tmp_path / "mine.py").write_text(USERS)
+    run = start(
+        "trainer.total_steps=30", "trainer.batch_size=8", "rollout.n=8", "actor.lr=1e-3", "actor.mini_batch_size=32",
+        "algorithm.kl.coef=0.01", "algorithm.dynamic_sampling.max_rounds=3", "algorithm.correction.level=token",
+        "reward.functions=[format,accuracy,'mine:odd']", "reward.weights=[1.0,1.0,0.1]", "reward.max_failed_share=1",
+        "reward.format.pattern='^[0-3]'", "trainer.val_every=100", recipe="grpo",
+    )  # fmt: skip
+    assert run.end(300) == 0, run.text()
+    groups = [row["group"] for row in json.loads((run.output / "placement.json").read_text())]
+    assert groups == ["actor", "rollout", "reference"]
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == list(range(31))
+    for row in rows[1:]:
+        assert row.keys() >= PARTS, PARTS - row.keys()
+        assert all(math.isfinite(value) for value in row.values())
+        assert abs(row["mismatch/kl"]) < 1e-4
+        assert abs(row["advantage/mean"]) < 1e-6
+    assert rows[1]["actor/kl_reference"] < 0.01  # after one of its two updates, the student is nearly the reference
+    assert rows[-1]["actor/kl_reference"] > 2 * rows[1]["actor/kl_reference"]
+    first, last = (sum(row["reward/format/mean"] for row in part) / 5 for part in (rows[1:6], rows[-5:]))
+    assert last > first + 0.2
+    assert "reward mine:odd failed on" in run.text()
+    summary = json.loads((run.output / "summary.json").read_text())
+    assert set(summary["after"]) == {"val/accuracy"}
+    assert summary["teacher"] == {}
+
+
+def test_distillation_and_reward_in_one_update(start: Any) -> None:
+    run = start("trainer.total_steps=3", "trainer.batch_size=8", recipe="distill_and_reward")
+    assert run.end(300) == 0, run.text()
+    row = run.metrics()[-1]
+    assert row["actor/loss"] == pytest.approx(row["distill/loss"] + row["actor/policy_loss"], abs=1e-6)
+    assert {"reward/mean", "distill/reverse_kl", "val/reverse_kl", "val/accuracy"} <= row.keys()
+
+
+def test_a_reward_that_fails_too_often_ends_the_run(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def broken(completion):\n    return completion.nothing\n")
+    run = start("reward.functions=['mine:broken']", recipe="grpo")
+    assert run.end(300) == 1
+    (line,) = [line for line in run.errors() if line.startswith("failed: ")]
+    assert "reward mine:broken failed on 512 of 512 samples, for example: AttributeError" in line

@@ -1,0 +1,29 @@
+"""Rewards as a user would write them, good and bad."""
+
+from __future__ import annotations
+
+import time
+
+from gkd.rewards.completion import Completion
+
+CONSTANT = 3
+
+
+def words(completion: Completion) -> float:
+    return len(completion.response.split())
+
+
+def raises(completion: Completion) -> float:
+    if completion.n_tokens % 2:
+        raise KeyError("odd")
+    return 1.0
+
+
+def hangs(completion: Completion) -> float:
+    if completion.n_tokens == 1:
+        time.sleep(600)
+    return 0.5
+
+
+def not_a_number(completion: Completion) -> float:
+    return float("nan")
