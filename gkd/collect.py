@@ -53,11 +53,13 @@ def judging_wanted(config: Config, vocab_size: int) -> Judging:
 def responses_wanted(config: Config, prompts: Sequence[Prompt], step: int, first: int = 0) -> list[Request]:
     """``rollout.n`` requests a prompt, each with a seed of its own that depends on nothing but its place in the run.
 
-    ``first``: the place in the step of the first of these prompts.
+    ``first``: the place in the step of the first of these prompts. The share of them that the student does not answer
+    itself comes first.
     """
+    n_own = round(len(prompts) * (1 - config.algorithm.on_policy_share))
     sampling = Sampling(config.rollout.max_response_length, config.rollout.temperature, config.rollout.top_p)
     return [
-        Request(prompt, index, seed_of(config.trainer.seed, step, place, index), sampling)
+        Request(prompt, index, seed_of(config.trainer.seed, step, place, index), sampling, place - first < n_own)
         for place, prompt in enumerate(prompts, start=first)
         for index in range(config.rollout.n)
     ]

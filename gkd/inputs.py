@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.config import Config
@@ -38,20 +40,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     for name in config.reward.functions:
         resolve(name, config.reward)
-    judges: dict[str, str] = {}
-    if config.uses_builtin_task:
-        made = prepare_builtin(config, say)
-        student, train, val = made.student, made.train_files, made.val_files
-        if made.teacher is not None:
-            judges["teacher"] = made.teacher
-    else:
-        assert config.model.path is not None
-        student = check_causal_lm(config.model.path, "model.path")
-        if config.teacher.model.path is not None:
-            judges["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
-        train, val = config.data.train_files, config.data.val_files
-    if "teacher" in judges:
-        check_same_tokenizer(student, judges["teacher"])
+    student, judges, train, val = _found(config, say)
     tokenizer = load_tokenizer(student)
     models = {"student": Checkpoint.read(student, "model.path", tokenizer)}
     if "teacher" in judges:
@@ -73,6 +62,8 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         judges["reference"] = student
     if config.algorithm.needs_teacher:
         top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
+    if config.algorithm.on_policy_share < 1:
+        train_prompts = _with_answers(train_prompts, tokenizer, own, config.rollout.max_response_length)
     return Inputs(
         student,
         judges,
@@ -83,6 +74,33 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         own,
         max_length,
     )
+
+
+def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
+    """Directory of the student, those of the models that score by group, training and validation files."""
+    if config.uses_builtin_task:
+        made = prepare_builtin(config, say)
+        judges = {} if made.teacher is None else {"teacher": made.teacher}
+        return made.student, judges, made.train_files, made.val_files
+    assert config.model.path is not None
+    student = check_causal_lm(config.model.path, "model.path")
+    judges = {}
+    if config.teacher.model.path is not None:
+        judges["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
+        check_same_tokenizer(student, judges["teacher"])
+    return student, judges, config.data.train_files, config.data.val_files
+
+
+def _with_answers(found: PromptSet, tokenizer: Any, model: Checkpoint, max_tokens: int) -> PromptSet:
+    """The prompts with their answers as responses: tokens of the text as it is, and the end token."""
+    if not model.eos_ids:
+        raise ConfigError("algorithm.on_policy_share: the model has no end token, so the data's answers have no end")
+    end = model.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    prompts = []
+    for prompt in found.prompts:
+        ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"][: max_tokens - 1]
+        prompts.append(replace(prompt, answer_ids=np.asarray([*ids, end], dtype=np.int32)))
+    return PromptSet(prompts, found.n_too_long)
 
 
 def _max_length(config: Config, models: dict[str, Checkpoint]) -> int:

@@ -17,13 +17,15 @@ class Prompt:
     """A question put to the student.
 
     ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held,
-    ``answer`` the reference answer where the data has one.
+    ``answer`` the reference answer where the data has one, ``answer_ids`` its tokens and the end token where it is
+    learned from.
     """
 
     id: int
     token_ids: Int32
     text: str
     answer: str | None = None
+    answer_ids: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,16 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response wanted: the ``index``-th of its prompt. Equal seeds give equal responses for equal weights."""
+    """One response wanted: the ``index``-th of its prompt. Equal seeds give equal responses for equal weights.
+
+    ``own_answer``: the data's answer is to be judged, and nothing sampled.
+    """
 
     prompt: Prompt
     index: int
     seed: int
     sampling: Sampling
+    own_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,8 @@ class Sample:
     """A finished response.
 
     ``response_ids`` [R] includes the end token when ``finish_reason`` is "stop"; ``logprobs`` [R] are the sampler's,
-    under the distribution that was sampled from; ``version`` is the weights' version that sampled it.
+    under the distribution that was sampled from, NaN where the response is the data's own; ``version`` is the weights'
+    version that sampled it.
     """
 
     request: Request

@@ -81,6 +81,8 @@ def test_every_setting_says_what_it_means() -> None:
             ["rollout.engine=hf", "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2"],
             r"engine=hf runs on",
         ),
+        (["algorithm.supervised_weight=1"], r"on_policy_share=1 leaves none"),
+        (["+recipe=grpo", "algorithm.on_policy_share=0.5"], r"on_policy_share=0.5 .*no policy gradient"),
         (["actor.betas=[0.9,1]"], r"actor.betas.1=1: .*less than 1"),
         (["algorithm.loss.temperature=0"], r"algorithm.loss.temperature=0: .*0.001"),
         (["algorithm.loss.name=sampled_reverse_kl", "rollout.top_p=0.9"], r"sampled_reverse_kl.*rollout.top_p"),

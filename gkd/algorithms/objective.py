@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from gkd.actor.packing import MicroBatch
@@ -34,7 +35,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
     The head sees ``chunk`` positions at a time. Distillation compares at ``algorithm.loss.temperature``, everything
     that looks at the sampled tokens alone at the temperature they were sampled at.
     """
-    needs_policy = algorithm.policy_weight > 0 or algorithm.kl.coef > 0
+    needs_policy = algorithm.policy_weight > 0 or algorithm.kl.coef > 0 or algorithm.supervised_weight > 0
 
     def values_at(logits: Tensor, start: int) -> Values:
         found: Values = {}
@@ -56,6 +57,9 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             values, watched = policy.policy_loss(micro, log_q, algorithm)
             losses["actor/policy_loss"] = algorithm.policy_weight * values
             sums |= watched
+        if algorithm.supervised_weight:
+            own = micro.sampler_logprobs.isnan()  # the data's own answers, which nobody sampled
+            losses["actor/supervised_loss"] = -algorithm.supervised_weight * log_q * own
         if algorithm.kl.coef:
             assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
             penalty = kl_penalty(log_q, micro.reference_logprobs, algorithm.kl.estimator)
@@ -86,9 +90,10 @@ def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, Head], Tens
 def add_mismatch(measured: Measured, trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> None:
     """How far trainer and sampler disagree on the same weights, over N tokens.
 
-    KL(sampler || trainer) by the k3 estimate r - 1 - log r with r = trainer / sampler (Schulman, 2020).
+    KL(sampler || trainer) by the k3 estimate r - 1 - log r with r = trainer / sampler (Schulman, 2020). The data's own
+    answers, which nobody sampled, count as agreed on.
     """
-    log_ratio = trainer_logprobs - sampler_logprobs
+    log_ratio = torch.where(sampler_logprobs.isnan(), 0.0, trainer_logprobs - sampler_logprobs)
     ratio = log_ratio.exp()
     measured.sums["mismatch/kl"] = ratio - 1 - log_ratio
     measured.sums["mismatch/is_ratio_mean"] = ratio

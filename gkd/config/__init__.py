@@ -157,6 +157,23 @@ class Config(Settings):
                 raise ValueError(f"reward.functions: {name} needs reference answers, and data.answer_key is not set")
         return self
 
+    @model_validator(mode="after")
+    def _own_answers_can_be_learned_from(self) -> Config:
+        algorithm = self.algorithm
+        if algorithm.on_policy_share == 1:
+            if algorithm.supervised_weight:
+                raise ValueError(
+                    "algorithm.supervised_weight counts for the data's own answers, of which "
+                    "algorithm.on_policy_share=1 leaves none"
+                )
+            return self
+        why = f"algorithm.on_policy_share={algorithm.on_policy_share:g} learns from the data's own answers"
+        if self.data.answer_key is None and not self.uses_builtin_task:
+            raise ValueError(f"{why}, and data.answer_key is not set")
+        if algorithm.policy_weight or algorithm.loss.name == "sampled_reverse_kl":
+            raise ValueError(f"{why}, which no policy gradient can: the student did not sample them")
+        return self
+
     def pools(self) -> Iterator[tuple[str, Pool]]:
         """Sections that own GPUs, in the order these are handed out: trainer (the actor), rollout, ..."""
         yield "trainer", self.trainer

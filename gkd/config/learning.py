@@ -83,6 +83,16 @@ class Algorithm(Settings):
     reward_weight: float = Field(
         0.0, ge=0, description="on_policy_distill: weight of a GRPO loss on rewards beside the distillation loss"
     )
+    on_policy_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="GKD's lambda: share of prompts that the student answers itself; on the others it "
+        "learns from the data's own answers (data.answer_key)",
+    )
+    supervised_weight: float = Field(
+        0.0, ge=0, description="weight of the cross-entropy on the data's own answers, beside the distillation loss"
+    )
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean", description="how tokens make a loss; constant divides by max_response_length (Dr. GRPO)"
     )

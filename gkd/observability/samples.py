@@ -32,8 +32,9 @@ class SampleLog:
             "answer": sample.request.prompt.answer,
             "finish_reason": sample.finish_reason,
             "version": sample.version,
-            "logprob_mean": float(sample.logprobs.mean()),
         }
+        if not sample.request.own_answer:
+            row["logprob_mean"] = float(sample.logprobs.mean())
         if scored.target is not None:
             row["teacher_logprob_mean"] = float(scored.target.token_logprobs.mean())
         return row

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from gkd.cluster.failure import one_line
 from gkd.config import Config
 from gkd.data.checkpoint import Checkpoint
@@ -116,6 +118,11 @@ class RolloutWorker:
         if not self._intact:
             raise RunFailed(f"rollout rank {self.rank} was asked to sample from weights that are only half there")
         for job in jobs:
+            ids = job.request.prompt.answer_ids
+            if job.request.own_answer and ids is not None:
+                unknown = np.full(len(ids), np.nan, dtype=np.float32)
+                self._finish(job, Finished(job.key, ids, unknown, "stop"))
+                continue
             self._jobs[job.key] = job
             try:
                 self.engine.add(job.key, job.request)

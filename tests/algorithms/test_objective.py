@@ -131,6 +131,21 @@ def test_distillation_and_reward_add_up() -> None:
     torch.testing.assert_close(slope, first + 0.3 * second)
 
 
+def test_the_supervised_term_is_the_cross_entropy_on_the_datas_own_answers_alone() -> None:
+    micro, logits = a_batch()
+    a, b = micro.bounds.tolist()[1:3]  # the second sample is the data's own answer
+    micro.sampler_logprobs[a:b] = torch.nan
+    total, slope = loss_and_slope(micro, logits, name="on_policy_distill", on_policy_share=0.5, supervised_weight=0.3)
+    distilled, first = loss_and_slope(micro, logits, name="on_policy_distill")
+    log_q = logits.log_softmax(-1).gather(-1, micro.response_ids[:, None])[:, 0]
+    expected = -0.3 * (micro.weights * log_q)[a:b].sum()
+    assert total == pytest.approx(distilled + expected.item(), rel=1e-6)
+    torch.testing.assert_close(slope, first + torch.autograd.grad(expected, logits)[0])
+    _, measured = objective(micro, Algorithm(), Rollout(), chunk=5)(logits, lambda x: x)
+    assert torch.equal(measured.sums["mismatch/kl"][a:b], torch.zeros(b - a))
+    assert torch.isfinite(measured.sums["mismatch/kl"]).all()
+
+
 class _Accelerator:
     """One process: gathering and reducing change nothing."""
 

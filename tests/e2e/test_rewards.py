@@ -66,3 +66,20 @@ def test_a_reward_that_fails_too_often_ends_the_run(start: Any, tmp_path: Path) 
     assert run.end(300) == 1
     (line,) = [line for line in run.errors() if line.startswith("failed: ")]
     assert "reward mine:broken failed on 512 of 512 samples, for example: AttributeError" in line
+
+
+def test_the_datas_own_answers_are_learned_from_too(start: Any) -> None:
+    """GKD's lambda, with a supervised term, from a student that knows nothing."""
+    run = start(
+        "algorithm.on_policy_share=0.5", "algorithm.supervised_weight=0.5", "trainer.total_steps=20",
+        "trainer.batch_size=16", "trainer.n_logged_samples=16", "actor.lr=2e-3", "trainer.val_every=100",
+    )  # fmt: skip
+    assert run.end(300) == 0, run.text()
+    rows = run.metrics()
+    assert rows[-1]["val/reverse_kl"] < rows[0]["val/reverse_kl"]
+    assert rows[20]["actor/supervised_loss"] < rows[1]["actor/supervised_loss"]
+    assert abs(rows[20]["mismatch/kl"]) < 1e-4
+    logged = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    own = [sample for sample in logged if "logprob_mean" not in sample]
+    assert len(own) == len(logged) / 2
+    assert all(sample["response"] == sample["answer"] for sample in own)
