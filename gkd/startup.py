@@ -62,7 +62,7 @@ def _require_engines_run(config: Config, groups: Mapping[str, Group]) -> None:
 def _build_actor(config: Config, inputs: Inputs, group: Group) -> Pending:
     world = len(group)
     args = [(config, inputs.student, rank, world, group.reports[rank].device) for rank in range(world)]
-    return group.submit_build("gkd.actor.worker:ActorWorker", args)
+    return group.submit_build("gkd.actor.worker:ActorWorker", args, environment=_environment(group, config))
 
 
 def _build_rollout(config: Config, inputs: Inputs, group: Group) -> Pending:
@@ -70,5 +70,8 @@ def _build_rollout(config: Config, inputs: Inputs, group: Group) -> Pending:
         (config, inputs.student, inputs.model, inputs.max_length, rank, group.reports[rank].device)
         for rank in range(len(group))
     ]
-    threads = environment(group.reports[0].device, config.cluster.cpu_threads)
-    return group.submit_build("gkd.rollout.worker:RolloutWorker", args, environment=threads)
+    return group.submit_build("gkd.rollout.worker:RolloutWorker", args, environment=_environment(group, config))
+
+
+def _environment(group: Group, config: Config) -> dict[str, str]:
+    return environment(group.reports[0].device, config.cluster.cpu_threads)

@@ -39,6 +39,9 @@ def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str
         # Scoring needs room for one token more than the longest sequence (see teacher.scoring); it is never computed.
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Threads that spin while they wait take the cores from whoever has work: with one other program on two cores a
+        # step takes ten times as long.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
     }
     if device == "cuda":
         return common

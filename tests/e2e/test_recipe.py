@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +120,51 @@ def test_the_test_script_runs_the_checks_and_passes_arguments_on() -> None:
     assert "no issues found" in done.stdout  # mypy
     assert "tests/test_config.py" in done.stdout
     assert "installing" not in done.stdout  # a second start installs nothing
+
+
+def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None:
+    """gkd.teacher.serve with a key on one side, a run with own models and data on the other."""
+    (student,), (teacher,) = ([d for d in cache.glob(f"sorting-{n}-*") if d.is_dir()] for n in ("student", "teacher"))
+    (data,) = (d for d in cache.glob("sorting-data-*") if d.is_dir())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = [f"teacher.server_port={port}", f"teacher.key_file={tmp_path / 'key'}"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "gkd.teacher.serve", f"teacher.model.path={teacher}", *shared],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("teacher ready at")
+        command = [sys.executable, "-m", "gkd.main", "+recipe=on_policy_distill", f"model.path={student}", *shared]
+        command += ["teacher.server_ip=127.0.0.1", f"data.train_files=[{data / 'train.jsonl'}]"]
+        command += [f"data.val_files=[{data / 'val.jsonl'}]", "data.answer_key=answer", "data.val_limit=32"]
+        command += ["rollout.max_response_length=8", "trainer.total_steps=2", "trainer.batch_size=8"]
+        command += [f"trainer.output_dir={tmp_path / 'run'}"]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environment(), check=False
+        )
+    finally:
+        server.terminate()
+        _, errors = server.communicate(timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert server.returncode == 0, errors
+    placement = json.loads((tmp_path / "run" / "placement.json").read_text())
+    assert [row["group"] for row in placement] == ["actor", "rollout"]  # no pool for a teacher that is elsewhere
+    assert {"val/reverse_kl", "val/accuracy"} == set(
+        json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
+    )
+    assert rows(tmp_path / "run")[-1]["distill/reverse_kl"] > 0
+
+
+def test_engines_over_several_gpus(start: Any) -> None:
+    """Tensor parallelism in both groups: vLLM's child processes get the weights too, and end with the run."""
+    run = start(
+        "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2", "teacher.n_gpus_per_node=2",
+        "teacher.tensor_parallel_size=2", "trainer.total_steps=3", "trainer.batch_size=8",
+    )  # fmt: skip
+    assert run.end(300) == 0, run.text()
+    found = run.metrics()
+    assert [row["step"] for row in found] == [0, 1, 2, 3]
+    assert all(abs(row["mismatch/kl"]) < 1e-4 for row in found[1:])  # also after weights have arrived
