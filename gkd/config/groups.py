@@ -50,7 +50,10 @@ class Scorer(Engine):
     """vLLM engines behind a ZeroMQ server that score what was sampled."""
 
     max_top_k: int = Field(32768, ge=1, description="largest K a request may ask for; the full vocabulary counts too")
-    max_model_len: int | None = Field(None, ge=2, description="longest sequence scored, tokens; null: the model's own")
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest sequence scored, tokens; null: the run's, in gkd.teacher.serve what "
+        "fits, at most the model's positions less one"
+    )  # fmt: skip
     request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
     max_num_seqs: int = Field(32, ge=1, description="sequences one engine scores at the same time")
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")

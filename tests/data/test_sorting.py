@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from gkd.data import sorting
-from gkd.rewards.accuracy import accuracy
+from gkd.rewards.accuracy import agreement
 
 
 def test_the_example_of_the_module() -> None:
@@ -61,7 +61,7 @@ def test_the_saved_tokenizer_reads_prompts_and_writes_answers(tmp_path: Path) ->
     assert ids[-1] == tokenizer.eos_token_id
     response = tokenizer.decode(ids[split:].tolist(), skip_special_tokens=True)
     assert response == "1 1 3 4"
-    assert accuracy(response, sorting.example(np.array([3, 1, 4, 1])).answer) == 1.0
+    assert agreement(response, sorting.example(np.array([3, 1, 4, 1])).answer) == 1.0
     assert len(tokenizer) == len(sorting.VOCABULARY)
 
 

@@ -131,7 +131,8 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
         port = probe.getsockname()[1]
     shared = [f"teacher.server_port={port}", f"teacher.key_file={tmp_path / 'key'}"]
     server = subprocess.Popen(
-        [sys.executable, "-m", "gkd.teacher.serve", f"teacher.model.path={teacher}", *shared],
+        [sys.executable, "-m", "gkd.teacher.serve", f"teacher.model.path={teacher}", *shared,
+         "teacher.max_model_len=128"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
     try:

@@ -1,0 +1,121 @@
+"""Memory and time of one actor update: full fine-tuning, LoRA, smaller micro-batches, gradient checkpointing.
+
+    python tests/benchmarks/memory.py [--hidden 512] [--layers 8] [--vocabulary 4096] [--sequences 16] [--length 256]
+
+Every variant runs in a process of its own: a Llama with random weights, two updates by reverse KL on random targets
+(K = 64), AdamW. Memory is the process' largest resident size beyond what it had before the model was made; time is that
+of the second update. Without a GPU only: on one, see ``memory/actor/*`` in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "full fine-tuning": {},
+    "LoRA r=8": {"lora": {"r": 8}},
+    "micro-batches of a quarter": {"quarter": True},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "all three": {"lora": {"r": 8}, "quarter": True, "gradient_checkpointing": True},
+}
+
+
+def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str, float]:
+    """GB beyond the start, and seconds of the second update."""
+    import numpy as np
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from gkd.actor.balance import pack
+    from gkd.actor.model import load
+    from gkd.actor.optimizer import adamw
+    from gkd.actor.packing import collate
+    from gkd.algorithms.objective import objective
+    from gkd.config import Actor, Algorithm, Lora, Rollout
+    from gkd.sample import Prompt, Request, Sample, Sampling, Scored, Target
+
+    rng = np.random.default_rng(0)
+    n, length, k = options.sequences, options.length, 64
+    response = length * 3 // 4
+    samples = []
+    for i in range(n):
+        ids = rng.integers(0, options.vocabulary, length).astype(np.int32)
+        top = np.argsort(rng.random((response, options.vocabulary)), -1)[:, :k].astype(np.int32)
+        logprobs = np.full((response, k), np.log(0.9 / k), dtype=np.float32)
+        sample = Sample(
+            Request(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response)),
+            ids[length - response :],
+            np.full(response, -3, dtype=np.float32),
+            0,
+            "stop",
+        )
+        samples.append(Scored(sample, Target(logprobs[:, 0], top, logprobs)))
+    with tempfile.TemporaryDirectory() as path:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=options.hidden,
+            intermediate_size=4 * options.hidden,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.hidden // 64,
+            num_key_value_heads=options.hidden // 64,
+            vocab_size=options.vocabulary,
+        )
+        LlamaForCausalLM(config).save_pretrained(path)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        student = load(path, bool(variant.get("gradient_checkpointing")), Lora.model_validate(variant.get("lora", {})))
+    optimizer = adamw(student, Actor())
+    budget = n * length // (4 if variant.get("quarter") else 1)
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        for part in pack([length] * n, budget):
+            weights = [1 / (n * response)] * len(part)
+            micro = collate([samples[i] for i in part], k, weights, [0.0] * len(part))
+            total, _ = student(micro, objective(micro, Algorithm(), Rollout(), 512))
+            total.backward()
+        optimizer.step()
+        seconds = time.perf_counter() - began
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"gb": used * 1024 / 1e9, "seconds": seconds}
+
+
+def main() -> None:
+    """Measure every variant and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"hidden": 512, "layers": 8, "vocabulary": 4096, "sequences": 16, "length": 256}
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--variant", choices=list(VARIANTS), help="measure this one here and print JSON")
+    options = parser.parse_args()
+    if options.variant:
+        print(json.dumps(measure(options, VARIANTS[options.variant])))
+        return
+    shape = [f"--{name}={getattr(options, name)}" for name in defaults]
+    found = {}
+    for name in VARIANTS:
+        done = subprocess.run(
+            [sys.executable, __file__, *shape, "--variant", name],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+        full = found["full fine-tuning"]
+        gb, seconds = found[name]["gb"], found[name]["seconds"]
+        share, pace = gb / full["gb"] - 1, seconds / full["seconds"]
+        print(f"{name:28} {gb:6.2f} GB  {share:+7.0%}   {seconds:6.2f} s  {pace:5.2f} x", flush=True)
+
+
+if __name__ == "__main__":
+    main()
