@@ -147,8 +147,12 @@ class RolloutWorker:
             with lock:
                 left[0] -= 1
                 last = left[0] == 0
-            if last:
+            if not last:
+                return
+            try:
                 self._deliver(job, sample, now, asked)
+            except BaseException as error:  # a future's callback would swallow it, and the sample would be waited for
+                self._out.put(error)
 
         for future in list(asked.values()):
             future.add_done_callback(one_less)
