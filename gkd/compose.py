@@ -39,10 +39,10 @@ def compose(overrides: Sequence[str]) -> Config:
     the overrides. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
     # The recipe has no default to override, so Hydra asks for a plus; people forget it.
-    overrides = [f"+{o}" if o.startswith("recipe=") else o for o in overrides]
+    overrides = [f"+{o}" if o.startswith(("recipe=", "teacher.models")) else o for o in overrides]
     _check(overrides)
     defaults = Config().model_dump()
-    for name in ("trainer", "rollout", "teacher"):
+    for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
         defaults[name]["n_gpus_per_node"] = None  # so that a range alone says how many
     ConfigStore.instance().store(name="settings", node=OmegaConf.create(defaults))
     config = load(_tree(overrides))
@@ -75,6 +75,8 @@ def _check(overrides: Sequence[str]) -> None:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
         if key in choices:
             _check_choice(override, choices[key])
+        elif key.startswith("teacher.models."):
+            continue
         elif key not in known and not any(k.startswith(f"{key}.") for k in known):
             raise ConfigError(f"unknown setting {key}{nearest(key, [*known, *choices])}")
         elif override.is_sweep_override():

@@ -1,4 +1,4 @@
-"""The two ways a program of this project ends early, and how each is told to the user: in one line."""
+"""The ways a program of this project ends early, and how each is told to the user: in one line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ class ConfigError(Exception):
 
 class RunFailed(Exception):
     """Something died, timed out or was not what it had to be: says what, where and why. Exit code 1."""
+
+
+class NotUpdated(RunFailed):
+    """An update of the actor that failed before anything was changed: its weights are those before it."""
 
 
 def guarded(program: Callable[[], int]) -> int:

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 
 from gkd.algorithms.top_k import top_k_wanted
-from gkd.config import Config
+from gkd.config import REWARD_MODEL, Config
 from gkd.data.builtin import prepare_builtin
 from gkd.data.checkpoint import Checkpoint
 from gkd.data.prompts import PromptSet, load_prompts
-from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, tokenizer_hash
+from gkd.data.tokenizer import (
+    check_causal_lm,
+    check_reward_model,
+    check_same_tokenizer,
+    load_tokenizer,
+    tokenizer_hash,
+)
 from gkd.errors import ConfigError
 from gkd.rewards.registry import resolve
 
@@ -39,12 +45,13 @@ class Inputs:
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     for name in config.reward.functions:
-        resolve(name, config.reward)
+        if name != REWARD_MODEL:
+            resolve(name, config.reward)
     student, judges, train, val = _found(config, say)
     tokenizer = load_tokenizer(student)
     models = {"student": Checkpoint.read(student, "model.path", tokenizer)}
-    if "teacher" in judges:
-        models["teacher"] = Checkpoint.read(judges["teacher"], "teacher.model.path")
+    for name in [name for name in judges if name.startswith("teacher")]:
+        models[name] = Checkpoint.read(judges[name], "teacher.model.path")
     own = models["student"]
     if own.n_tokens > own.vocabulary:
         raise ConfigError(
@@ -60,6 +67,14 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
             say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
     if config.asks_reference:
         judges["reference"] = student
+    if config.reward_model.model.path is not None and config.asks_reward_model:
+        judges["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
+    for prompt in [*train_prompts.prompts, *val_prompts.prompts]:
+        if prompt.teacher is not None and prompt.teacher not in config.teacher.models:
+            raise ConfigError(
+                f"data.teacher_key={config.data.teacher_key}: a prompt is for the teacher {prompt.teacher!r}; "
+                f"teacher.models has {', '.join(config.teacher.models)}"
+            )
     if config.algorithm.needs_teacher:
         top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
     if config.algorithm.on_policy_share < 1:
@@ -87,7 +102,10 @@ def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, s
     judges = {}
     if config.teacher.model.path is not None:
         judges["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
-        check_same_tokenizer(student, judges["teacher"])
+    for name, path in config.teacher.models.items():
+        judges[f"teacher:{name}"] = check_causal_lm(path, f"teacher.models.{name}")
+    for teacher in judges.values():
+        check_same_tokenizer(student, teacher)
     return student, judges, config.data.train_files, config.data.val_files
 
 

@@ -1,4 +1,4 @@
-"""The groups that score samples with a model, teacher and reference: started alike, asked alike."""
+"""The groups whose models judge samples, teacher, reference and reward model: started alike, asked alike."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import ray
 
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.cluster.group import Group, Pending
-from gkd.config import Config, Scorer
+from gkd.config import Config, RewardModel, Scorer
+from gkd.data.tokenizer import tokenizer_hash
 from gkd.inputs import Inputs
 from gkd.teacher.address import Key, external_addresses
 from gkd.vllm_engine import environment
 
+NAMES = ("teacher", "reference", "reward_model")
+
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """Leaders of the engines of every group that scores, by name, and the key their sockets need."""
+    """Leaders of the engines of every group that judges, by name, and the key their sockets need."""
 
     config: Config
     inputs: Inputs
@@ -27,13 +30,14 @@ class Judges:
 
     @staticmethod
     def of(config: Config, inputs: Inputs, groups: Mapping[str, Group], rollout: Group) -> Judges:
-        """The scoring groups among ``groups``. Raises ConfigError where the user's key cannot be read."""
+        """The judging groups among ``groups``. Raises ConfigError where the user's key cannot be read."""
         limit = config.cluster.start_timeout_s
-        found = {
-            name: groups[name].engines(_settings(config, name).tensor_parallel_size, limit)
-            for name in ("teacher", "reference")
-            if name in groups
-        }
+        found: dict[str, Group] = {}
+        for name in NAMES:
+            if name in groups:
+                settings = _settings(config, name)
+                tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
+                found[name] = groups[name].engines(tensor_parallel, limit)
         return Judges(config, inputs, found, _key(config, rollout, found))
 
     def build(self) -> list[Pending]:
@@ -41,49 +45,72 @@ class Judges:
         return [self._build(name, group) for name, group in self.groups.items()]
 
     def _build(self, name: str, group: Group) -> Pending:
-        settings, model = _settings(self.config, name), self.inputs.judges[name]
-        # A server of this run's own takes exactly the sequences this run has; less cache is set aside for them.
-        longest = settings.max_model_len or self.inputs.max_length
-        settings = settings.model_copy(update={"max_model_len": longest})
+        settings, models = _settings(self.config, name), self._models(name)
+        if isinstance(settings, Scorer):
+            # A server of this run's own takes exactly the sequences this run has; less cache is set aside for them.
+            longest = settings.max_model_len or self.inputs.max_length
+            settings = settings.model_copy(update={"max_model_len": longest})
         # Without a key everything is on this machine; with one, each server listens where the others can reach it.
         args = [
             (
                 settings,
                 self.config.model.dtype_on(report.device),
-                model,
-                self.inputs.tokenizer_hash,
+                self.inputs.judges[models[rank % len(models)]],
+                self._tokenizer(name),
                 report.device,
                 report.ip if self.key else "127.0.0.1",
                 self.key,
             )
-            for report in group.reports
+            for rank, report in enumerate(group.reports)
         ]
         threads = environment(group.reports[0].device, self.config.cluster.cpu_threads)
-        return group.submit_build("gkd.teacher.worker:TeacherWorker", args, environment=threads)
+        worker = "RewardModelWorker" if name == "reward_model" else "TeacherWorker"
+        return group.submit_build(f"gkd.teacher.worker:{worker}", args, environment=threads)
+
+    def _models(self, name: str) -> list[str]:
+        """Which of ``inputs.judges`` the engines of a group serve, dealt out in turn."""
+        return sorted(model for model in self.inputs.judges if model.partition(":")[0] == name)
+
+    def _tokenizer(self, name: str) -> str:
+        own = self.inputs.tokenizer_hash
+        return tokenizer_hash(self.inputs.judges[name]) if name == "reward_model" else own
 
     def serve(self) -> dict[str, Pending]:
-        """Have the servers answer; the calls end only when one fails."""
-        return {name: group.submit("serve", what="serving") for name, group in self.groups.items()}
+        """Have the servers answer, by model; the calls end only when one fails."""
+        return {model: group.submit("serve", what="serving") for model, group in self._by_model().items()}
+
+    def _by_model(self) -> dict[str, Group]:
+        """The engines of every model."""
+        return {
+            model: group.only(range(place, len(group), len(self._models(name))))
+            for name, group in self.groups.items()
+            for place, model in enumerate(self._models(name))
+        }
 
     def asking(self, n_clients: int) -> dict[str, dict[str, Any]]:
-        """Arguments of the clients of each, :class:`gkd.teacher.client.TeacherClient`, of which ``n_clients`` ask."""
-        limit = self.config.cluster.start_timeout_s
-        addresses = {name: group.control("address", timeout_s=limit) for name, group in self.groups.items()}
-        if self.config.algorithm.needs_teacher and "teacher" not in addresses:
-            addresses["teacher"] = external_addresses(self.config.teacher)
-        return {name: self._arguments(name, found, n_clients) for name, found in addresses.items()}
+        """By model, arguments of the clients of each, :class:`gkd.teacher.client.TeacherClient`.
 
-    def _arguments(self, name: str, addresses: list[str], n_clients: int) -> dict[str, Any]:
+        ``n_clients`` of them ask.
+        """
+        limit = self.config.cluster.start_timeout_s
+        addresses = {model: group.control("address", timeout_s=limit) for model, group in self._by_model().items()}
+        if self.config.algorithm.needs_teacher and "teacher" not in self.groups:
+            addresses["teacher"] = external_addresses(self.config.teacher)
+        return {model: self._arguments(model, found, n_clients) for model, found in addresses.items()}
+
+    def _arguments(self, model: str, addresses: list[str], n_clients: int) -> dict[str, Any]:
+        name = model.partition(":")[0]
         settings, vocabulary = _settings(self.config, name), self.inputs.model.vocabulary
         top_k = 0
         if name == "teacher":
             top_k = max(top_k_wanted(self.config, vocabulary), top_k_for_validation(self.config, vocabulary))
+        rates = name == "reward_model"  # in its own tokens
         return {
             "addresses": addresses,
-            "tokenizer_hash": self.inputs.tokenizer_hash,
+            "tokenizer_hash": self._tokenizer(name),
             "top_k": top_k,
-            "vocabulary": vocabulary,
-            "max_length": self.inputs.max_length,
+            "vocabulary": None if rates else vocabulary,
+            "max_length": None if rates else self.inputs.max_length,
             "key": self.key,
             "n_clients": n_clients,
             "request_timeout_s": settings.request_timeout_s,
@@ -92,7 +119,9 @@ class Judges:
         }
 
 
-def _settings(config: Config, name: str) -> Scorer:
+def _settings(config: Config, name: str) -> Scorer | RewardModel:
+    if name == "reward_model":
+        return config.reward_model
     return config.teacher if name == "teacher" else config.reference
 
 

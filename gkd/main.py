@@ -79,7 +79,13 @@ def _output_dir(config: Config) -> Path:
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     path = Path(config.trainer.output_dir or f"outputs/{config.recipe}/{stamp}").absolute()
     held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
-    if held:
+    if config.trainer.resume:
+        if config.trainer.output_dir is None:
+            raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
+        from gkd.checkpoint import find
+
+        find(config, path)
+    elif held:
         raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from gkd.checkpoint import Checkpoints, State, cut, find
 from gkd.cluster.placement import Placement, PlacementFault, place
 from gkd.cluster.session import Session
 from gkd.cluster.table import print_table
@@ -19,34 +20,60 @@ from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.startup import start
-from gkd.trainer import train
+from gkd.trainer import Parts, RunLog, train
 
 
 def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: Console, started_s: float) -> None:
     """Everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``) is when the run began."""
+    saved = find(config, output) if config.trainer.resume else None
     (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
     placement = _placed(config, session, output)
     progress = Progress(out, config.trainer.total_steps)
     with progress:
         progress.doing("loading models")
         system = start(config, inputs, placement.groups)
-    with progress, JsonLines(output / "metrics.jsonl") as log, JsonLines(output / "samples.jsonl") as sample_file:
-        parts = system.parts
-        samples = SampleLog(sample_file, config.trainer.n_logged_samples, _decoder(inputs))
-        progress.doing("validating")
-        before = parts.validation.run()
-        teacher = parts.validation.teacher()
-        log.write({"step": 0, "epoch": parts.prompts.epoch, **finite(before)})
-        progress.say(
-            f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
-        )
-        after = train(config, parts, log, samples, progress)
+    files = output / "metrics.jsonl", output / "samples.jsonl"
+    if saved is not None:
+        for file in files:
+            cut(file, saved[1].step)
+    with progress, JsonLines(files[0]) as metrics, JsonLines(files[1]) as sampled:
+        parts, checkpoints = system.parts, Checkpoints(config, output, started_s)
+        samples = SampleLog(sampled, config.trainer.n_logged_samples, _decoder(inputs))
+        log = RunLog(metrics, samples, progress, checkpoints)
+        state = _first(parts, log) if saved is None else _restored(config, parts, log, *saved)
+        try:
+            after = train(config, parts, log, state)
+        except BaseException:
+            checkpoints.rescue(parts.actor)
+            raise
         parts.actor.save(str(output / "model"))
-        if system.teacher is not None:
-            system.teacher.close()
-    summary = report.Summary(before, after, teacher, config.trainer.total_steps, time.monotonic() - started_s)
+        for client in system.teachers.values():
+            client.close()
+    wall_s = state.wall_s + time.monotonic() - started_s
+    summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s)
     report.write(summary, output)
     report.show(summary, output, _next_command(config, output), out)
+
+
+def _first(parts: Parts, log: RunLog) -> State:
+    """Validate the student as it comes."""
+    log.progress.doing("validating")
+    before, teacher = parts.validation.run(), parts.validation.teacher()
+    log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **finite(before)})
+    log.progress.say(
+        f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
+    )
+    return State(before=before, teacher=teacher)
+
+
+def _restored(config: Config, parts: Parts, log: RunLog, path: Path, state: State) -> State:
+    """Have the actor, the engines and the order of prompts go on from a checkpoint."""
+    log.progress.doing(f"reading {path}")
+    parts.actor.load_state(str(path / "actor"), state.step)
+    parts.prompts.restore(state.prompts)
+    parts.rollout.receive(parts.actor.publish(), config.weights.timeout_s)
+    log.progress.say(f"going on after step {state.step} from {path}")
+    return state
 
 
 def _placed(config: Config, session: Session, output: Path) -> Placement:

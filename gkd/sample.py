@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,8 @@ class Prompt:
 
     ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held,
     ``answer`` the reference answer where the data has one, ``answer_ids`` its tokens and the end token where it is
-    learned from.
+    learned from. ``messages``: what the chat template was given, where the data holds messages. ``teacher``: which of
+    ``teacher.models`` judges its responses.
     """
 
     id: int
@@ -26,6 +28,13 @@ class Prompt:
     text: str
     answer: str | None = None
     answer_ids: Int32 | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    teacher: str | None = None
+
+
+def teacher_of(prompt: Prompt) -> str:
+    """Name of the teacher that judges a prompt's responses, among the models that judge."""
+    return "teacher" if prompt.teacher is None else f"teacher:{prompt.teacher}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +140,8 @@ class Record:
 
     ``key`` names the job it answers; ``worker`` is the engine that sampled it. ``generated_s`` and ``scored_s`` are
     clock times (``time.time``) at which sampling and judging ended; ``rewards`` what each function gave, or why it
-    gave nothing. The :class:`Scored` is at position ``slot`` of the
-    list that the Ray object reference ``ref`` stands for.
+    gave nothing, ``reward_s`` how long it took where it gave something, seconds. The :class:`Scored` is at position
+    ``slot`` of the list that the Ray object reference ``ref`` stands for.
     """
 
     key: int
@@ -148,6 +157,7 @@ class Record:
     scored_s: float
     slot: int
     ref: Any = None
+    reward_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:

@@ -20,10 +20,10 @@ from gkd.vllm_engine import environment, require_device
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Running parts, and how to ask the teacher, where there is one."""
+    """Running parts, and how to ask the teachers, by name; none where none is needed."""
 
     parts: Parts
-    teacher: TeacherClient | None
+    teachers: dict[str, TeacherClient]
 
 
 def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System:
@@ -39,22 +39,22 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
     actor_group = ActorGroup(actor, config)
     actor_group.load()
     asking, serving = judges.asking(len(rollout)), judges.serve()
-    teacher = TeacherClient(**asking["teacher"]) if "teacher" in asking else None
-    if teacher is not None:
-        teacher.connect()
-    rollout.control("connect", asking, timeout_s=limit, what="connecting to teacher and reference")
+    teachers = {name: TeacherClient(**how) for name, how in asking.items() if name.startswith("teacher")}
+    for client in teachers.values():
+        client.connect()
+    rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
     rollout_group = RolloutGroup(rollout, config, serving)
-    validation = Validation(config, inputs, rollout_group, actor_group, teacher)
+    validation = Validation(config, inputs, rollout_group, actor_group, teachers)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed)
-    n_gpus = sum(len(group) for group in groups.values())
+    n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     measured = tuple(judges.groups.values())
     parts = Parts(stream, rollout_group, actor_group, validation, measured, n_gpus, inputs.model.vocabulary)
-    return System(parts, teacher)
+    return System(parts, teachers)
 
 
 def _require_engines_run(config: Config, groups: Mapping[str, Group]) -> None:
     """Raise ConfigError where vLLM is to run on a device that the installed build is not for."""
-    without_vllm = {"actor", "rollout"} if config.rollout.engine == "hf" else {"actor"}
+    without_vllm = {"actor", "reward_model", *(["rollout"] if config.rollout.engine == "hf" else [])}
     for report in [report for name, group in groups.items() if name not in without_vllm for report in group.reports]:
         require_device(report.device, str(report))
 

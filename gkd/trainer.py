@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.lessons import lessons_of
+from gkd.checkpoint import Checkpoints, State
 from gkd.cluster.group import Group, memory_of
 from gkd.collect import collect
 from gkd.config import Config
@@ -15,6 +16,7 @@ from gkd.observability import metrics as measured
 from gkd.observability.metrics import JsonLines
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
+from gkd.observability.watch import Watcher
 from gkd.rollout.group import RolloutGroup
 from gkd.validation import Validation
 
@@ -39,13 +41,25 @@ class Parts:
         return found
 
 
-def train(config: Config, parts: Parts, log: JsonLines, samples: SampleLog, progress: Progress) -> dict[str, float]:
-    """Run ``trainer.total_steps`` steps and the validations; returns the last validation.
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """Where the loop tells what it did."""
 
-    A step is counted, logged and validated only after the actor has been updated and the engines serve its weights.
+    metrics: JsonLines
+    samples: SampleLog
+    progress: Progress
+    checkpoints: Checkpoints
+
+
+def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, float]:
+    """Run the steps up to ``trainer.total_steps`` after ``start`` and the validations; returns the last validation.
+
+    A step is counted, logged, validated and saved only after the actor has been updated and the engines serve its
+    weights.
     """
-    validated: dict[str, float] = {}
-    for step in range(1, config.trainer.total_steps + 1):
+    validated = dict(start.validated)
+    watcher = Watcher(config)
+    for step in range(start.step + 1, config.trainer.total_steps + 1):
         started, clock = time.monotonic(), time.time()
         records = collect(config, parts.prompts, parts.rollout, parts.vocab_size, step)
         lessons, row = lessons_of(config, records)
@@ -59,12 +73,15 @@ def train(config: Config, parts: Parts, log: JsonLines, samples: SampleLog, prog
         row |= {"timing_s/update": updated - sampled, "timing_s/sync": done - updated, "timing_s/step": done - started}
         row |= throughput(sum(r.n_tokens for r in records), done - started, parts.n_gpus)
         row |= parts.memory()
-        samples.write(step, records)
+        log.samples.write(step, records)
         if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
             validated = parts.validation.run()
             row |= validated
-        log.write({"step": step, "epoch": parts.prompts.epoch, **measured.finite(row)})
-        progress.step(step, row)
+        log.metrics.write({"step": step, "epoch": parts.prompts.epoch, **measured.finite(row)})
+        log.progress.step(step, row)
+        watcher.look(step, row)
+        state = replace(start, step=step, prompts=parts.prompts.state(), validated=validated)
+        log.checkpoints.after(parts.actor, state)
     return validated
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 
 from gkd.actor.group import ActorGroup
@@ -12,7 +12,7 @@ from gkd.errors import RunFailed
 from gkd.inputs import Inputs
 from gkd.rewards.accuracy import agreement
 from gkd.rollout.group import RolloutGroup
-from gkd.sample import Int32, Judging, Prompt, Request, Sampling
+from gkd.sample import Int32, Judging, Prompt, Request, Sampling, teacher_of
 from gkd.teacher.client import Generate, TeacherClient
 
 SEED = 1  # the same samples' seeds at every validation, so that curves are comparable
@@ -27,17 +27,22 @@ class Validation:
     """
 
     def __init__(
-        self, config: Config, inputs: Inputs, rollout: RolloutGroup, actor: ActorGroup, client: TeacherClient | None
+        self,
+        config: Config,
+        inputs: Inputs,
+        rollout: RolloutGroup,
+        actor: ActorGroup,
+        teachers: Mapping[str, TeacherClient],
     ) -> None:
         self.config, self.prompts, self.tokenizer = config, inputs.val.prompts, inputs.tokenizer
-        self.rollout, self.actor, self.client = rollout, actor, client
+        self.rollout, self.actor, self.teachers = rollout, actor, teachers
         self.top_k = top_k_for_validation(config, inputs.model.vocabulary)
 
     def run(self) -> dict[str, float]:
         """Measure the student as it is."""
         limit, length = self.config.rollout.timeout_s, self.config.rollout.max_response_length
         found: dict[str, float] = {}
-        if self.client is not None:
+        if self.teachers:
             sampled = [Request(p, 0, SEED + i, Sampling(length)) for i, p in enumerate(self.prompts)]
             records = self.rollout.sample(sampled, Judging(self.top_k), limit)
             found["val/reverse_kl"] = self.actor.evaluate(records)["distill/reverse_kl"]
@@ -52,10 +57,10 @@ class Validation:
     def teacher(self) -> dict[str, float]:
         """The teacher's accuracy on the same prompts; its divergence from itself is not a measurement."""
         asked = [p for p in self.prompts if p.answer is not None]
-        if not asked or self.client is None:
+        if not asked or not self.teachers:
             return {}
         length = self.config.rollout.max_response_length
-        futures = [self.client.submit(Generate(p.token_ids, length)) for p in asked]
+        futures = [self.teachers[teacher_of(p)].submit(Generate(p.token_ids, length)) for p in asked]
         limit = self.config.rollout.timeout_s
         _, late = wait(futures, limit)
         if late:

@@ -13,6 +13,8 @@ from gkd.compose import compose, groups
 from gkd.config import Config, parse_gpus, settings
 from gkd.errors import ConfigError
 
+OWN = ["model.path=/x", "data.train_files=[a]", "data.val_files=[b]"]
+
 
 @pytest.mark.parametrize(
     ("value", "expected"),
@@ -81,6 +83,19 @@ def test_every_setting_says_what_it_means() -> None:
             ["rollout.engine=hf", "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2"],
             r"engine=hf runs on",
         ),
+        (["+recipe=grpo", "reward.functions=[reward_model]"], r"reward_model.model.path is not set"),
+        (["+recipe=grpo", "reward.functions=[judge]"], r"needs reward.judge.url"),
+        (["rollout.share_with=actor", "trainer.share_with=rollout"], r"circle: .*actor"),
+        (["rollout.share_with=nobody"], r"rollout.share_with=nobody: .*'actor'"),
+        (["rollout.share_with=actor", "rollout.n_gpus_per_node=2"], r"rollout is to have 2 GPUs .* trainer has 1"),
+        (["trainer.gpus=0-1", "rollout.share_with=actor", "rollout.gpus=2"], r"rollout.gpus=\[2\] is not within"),
+        ([*OWN, "teacher.models={a: x}"], r"teacher.models and data.teacher_key go together"),
+        ([*OWN, "teacher.models={a: x, b: y}", "data.teacher_key=k"], r"names 2 models, .* pool has 1 engines"),
+        (
+            [*OWN, "teacher.models.a=x", "data.teacher_key=k", "teacher.model.path=y"],
+            r"teacher.models excludes",
+        ),
+        (["watch.distill_kl=[1,0]"], r"watch.distill_kl.*from its lower to its upper"),
         (["algorithm.supervised_weight=1"], r"on_policy_share=1 leaves none"),
         (["+recipe=grpo", "algorithm.on_policy_share=0.5"], r"on_policy_share=0.5 .*no policy gradient"),
         (["actor.betas=[0.9,1]"], r"actor.betas.1=1: .*less than 1"),
@@ -99,6 +114,16 @@ def test_a_mistake_is_one_line_that_names_it(overrides: list[str], message: str)
 def test_a_range_alone_says_how_many() -> None:
     config = compose(["trainer.gpus=2-3", "rollout.gpus=0-1", "teacher.gpus=4-7"])
     assert [(p.n_gpus_per_node, p.gpus) for _, p in config.pools()] == [(2, [2, 3]), (2, [0, 1]), (4, [4, 5, 6, 7])]
+
+
+def test_a_group_that_is_not_there_passes_its_guests_on() -> None:
+    chain = ["placement=3gpu", "reward.functions=[accuracy,reward_model]", "reward_model.model.path=x"]
+    whole = compose(["+recipe=distill_and_reward", *chain, "algorithm.kl.coef=0.1"])
+    assert whole.hosts() == {"rollout": "actor", "reference": "teacher", "reward_model": "teacher"}
+    assert compose(["+recipe=distill_and_reward", *chain]).hosts() == {"rollout": "actor", "reward_model": "teacher"}
+    alone = compose(["+recipe=grpo", *chain, "algorithm.kl.coef=0.1"])
+    assert alone.hosts() == {"rollout": "actor", "reward_model": "reference"}
+    assert alone.may_share() == {frozenset(("actor", "rollout")), frozenset(("reference", "reward_model"))}
 
 
 def test_an_external_teacher_has_no_pool() -> None:

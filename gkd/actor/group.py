@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,11 @@ from gkd.actor.balance import share
 from gkd.algorithms.aggregation import token_weights
 from gkd.cluster.group import Group
 from gkd.config import Config, Loss
+from gkd.errors import NotUpdated
 from gkd.sample import Lesson, Record
 from gkd.weights.object_store import Push
+
+log = logging.getLogger("gkd")
 
 
 class ActorGroup:
@@ -18,6 +22,9 @@ class ActorGroup:
 
     def __init__(self, group: Group, config: Config) -> None:
         self.group, self.config, self.version = group, config, 0
+        self.settled = True
+        """Whether the weights are those of a whole step."""
+        self._budget = float(config.actor.max_tokens_per_micro_batch)
 
     def load(self) -> int:
         """Have the ranks meet and read the student; returns its number of parameters."""
@@ -41,9 +48,27 @@ class ActorGroup:
         for part in parts if old or reference else []:
             shares = self._shares(part)
             self._call("remember", [([part[i] for i in share], old, reference) for share in shares])
-        rows = [self._run("update", part, step) for _ in range(settings.update_epochs) for part in parts]
+        rows: list[dict[str, float]] = []
+        self.settled = False
+        try:
+            for part in parts * settings.update_epochs:
+                row = self._run("update", part, step)
+                rows.append(row)
+        except NotUpdated:
+            self.settled = not rows
+            raise
         self.version += 1
-        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+        self._tell_of_memory(rows[-1].pop("actor/micro_batch_tokens"), step)
+        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[-1]}
+
+    def _tell_of_memory(self, budget: float, step: int) -> None:
+        if budget < self._budget:
+            log.warning(
+                "step %d: memory ran out and the update was done again in micro-batches of at most %d tokens, with the "
+                "same gradient; actor.max_tokens_per_micro_batch=%d from the start would save the time",
+                step, budget, budget,
+            )  # fmt: skip
+            self._budget = budget
 
     def evaluate(self, records: Sequence[Record]) -> dict[str, float]:
         """Distillation metrics of a batch under the current weights, at temperature 1, without training on it."""
@@ -73,9 +98,21 @@ class ActorGroup:
         """The current weights, ready to be fetched."""
         limit = self.config.weights.timeout_s
         push: Push = self.group.call("publish", self.version, timeout_s=limit)[0]
+        self.settled = True
         return push
+
+    def save_state(self, directory: str) -> None:
+        """Write weights and optimizer state to go on from."""
+        limit = self.config.trainer.save_timeout_s
+        self.group.call("save_state", directory, timeout_s=limit, what="writing a checkpoint")
+
+    def load_state(self, directory: str, version: int) -> None:
+        """Go on from what :meth:`save_state` wrote, with ``version`` as that of the weights."""
+        limit = self.config.trainer.save_timeout_s
+        self.group.call("load_state", directory, timeout_s=limit, what="reading the checkpoint")
+        self.version = version
 
     def save(self, directory: str) -> None:
         """Write the student in Hugging Face format."""
-        limit = self.config.trainer.update_timeout_s
+        limit = self.config.trainer.save_timeout_s
         self.group.call("save", directory, timeout_s=limit, what="writing the student")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -143,14 +143,16 @@ def _attention(config: PretrainedConfig) -> str:
     return "sdpa" if getattr(cls, "_supports_sdpa", False) and plain else "eager"
 
 
-def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool = False) -> None:
     """Shard in place over the ranks of a one-dimensional mesh: every decoder layer by itself, the rest as the root.
 
-    Parameters, gradients and optimizer state stay in float32; computation is in ``compute_dtype``.
+    Parameters, gradients and optimizer state stay in float32, with ``offload`` in the host's memory; computation is in
+    ``compute_dtype``.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     layers = set(getattr(student.lm, "_no_split_modules", None) or ())
     for module in student.lm.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(student, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
+    fully_shard(student, mesh=mesh, mp_policy=policy, offload_policy=place)

@@ -6,10 +6,10 @@ import datetime
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -20,20 +20,24 @@ from transformers import AutoTokenizer
 
 from gkd.actor.balance import pack
 from gkd.actor.lora import save_adapter, without_adapter
+from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.model import load, shard
 from gkd.actor.optimizer import adamw, learning_rate
 from gkd.actor.packing import collate
+from gkd.actor.state import load_state, save_state
 from gkd.algorithms.objective import logprobs, objective
+from gkd.cluster.failure import one_line
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.config import Algorithm, Config, Loss
-from gkd.errors import RunFailed
+from gkd.errors import NotUpdated
 from gkd.losses.targets import check_targets
-from gkd.observability.memory import gpu_memory
+from gkd.observability.memory import memory_here
 from gkd.sample import Lesson, Scored
 from gkd.vllm_engine import Device
 from gkd.weights import object_store
 
 Metrics = dict[str, float]
+Result = TypeVar("Result")
 
 
 class ActorWorker:
@@ -48,6 +52,7 @@ class ActorWorker:
         self.dtype = getattr(torch, config.model.dtype_on(device))
         if device == "cpu":
             torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
+        self._budget = config.actor.max_tokens_per_micro_batch
         self._old: dict[tuple[Any, int], Tensor] = {}
         self._reference: dict[tuple[Any, int], Tensor] = {}
 
@@ -62,7 +67,7 @@ class ActorWorker:
         limit = datetime.timedelta(seconds=self.config.cluster.start_timeout_s)
         if self.rank:
             self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
             store=self.store,
@@ -78,7 +83,9 @@ class ActorWorker:
         self.n_parameters = sum(p.numel() for p in student.parameters())
         self.vocab_size = student.lm.config.get_text_config().vocab_size
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
-        shard(student, mesh, self.dtype)  # moves it to the device, a layer at a time
+        shard(
+            student, mesh, self.dtype, self.config.actor.offload_optimizer
+        )  # moves it to the device, a layer at a time
         self.student, self.optimizer = student, adamw(student, self.config.actor)
         return self.n_parameters
 
@@ -89,10 +96,10 @@ class ActorWorker:
         adapter.
         """
         if old:
-            self._old |= self._logprobs(lessons)
+            self._old |= self._fitting(lessons, lambda: self._logprobs(lessons))
         if reference:
             with without_adapter(self.student.lm):
-                self._reference |= self._logprobs(lessons)
+                self._reference |= self._fitting(lessons, lambda: self._logprobs(lessons))
 
     @torch.no_grad()
     def _logprobs(self, lessons: Sequence[Lesson]) -> dict[tuple[Any, int], Tensor]:
@@ -110,28 +117,59 @@ class ActorWorker:
         """One optimizer step on this rank's share of a batch of ``n_positions`` response tokens over all ranks.
 
         ``weights``: that of each token of each lesson in the batch's loss. Returns the metrics of the whole batch.
-        Raises RunFailed on a gradient that is not finite, before anything is changed.
+        Raises NotUpdated, with nothing changed, on a gradient that is not finite and where memory does not suffice.
         """
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics = self._accumulate(lessons, weights, n_positions, self.config.algorithm, train=True)
+        algorithm = self.config.algorithm
+        metrics = self._fitting(lessons, lambda: self._accumulate(lessons, weights, n_positions, algorithm, train=True))
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
-            raise RunFailed(f"the gradient of step {step} is not finite (norm {grad_norm}); nothing was updated")
+            raise NotUpdated(f"the gradient of step {step} is not finite (norm {grad_norm}); nothing was updated")
         lr = learning_rate(self.config.actor, step - 1, self.config.trainer.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
+        return {
+            **metrics,
+            "actor/grad_norm": grad_norm,
+            "actor/lr": lr,
+            "actor/micro_batch_tokens": float(self._budget),
+        }
 
     def evaluate(self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, loss: Loss) -> Metrics:
         """The distillation metrics of a batch without training on it; arguments as for :meth:`update`."""
         self.student.eval()
         try:
             with torch.no_grad():
-                return self._accumulate(lessons, weights, n_positions, Algorithm(loss=loss), train=False)
+                return self._fitting(
+                    lessons, lambda: self._accumulate(lessons, weights, n_positions, Algorithm(loss=loss), train=False)
+                )
         finally:
             self.student.train()
+
+    def _fitting(self, lessons: Sequence[Lesson], run: Callable[[], Result]) -> Result:
+        """``run``, and when memory runs out again in smaller micro-batches, from now on.
+
+        Raises NotUpdated when one sequence alone is too much, and where there are several ranks: the others wait in
+        the middle of a collective and cannot go back.
+        """
+        while True:
+            self.optimizer.zero_grad(set_to_none=True)
+            try:
+                return run()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = one_line(error)
+            # Only here is what the failed attempt held free: its frames are gone with the error.
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            lengths = [lesson.record.n_tokens for lesson in lessons]
+            smaller = smaller_budget(self._budget, lengths, pack(lengths, self._budget))
+            if smaller is None or self.world > 1:
+                raise NotUpdated(out_of_memory_text(self.config, self.world, max(lengths), self._budget, reason))
+            self._budget = smaller
 
     def _accumulate(
         self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, algorithm: Algorithm, train: bool
@@ -177,7 +215,7 @@ class ActorWorker:
 
     def _turns(self, lengths: Sequence[int]) -> list[list[int]]:
         """Micro-batches of this rank, as many as any rank has: the last of them may be empty."""
-        parts = pack(lengths, self.config.actor.max_tokens_per_micro_batch)
+        parts = pack(lengths, self._budget)
         return parts + [[]] * (self._agree(len(parts)) - len(parts))
 
     def _agree(self, value: int) -> int:
@@ -229,9 +267,17 @@ class ActorWorker:
                 save_adapter(adapter, self.config.actor.lora, self.model_path, Path(directory, "adapter"))
         dist.barrier()
 
+    def save_state(self, directory: str) -> None:
+        """Write weights and optimizer state to go on from. A collective."""
+        save_state(self.student, self.optimizer, directory)
+
+    def load_state(self, directory: str) -> None:
+        """Go on from what :meth:`save_state` wrote. A collective."""
+        load_state(self.student, self.optimizer, directory)
+
     def memory(self) -> dict[str, float]:
-        """GPU memory of this rank in GB."""
-        return gpu_memory()
+        """Memory of this rank."""
+        return memory_here()
 
 
 def _place(lesson: Lesson) -> tuple[Any, int]:

@@ -56,6 +56,7 @@ def lessons_of(config: Config, records: Sequence[Record]) -> tuple[list[Lesson],
         "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
         "reward/equal_groups": float(equal.mean()),
+        "timing_s/reward": max(sum(record.reward_s.values()) for record in records),
         "advantage/mean": float(advantages.mean()),
         "advantage/std": float(advantages.std()),
     }
@@ -63,7 +64,7 @@ def lessons_of(config: Config, records: Sequence[Record]) -> tuple[list[Lesson],
 
 
 def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
-    """reward/NAME/mean and reward/NAME/failed (a share); a user's function goes by its own name."""
+    """reward/NAME/mean, /failed (a share) and /seconds a sample; a user's function goes by its own name."""
     metrics: dict[str, float] = {}
     for name in config.reward.functions:
         given = [record.rewards[name] for record in records]
@@ -72,6 +73,9 @@ def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
         label = name.rpartition(":")[2]
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
+            metrics[f"reward/{label}/seconds"] = float(
+                np.mean([r.reward_s[name] for r in records if name in r.reward_s])
+            )
         metrics[f"reward/{label}/failed"] = len(reasons) / len(given)
         if not reasons:
             continue

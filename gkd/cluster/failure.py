@@ -7,7 +7,7 @@ import re
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, NotUpdated, RunFailed
 
 
 class WorkerDied(RunFailed):
@@ -29,8 +29,9 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     A ConfigError or RunFailed raised inside the worker comes out as that type with its own message.
     """
     cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, ConfigError | RunFailed):
-        return ConfigError(str(cause)) if isinstance(cause, ConfigError) else RunFailed(str(cause))
+    for kind in (ConfigError, NotUpdated, RunFailed):
+        if isinstance(cause, kind):
+            return kind(str(cause))
     if isinstance(error, RayTaskError):
         return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}")
     if isinstance(error, RayActorError):

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gkd.config import Config, Engine
-
-GROUPS = {"trainer": "actor"}  # sections whose group of workers has another name
+from gkd.config import GROUPS, Config, Engine, Pool
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,21 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Guest:
+    """A group on GPUs of another: on those at ``positions`` among the other's of a node, on ``nnodes`` of its nodes."""
+
+    group: str
+    positions: tuple[int, ...]
+    nnodes: int
+    gpus: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Ask:
-    """What one group asks for: ``n_gpus`` on each of ``nnodes`` nodes; ``gpus`` are exact indices, None any."""
+    """What one group asks for: ``n_gpus`` on each of ``nnodes`` nodes; ``gpus`` are exact indices, None any.
+
+    ``guests`` are the groups that share its GPUs.
+    """
 
     group: str
     section: str
@@ -41,21 +52,38 @@ class Ask:
     nnodes: int
     gpus: tuple[int, ...] | None = None
     tensor_parallel_size: int = 1
+    guests: tuple[Guest, ...] = ()
+
+    @property
+    def n_guests(self) -> int:
+        """Workers of guests on each node."""
+        return sum(position < self.n_gpus for guest in self.guests for position in guest.positions)
+
+    @property
+    def workers_per_node(self) -> int:
+        """Workers on each node, those of guests among them."""
+        return self.n_gpus + self.n_guests
+
+    @property
+    def crowd(self) -> int:
+        """Most workers that share one of its GPUs."""
+        return 1 + max((sum(p in guest.positions for guest in self.guests) for p in range(self.n_gpus)), default=0)
 
     @property
     def total(self) -> int:
-        """GPUs over all nodes, which is the number of workers."""
+        """GPUs over all nodes, which is the number of the group's workers."""
         return self.n_gpus * self.nnodes
 
 
 @dataclass(frozen=True)
 class Slot:
-    """``n_gpus`` GPUs of one node for one group; ``gpus`` are the exact ones, None any."""
+    """``n_gpus`` GPUs of one node for one group; ``gpus`` are the exact ones, None any; ``n_guests`` share them."""
 
     group: str
     node_id: str
     n_gpus: int
     gpus: tuple[int, ...] | None
+    n_guests: int = 0
 
 
 @dataclass
@@ -71,7 +99,7 @@ class _State:
         return (self.node.gpus, self.free_gpus, self.free_cpus, self.taken)
 
     def can_host(self, ask: Ask, cpus: float) -> bool:
-        if self.free_gpus < ask.n_gpus or self.free_cpus + 1e-6 < cpus * ask.n_gpus:
+        if self.free_gpus < ask.n_gpus or self.free_cpus + 1e-6 < cpus * ask.workers_per_node:
             return False
         return ask.gpus is None or (set(ask.gpus) <= set(self.node.gpus) and not self.taken & set(ask.gpus))
 
@@ -79,24 +107,39 @@ class _State:
         return _State(
             self.node,
             self.free_gpus - ask.n_gpus,
-            self.free_cpus - cpus * ask.n_gpus,
+            self.free_cpus - cpus * ask.workers_per_node,
             self.taken | frozenset(ask.gpus or ()),
         )
 
 
 def asks_of(config: Config) -> list[Ask]:
-    """What the groups of a configuration ask for, in the order GPUs are handed out."""
+    """What the groups of a configuration ask for, in the order GPUs are handed out; guests are with their hosts."""
+    hosts = config.hosts()
+    pools = {GROUPS.get(section, section): (section, pool) for section, pool in config.pools()}
     return [
         Ask(
-            GROUPS.get(section, section),
+            group,
             section,
             pool.n_gpus_per_node,
             pool.nnodes,
-            None if pool.gpus is None else tuple(pool.gpus),
+            _indices(pool),
             pool.tensor_parallel_size if isinstance(pool, Engine) else 1,
+            tuple(_guest(name, pools[name][1], pool) for name in pools if hosts.get(name) == group),
         )
-        for section, pool in config.pools()
+        for group, (section, pool) in pools.items()
+        if group not in hosts
     ]
+
+
+def _guest(group: str, pool: Pool, host: Pool) -> Guest:
+    positions: Sequence[int] = range(pool.n_gpus_per_node)
+    if pool.gpus is not None and host.gpus is not None:
+        positions = [host.gpus.index(index) for index in pool.gpus]
+    return Guest(group, tuple(positions), pool.nnodes, _indices(pool))
+
+
+def _indices(pool: Pool) -> tuple[int, ...] | None:
+    return None if pool.gpus is None else tuple(pool.gpus)
 
 
 def solve(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) -> list[Slot] | None:
@@ -109,7 +152,7 @@ def solve(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) ->
     if placed is None:
         return None
     return [
-        Slot(ask.group, nodes[position].id, ask.n_gpus, ask.gpus)
+        Slot(ask.group, nodes[position].id, ask.n_gpus, ask.gpus, ask.n_guests)
         for ask, positions in zip(asks, placed, strict=True)
         for position in sorted(positions)
     ]

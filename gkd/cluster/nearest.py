@@ -29,10 +29,12 @@ def asked_text(asks: Sequence[Ask], cpus_per_worker: float | None = None) -> str
     for ask in asks:
         where = f" on each of {ask.nnodes} nodes" if ask.nnodes > 1 else ""
         exact = f" (GPUs {range_text(ask.gpus)})" if ask.gpus is not None else ""
-        parts.append(f"{ask.group} {ask.n_gpus}{where}{exact}")
+        guests = "".join(f" with {guest.group} on {len(guest.positions)} of them" for guest in ask.guests)
+        parts.append(f"{ask.group} {ask.n_gpus}{where}{exact}{guests}")
     total = sum(ask.total for ask in asks)
     text = f"{', '.join(parts)} = {total} GPU{'s' * (total != 1)}"
-    return text if cpus_per_worker is None else f"{text} and {total * cpus_per_worker:g} CPUs"
+    n_cpus = sum(ask.workers_per_node * ask.nnodes for ask in asks) * (cpus_per_worker or 0.0)
+    return text if cpus_per_worker is None else f"{text} and {n_cpus:g} CPUs"
 
 
 def range_text(indices: Sequence[int]) -> str:
@@ -89,7 +91,8 @@ def _has_teacher(asks: Sequence[Ask]) -> bool:
 
 def _cpu_override(asks: Sequence[Ask], idle: Sequence[Node]) -> str:
     """The most CPUs a worker can have when the GPUs fit, rounded down to hundredths."""
-    shares = {math.floor(node.cpus / k * 100) / 100 for node in idle for k in range(1, len(node.gpus) + 1)}
+    most = sum(ask.workers_per_node for ask in asks)  # that can be on one node
+    shares = {math.floor(node.cpus / k * 100) / 100 for node in idle for k in range(1, most + 1)}
     fitting = (share for share in sorted(shares, reverse=True) if solve(asks, idle, share) is not None)
     return f"cluster.cpus_per_worker={next(fitting, 0.01):g}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from gkd.cluster.layout import asks_of
 from gkd.cluster.report import Report
 from gkd.cluster.reserve import Claim, reserve
 from gkd.cluster.session import Session
-from gkd.config import Config
+from gkd.config import GROUPS, Config
 from gkd.errors import RunFailed
 
 
@@ -41,17 +40,16 @@ class PlacementFault(RunFailed):
         self.placement = placement
 
 
-def place(config: Config, session: Session, shared: Collection[frozenset[str]] = ()) -> Placement:
-    """Reserve every pool, start a worker on each GPU, and check that each has the right one, before any model loads.
+def place(config: Config, session: Session) -> Placement:
+    """Reserve every pool, start its workers, and check that each has the right GPU, before any model loads.
 
-    ``shared`` are pairs of groups that may be on one GPU. Raises ConfigError for a layout that fits nowhere,
+    Raises ConfigError for a layout that fits nowhere,
     RunFailed when it does not get free in time or a worker does not start, PlacementFault when the check fails.
     """
-    asks = asks_of(config)
-    claims, names = reserve(session, asks, config.cluster)
-    groups = {ask.group: _group(ask.group, own, names) for ask, own in zip(asks, claims, strict=True)}
-    placement = Placement(groups)
-    found = faults(placement.reports, {ask.group: ask.gpus for ask in asks}, shared)
+    claims, names = reserve(session, asks_of(config), config.cluster)
+    pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
+    placement = Placement({group: _group(group, claims[group], names) for group in pools})
+    found = faults(placement.reports, {group: pool.gpus for group, pool in pools.items()}, config.may_share())
     if found:
         raise PlacementFault(found, placement)
     return placement

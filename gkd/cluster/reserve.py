@@ -39,15 +39,6 @@ RemoteWorker = ray.remote(max_restarts=0, concurrency_groups=CONCURRENCY_GROUPS)
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A reserved GPU and the worker on it."""
-
-    worker: Any
-    placement_group: Any
-    device: DeviceReport
-
-
-@dataclass(frozen=True)
 class _Bundle:
     """One GPU of a placement group, on a known node."""
 
@@ -56,12 +47,21 @@ class _Bundle:
     index: int
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A reserved GPU and a worker on it."""
+
+    worker: Any
+    bundle: _Bundle
+    device: DeviceReport
+
+
 class _Missed(Exception):
     """This attempt did not get what it needs; says what was missing."""
 
 
-def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[list[list[Claim]], dict[str, str]]:
-    """Claims per ask, in rank order, and the names of the nodes by id.
+def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[dict[str, list[Claim]], dict[str, str]]:
+    """Claims by group, in rank order, those of guests on the GPUs of their hosts; and the names of the nodes by id.
 
     Raises ConfigError when the groups do not fit even on the idle cluster, RunFailed when
     ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
@@ -70,16 +70,20 @@ def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[li
     indices: dict[str, list[int]] | None = {} if any(ask.gpus is not None for ask in asks) else None
     nodes = read_nodes(indices)
     require_fit(asks, nodes, cluster.cpus_per_worker)
+    share = 1 / max(ask.crowd for ask in asks)  # of a GPU, as Ray counts it; the groups themselves share its memory
     pause, said, unlucky = 0.5, time.monotonic() - SAY_EVERY_S + 1.0, frozenset[str]()
+    held = len(session.workers), len(session.placement_groups)
     while True:
         # A node where a wanted GPU was missing comes last, so that another one is tried.
         slots = solve(asks, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
         missing, wait = "", 0.5
         if slots is not None:
             try:
-                claims = _attempt(session, slots, _to_look_at(slots, nodes, unlucky), cluster)
-                return _by_ask(asks, slots, claims), {node.id: node.name for node in nodes}
+                claims = _attempt(session, slots, _to_look_at(slots, nodes, unlucky), cluster, share)
+                found = _with_guests(session, asks, _by_ask(asks, slots, claims), cluster, share)
+                return found, {node.id: node.name for node in nodes}
             except _Missed as error:
+                session.release(session.workers[held[0] :], session.placement_groups[held[1] :])
                 missing = f"; {error}"
                 unlucky = frozenset(slot.node_id for slot in slots if slot.gpus is not None)
                 wait, pause = pause * random.uniform(0.5, 1.5), min(2 * pause, LONGEST_PAUSE_S)
@@ -120,12 +124,14 @@ def _lowest_enough(node: Node, own: list[Slot]) -> int:
     return spare[wanted - 1] + 1 if wanted else 0
 
 
-def _attempt(session: Session, slots: list[Slot], look_at: dict[str, int], cluster: Cluster) -> list[list[Claim]]:
+def _attempt(
+    session: Session, slots: list[Slot], look_at: dict[str, int], cluster: Cluster, share: float
+) -> list[list[Claim]]:
     """Claims per slot, in the order of devices. Raises _Missed, with everything given back, when someone was faster."""
     workers_before, groups_before = len(session.workers), len(session.placement_groups)
     try:
         bundles = _take(session, slots, look_at, cluster.cpus_per_worker)
-        claims = _start_workers(session, bundles, cluster)
+        claims = _start_workers(session, bundles, cluster, share)
         available: dict[str, list[int]] = {}
         holders: dict[tuple[str, int], list[Claim]] = {}
         for claim in claims:
@@ -144,7 +150,7 @@ def _attempt(session: Session, slots: list[Slot], look_at: dict[str, int], clust
     ]
     needed = {id(claim) for slot_claims in kept for claim in slot_claims}
     surplus = [claim for claim in claims if id(claim) not in needed]
-    session.release([claim.worker for claim in surplus], [claim.placement_group for claim in surplus])
+    session.release([claim.worker for claim in surplus], [claim.bundle.placement_group for claim in surplus])
     return kept
 
 
@@ -152,6 +158,7 @@ def _take(session: Session, slots: list[Slot], look_at: dict[str, int], cpus: fl
     """Reserve the GPUs: as many as needed in one atomic group; those to look at one by one."""
     plain = [slot.node_id for slot in slots if slot.node_id not in look_at for _ in range(slot.n_gpus)]
     cpu_only = [(slot.node_id, cpus * slot.n_gpus) for slot in slots if slot.node_id in look_at]
+    cpu_only += [(slot.node_id, cpus * slot.n_guests) for slot in slots if slot.n_guests]
     together = [(node_id, {"GPU": 1.0, "CPU": cpus}) for node_id in plain]
     # GPUs taken to look at carry no CPUs, of which there need not be enough for all of them.
     together += [(node_id, {"CPU": amount}) for node_id, amount in cpu_only]
@@ -186,13 +193,18 @@ def _wait_ready(groups: list[Any]) -> list[Any]:
     return [refs[ref] for ref in ready]
 
 
-def _start_workers(session: Session, bundles: list[_Bundle], cluster: Cluster) -> list[Claim]:
-    """A worker in every bundle, all starting at the same time, and what each sees."""
+def _start_workers(
+    session: Session, bundles: Sequence[_Bundle], cluster: Cluster, share: float, guests: bool = False
+) -> list[Claim]:
+    """A worker with a ``share`` of the GPU in every bundle, all starting at the same time, and what each sees.
+
+    ``guests``: they come into bundles that have a worker; their CPUs are reserved elsewhere.
+    """
     workers = []
     for bundle in bundles:
-        cpus = bundle.placement_group.bundle_specs[bundle.index].get("CPU", 0.0)
+        cpus = 0.0 if guests else bundle.placement_group.bundle_specs[bundle.index].get("CPU", 0.0)
         worker = RemoteWorker.options(
-            num_gpus=1,
+            num_gpus=share,
             num_cpus=cpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index),
         ).remote()
@@ -213,14 +225,29 @@ def _start_workers(session: Session, bundles: list[_Bundle], cluster: Cluster) -
             raise explain(error, "a worker that was just starting") from error
         except Exception as error:
             raise explain(error, "a worker that was just starting") from error
-    return [
-        Claim(worker, bundle.placement_group, report)
-        for worker, bundle, report in zip(workers, bundles, reports, strict=True)
-    ]
+    return [Claim(worker, bundle, report) for worker, bundle, report in zip(workers, bundles, reports, strict=True)]
 
 
-def _by_ask(asks: Sequence[Ask], slots: list[Slot], claims: list[list[Claim]]) -> list[list[Claim]]:
-    return [
-        [claim for slot, kept in zip(slots, claims, strict=True) if slot.group == ask.group for claim in kept]
+def _by_ask(asks: Sequence[Ask], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:
+    return {
+        ask.group: [
+            claim for slot, kept in zip(slots, claims, strict=True) if slot.group == ask.group for claim in kept
+        ]
         for ask in asks
-    ]
+    }
+
+
+def _with_guests(
+    session: Session, asks: Sequence[Ask], hosts: dict[str, list[Claim]], cluster: Cluster, share: float
+) -> dict[str, list[Claim]]:
+    """``hosts`` and the claims of their guests, which are started now that it is known which GPU each host has."""
+    wanted: dict[str, list[_Bundle]] = {}
+    for ask in asks:
+        for guest in ask.guests:
+            ranks = [node * ask.n_gpus + position for node in range(guest.nnodes) for position in guest.positions]
+            wanted[guest.group] = [hosts[ask.group][rank].bundle for rank in ranks]
+    if not wanted:
+        return hosts
+    bundles = [bundle for group in wanted.values() for bundle in group]
+    claims = iter(_start_workers(session, bundles, cluster, share, guests=True))
+    return hosts | {group: [next(claims) for _ in own] for group, own in wanted.items()}

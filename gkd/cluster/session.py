@@ -157,7 +157,7 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
         hint = f"cluster.simulate_gpus={wanted} tries the layout without GPUs"
     n_cpus = os.cpu_count() or 1
     if simulated:  # the cores are shared anyway; Ray only counts them
-        n_cpus = max(n_cpus, math.ceil(sum(ask.total for ask in asks) * cluster.cpus_per_worker))
+        n_cpus = max(n_cpus, math.ceil(sum(a.workers_per_node * a.nnodes for a in asks) * cluster.cpus_per_worker))
     visible = None if simulated and not _lists_enough(n_gpus) else os.environ.get(gpu.VISIBLE)
     indices = gpu.node_indices(visible, n_gpus, uuids)
     require_fit(asks, [Node("", "this machine", tuple(indices), n_cpus)], cluster.cpus_per_worker, hint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -23,6 +24,7 @@ from gkd.config.groups import (
     Lora,
     Model,
     Reference,
+    RewardModel,
     Rollout,
     Scorer,
     Teacher,
@@ -34,18 +36,23 @@ from gkd.config.learning import Algorithm, Loss, Overlong, Policy
 from gkd.config.rewards import (
     BUILTIN_REWARDS,
     NEED_ANSWERS,
+    REWARD_MODEL,
     CosineReward,
     FormatReward,
+    JudgeReward,
     LengthReward,
     ReasoningStepsReward,
     RepetitionReward,
     Reward,
 )
+from gkd.config.watch import Watch
 from gkd.errors import ConfigError
 
 __all__ = [
     "BUILTIN_REWARDS",
+    "GROUPS",
     "MAX_AUTO_SIMULATED_GPUS",
+    "REWARD_MODEL",
     "Actor",
     "Algorithm",
     "Builtin",
@@ -55,6 +62,7 @@ __all__ = [
     "Data",
     "Engine",
     "FormatReward",
+    "JudgeReward",
     "LengthReward",
     "Lora",
     "Loss",
@@ -66,18 +74,26 @@ __all__ = [
     "Reference",
     "RepetitionReward",
     "Reward",
+    "RewardModel",
     "Rollout",
     "Scorer",
     "Settings",
     "Teacher",
     "TeacherModel",
     "Trainer",
+    "Watch",
     "Weights",
     "load",
     "nearest",
     "parse_gpus",
     "settings",
 ]
+
+
+GROUPS = {"trainer": "actor"}
+"""Sections whose group of workers has another name."""
+
+_GROUP_OF = {name: GROUPS.get(name, name) for name in ("trainer", "rollout", "teacher", "reference", "reward_model")}
 
 
 class Config(Settings):
@@ -87,6 +103,7 @@ class Config(Settings):
     model: Model = Model()
     teacher: Teacher = Teacher()
     reference: Reference = Reference()
+    reward_model: RewardModel = RewardModel()
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
     actor: Actor = Actor()
@@ -96,11 +113,12 @@ class Config(Settings):
     reward: Reward = Reward()
     weights: Weights = Weights()
     cluster: Cluster = Cluster()
+    watch: Watch = Watch()
 
     @model_validator(mode="after")
     def _own_models_and_data_go_together(self) -> Config:
         given = {"model.path": self.model.path is not None}
-        teacher = self.teacher.model.path is not None or self.teacher.server_ip is not None
+        teacher = any((self.teacher.model.path, self.teacher.server_ip, self.teacher.models))
         if self.algorithm.needs_teacher:
             given["teacher.model.path (or teacher.server_ip)"] = teacher
         elif teacher:
@@ -113,6 +131,21 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
+    def _several_teachers_are_told_apart(self) -> Config:
+        teacher = self.teacher
+        if bool(teacher.models) != bool(self.data.teacher_key):
+            raise ValueError("teacher.models and data.teacher_key go together: which teacher is a prompt for?")
+        if teacher.models and (teacher.model.path is not None or teacher.server_ip is not None):
+            raise ValueError("teacher.models excludes teacher.model.path and teacher.server_ip")
+        n_engines = teacher.n_workers // teacher.tensor_parallel_size
+        if len(teacher.models) > n_engines:
+            raise ValueError(
+                f"teacher.models names {len(teacher.models)} models, and the teacher's pool has {n_engines} engines: "
+                "at least one each (teacher.n_gpus_per_node)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _external_teacher_has_no_pool(self) -> Config:
         if self.teacher.server_ip is not None and self.teacher.gpus is not None:
             raise ValueError("teacher.gpus and teacher.server_ip exclude each other: an external teacher has no pool")
@@ -121,11 +154,27 @@ class Config(Settings):
     @model_validator(mode="after")
     def _ranges_are_disjoint(self) -> Config:
         owner: dict[int, str] = {}
+        guests = self.hosts()
         for name, pool in self.pools():
-            for index in pool.gpus or []:
+            for index in pool.gpus or [] if GROUPS.get(name, name) not in guests else []:
                 if index in owner:
                     raise ValueError(f"{owner[index]}.gpus and {name}.gpus overlap: both name GPU {index}")
                 owner[index] = name
+        return self
+
+    @model_validator(mode="after")
+    def _guests_fit_on_their_hosts(self) -> Config:
+        pools = {GROUPS.get(section, section): (section, pool) for section, pool in self.pools()}
+        for guest, host in self.hosts().items():
+            (section, own), (other, its) = pools[guest], pools[host]
+            what = f"{section}.share_with={own.share_with}"
+            if own.n_gpus_per_node > its.n_gpus_per_node or own.nnodes > its.nnodes:
+                raise ValueError(
+                    f"{what}: {section} is to have {own.n_gpus_per_node} GPUs on {own.nnodes} nodes, and {other} has "
+                    f"{its.n_gpus_per_node} on {its.nnodes}"
+                )
+            if own.gpus is not None and not set(own.gpus) <= set(its.gpus or ()):
+                raise ValueError(f"{what}: {section}.gpus={own.gpus} is not within {other}.gpus={its.gpus}")
         return self
 
     @model_validator(mode="after")
@@ -148,13 +197,16 @@ class Config(Settings):
         if not self.reward.functions and not self.uses_builtin_task:
             raise ValueError(f"reward.functions is empty: {why}")
         for name in self.reward.functions:
-            if ":" not in name and name not in BUILTIN_REWARDS:
+            known = [*BUILTIN_REWARDS, REWARD_MODEL]
+            if ":" not in name and name not in known:
                 raise ValueError(
-                    f"reward.functions: there is no reward {name}{nearest(name, list(BUILTIN_REWARDS))}; there are "
-                    f"{', '.join(BUILTIN_REWARDS)}, or your own as package.module:name"
+                    f"reward.functions: there is no reward {name}{nearest(name, known)}; there are "
+                    f"{', '.join(known)}, or your own as package.module:name"
                 )
             if name in NEED_ANSWERS and self.data.answer_key is None and not self.uses_builtin_task:
                 raise ValueError(f"reward.functions: {name} needs reference answers, and data.answer_key is not set")
+        if self.asks_reward_model and self.reward_model.model.path is None:
+            raise ValueError("reward.functions names reward_model, and reward_model.model.path is not set")
         return self
 
     @model_validator(mode="after")
@@ -182,11 +234,44 @@ class Config(Settings):
             yield "teacher", self.teacher
         if self.asks_reference:
             yield "reference", self.reference
+        if self.asks_reward_model:
+            yield "reward_model", self.reward_model
+
+    def hosts(self) -> dict[str, str]:
+        """Of every group that works on GPUs of another: which group these belong to.
+
+        A group that the run does not have passes on those that would share with it to the one it would share with.
+        Raises ValueError where groups share with each other in a circle.
+        """
+        sections = {group: section for section, group in _GROUP_OF.items()}
+        present = {_GROUP_OF[section] for section, _ in self.pools()}
+        found: dict[str, str] = {}
+        for group in present:
+            host, seen = group, [group]
+            while (following := getattr(self, sections[seen[-1]]).share_with) is not None:
+                if following in seen:
+                    raise ValueError(f"share_with goes in a circle: {' -> '.join([*seen, following])}")
+                seen.append(following)
+                host = following if following in present else host
+            if host != group:
+                found[group] = host
+        return found
+
+    def may_share(self) -> set[frozenset[str]]:
+        """Pairs of groups that may be on the same GPU."""
+        hosts = self.hosts()
+        crowds = [{host, *(guest for guest, its in hosts.items() if its == host)} for host in set(hosts.values())]
+        return {frozenset(pair) for crowd in crowds for pair in combinations(sorted(crowd), 2)}
 
     @property
     def asks_reference(self) -> bool:
         """Whether a group of its own says what the reference thinks; with LoRA it is the actor without its adapter."""
         return self.algorithm.kl.coef > 0 and self.actor.lora.r is None
+
+    @property
+    def asks_reward_model(self) -> bool:
+        """Whether one of the rewards is a model's, in a group of its own."""
+        return self.algorithm.policy_weight > 0 and REWARD_MODEL in self.reward.functions
 
     @property
     def uses_builtin_task(self) -> bool:

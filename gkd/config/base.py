@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -34,6 +34,7 @@ def parse_gpus(value: Any) -> list[int] | None:
     return sorted(found)
 
 
+GroupName = Literal["actor", "rollout", "teacher", "reference", "reward_model"]
 GpuRange = Annotated[list[int] | None, BeforeValidator(parse_gpus)]
 
 
@@ -54,6 +55,11 @@ class Pool(Settings):
     nnodes: int = Field(1, ge=1, description="nodes this group spans")
     gpus: GpuRange = Field(
         None, description="exact GPU indices on each node: 0-1, '4,5,6,7' or 7; null: the next free ones"
+    )
+    share_with: GroupName | None = Field(
+        None,
+        description="group whose GPUs this one works on as well, its first ones or those that gpus names; "
+        "null: GPUs of its own, as where the run does not have that group",
     )
 
     @model_validator(mode="before")

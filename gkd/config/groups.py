@@ -46,24 +46,34 @@ class TeacherModel(Settings):
     )
 
 
-class Scorer(Engine):
-    """vLLM engines behind a ZeroMQ server that score what was sampled."""
+class Served(Pool):
+    """Models behind ZeroMQ servers that judge what was sampled."""
+
+    request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
+    max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
+    heartbeat_s: float = Field(2.0, gt=0, description="interval of heartbeats; three missed put a replica out")
+
+
+class Scorer(Served, Engine):
+    """vLLM engines that say how likely every token of what was sampled is."""
 
     max_top_k: int = Field(32768, ge=1, description="largest K a request may ask for; the full vocabulary counts too")
     max_model_len: int | None = Field(
         None, ge=2, description="longest sequence scored, tokens; null: the run's, in gkd.teacher.serve what "
         "fits, at most the model's positions less one"
     )  # fmt: skip
-    request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
     max_num_seqs: int = Field(32, ge=1, description="sequences one engine scores at the same time")
-    max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
-    heartbeat_s: float = Field(2.0, gt=0, description="interval of heartbeats; three missed put a replica out")
 
 
 class Teacher(Scorer):
     """The model that the student is to become like, in a pool of its own or outside the cluster."""
 
     model: TeacherModel = TeacherModel()
+    models: dict[str, str] = Field(
+        {},
+        description="several teachers: by the value of the column data.teacher_key, directory or locally cached name; "
+        "the group's engines are dealt out among them",
+    )
     server_ip: str | None = Field(
         None, description="host or comma-separated hosts of an external teacher, used instead of a pool; "
         "for gkd.teacher.serve the address to listen on"
@@ -80,12 +90,34 @@ class Reference(Scorer):
     """The model that the student is to stay near, where ``algorithm.kl.coef`` is above 0: the student at its start."""
 
 
+class RewardModelModel(Settings):
+    """Which model gives the reward."""
+
+    path: str | None = Field(
+        None, description="directory or locally cached name of a sequence classification model with one output"
+    )
+
+
+class RewardModel(Served):
+    """A model that says what a response is worth: the reward ``reward_model``. One replica a GPU."""
+
+    model: RewardModelModel = RewardModelModel()
+    max_num_seqs: int = Field(32, ge=1, description="sequences one replica judges at the same time")
+    max_model_len: int = Field(8192, ge=2, description="longest sequence judged, tokens")
+
+
 class Trainer(Pool):
     """The loop, and the actor's pool."""
 
     total_steps: int = Field(100, ge=1, description="optimizer steps")
     batch_size: int = Field(64, ge=1, description="prompts a step")
     seed: int = Field(0, ge=0, description="seed of data order, sampling and the built-in student")
+    save_every: int | None = Field(
+        None, ge=1, description="write a checkpoint every so many steps; null: only when the run ends before its time"
+    )
+    save_timeout_s: float = Field(1800.0, gt=0, description="time writing a checkpoint or the student may take")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints that are kept")
+    resume: bool = Field(False, description="go on from the newest checkpoint in output_dir")
     val_every: int = Field(50, ge=1, description="validate every so many steps, also before the first and at the end")
     output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
@@ -139,6 +171,9 @@ class Actor(Settings):
     mini_batch_size: int | None = Field(
         None, ge=1, description="samples of a batch that make one optimizer step; null: all of them"
     )
+    offload_optimizer: bool = Field(
+        False, description="optimizer state in the host's memory; the optimizer's step is done by the CPU there"
+    )
     lora: Lora = Lora()
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
 
@@ -150,6 +185,7 @@ class Data(Settings):
     val_files: Files = Field([], description="held-out prompts, same formats")
     prompt_key: str = Field("prompt", description="column of the prompt; messages go through the chat template")
     answer_key: str | None = Field(None, description="column of the reference answer; null: no accuracy is measured")
+    teacher_key: str | None = Field(None, description="column that says which of teacher.models a prompt is for")
     max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
     val_limit: int = Field(256, ge=1, description="validation prompts used at most")
 

@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
 
-BUILTIN_REWARDS = ("accuracy", "cosine", "format", "length", "reasoning_steps", "repetition_penalty")
+REWARD_MODEL = "reward_model"
+BUILTIN_REWARDS = ("accuracy", "cosine", "format", "judge", "length", "reasoning_steps", "repetition_penalty")
 NEED_ANSWERS = ("accuracy", "cosine")
 
 
@@ -55,11 +56,31 @@ class LengthReward(Settings):
     wanted: int | None = Field(None, ge=1, description="tokens that give 1; null: the fewer the better")
 
 
+class JudgeReward(Settings):
+    """What another language model says of the answer, asked over an OpenAI-compatible endpoint."""
+
+    url: str | None = Field(None, description="base URL of the endpoint, such as http://HOST:8000/v1")
+    model: str | None = Field(None, description="name of the model there")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable on the rollout nodes with the key")
+    prompt: str = Field(
+        "Rate the response to the question from 0 (useless) to 10 (perfect). Say only the number.\n\n"
+        "Question:\n{prompt}\n\nResponse:\n{response}\n",
+        description="what is asked; {prompt}, {response} and {answer} are filled in",
+    )
+    scale: float = Field(10.0, gt=0, description="the mark that gives a reward of 1")
+    max_tokens: int = Field(16, ge=1, description="tokens the judge may answer with")
+    timeout_s: float = Field(4.0, gt=0, description="time one attempt has, within reward.timeout_s for all of them")
+    retries: int = Field(1, ge=0, description="further attempts after one that failed")
+    slow_s: float = Field(6.0, gt=0, description="mean time of a step's marks beyond which a warning is given")
+
+
 class Reward(Settings):
     """What a response is worth: the weighted sum of functions."""
 
     functions: list[str] = Field(
-        [], description=f"any of {', '.join(BUILTIN_REWARDS)}, or your own as package.module:name"
+        [],
+        description=f"any of {', '.join(BUILTIN_REWARDS)}; reward_model, a model in a group of its own; or your own "
+        "as package.module:name",
     )
     weights: list[float] | None = Field(None, description="how much each function counts; null: 1 each")
     timeout_s: float = Field(10.0, gt=0, description="time one function has for one sample")
@@ -71,6 +92,7 @@ class Reward(Settings):
     cosine: CosineReward = CosineReward()
     repetition_penalty: RepetitionReward = RepetitionReward()
     length: LengthReward = LengthReward()
+    judge: JudgeReward = JudgeReward()
 
     @model_validator(mode="after")
     def _functions_and_weights_go_together(self) -> Reward:
@@ -78,6 +100,8 @@ class Reward(Settings):
             raise ValueError("functions names one twice")
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions")
+        if "judge" in self.functions and (self.judge.url is None or self.judge.model is None):
+            raise ValueError("the reward judge needs reward.judge.url and reward.judge.model")
         return self
 
     def weight_of(self) -> dict[str, float]:

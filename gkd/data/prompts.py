@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -61,7 +61,7 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iter
     values = [row.get(key, "data.prompt_key") for row in rows]
     answers = [row.get(data.answer_key, "data.answer_key") for row in rows] if data.answer_key else [None] * len(rows)
     texts, ids = _tokenise(rows, key, values, tokenizer)
-    for offset, (text, token_ids, answer) in enumerate(zip(texts, ids, answers, strict=True)):
+    for offset, (text, token_ids, value, answer) in enumerate(zip(texts, ids, values, answers, strict=True)):
         if not token_ids:
             raise ConfigError(f"{rows[offset].place}: the prompt in {key!r} has no tokens")
         yield Prompt(
@@ -69,6 +69,8 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iter
             token_ids=np.asarray(token_ids, dtype=np.int32),
             text=text,
             answer=None if answer is None else str(answer),
+            messages=None if isinstance(value, str) else tuple(_asked(value)),
+            teacher=None if data.teacher_key is None else str(rows[offset].get(data.teacher_key, "data.teacher_key")),
         )
 
 
@@ -106,9 +108,7 @@ def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:
         raise ConfigError(
             f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template"
         )
-    asked = list(messages)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
+    asked = _asked(messages)
     if not asked:
         raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
     from jinja2 import TemplateError
@@ -118,6 +118,14 @@ def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:
     # A template computes with what the messages hold: content that is null makes it raise a TypeError.
     except (TemplateError, TypeError) as error:
         raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {' '.join(str(error).split())}") from None
+
+
+def _asked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages without the assistant's at their end."""
+    asked = list(messages)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    return asked
 
 
 def _is_message(message: Any) -> bool:

@@ -49,8 +49,22 @@ def check_causal_lm(path: str, setting: str) -> str:
         found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
         raise ConfigError(f"{name}: is no causal language model but {found}")
     _check_weights(directory, name)
-    if not any((directory / file).exists() for file in TOKENIZER_FILES):
-        raise ConfigError(f"{name}: has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)")
+    _check_tokenizer(directory, name)
+    return str(directory)
+
+
+def check_reward_model(path: str, setting: str) -> str:
+    """Directory of the sequence classification model with one output at ``path``; errors as in check_causal_lm."""
+    directory = Path(resolve_model(path, setting))
+    name = f"{setting}={path}"
+    config = _read_json(directory / "config.json", name)
+    if not any(str(a).endswith("ForSequenceClassification") for a in config.get("architectures") or []):
+        found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
+        raise ConfigError(f"{name}: is no sequence classification model but {found}")
+    if (outputs := len(config.get("id2label") or (0, 1))) != 1:
+        raise ConfigError(f"{name}: has {outputs} outputs; a reward model has one")
+    _check_weights(directory, name)
+    _check_tokenizer(directory, name)
     return str(directory)
 
 
@@ -64,6 +78,11 @@ def _read_json(file: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{name}: its {file.name} is not a JSON object")
     return content
+
+
+def _check_tokenizer(directory: Path, name: str) -> None:
+    if not any((directory / file).exists() for file in TOKENIZER_FILES):
+        raise ConfigError(f"{name}: has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)")
 
 
 def _is_causal_lm(config: dict[str, Any]) -> bool:

@@ -21,10 +21,10 @@ class SampleLog:
     def write(self, step: int, records: Sequence[Record]) -> None:
         """Fetch and write samples of a step."""
         first = sorted(records, key=lambda r: (r.prompt_id, r.index))[: self.n]
-        for scored in fetch_samples(places_of(first), FETCH_TIMEOUT_S):
-            self.file.write({"step": step, **self._row(scored)})
+        for record, scored in zip(first, fetch_samples(places_of(first), FETCH_TIMEOUT_S), strict=True):
+            self.file.write({"step": step, **self._row(record, scored)})
 
-    def _row(self, scored: Scored) -> dict[str, Any]:
+    def _row(self, record: Record, scored: Scored) -> dict[str, Any]:
         sample = scored.sample
         row: dict[str, Any] = {
             "prompt": sample.request.prompt.text,
@@ -33,6 +33,8 @@ class SampleLog:
             "finish_reason": sample.finish_reason,
             "version": sample.version,
         }
+        if record.rewards:
+            row["rewards"] = record.rewards
         if not sample.request.own_answer:
             row["logprob_mean"] = float(sample.logprobs.mean())
         if scored.target is not None:

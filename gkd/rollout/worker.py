@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from gkd.cluster.failure import one_line
-from gkd.config import Config
+from gkd.config import REWARD_MODEL, Config
 from gkd.data.checkpoint import Checkpoint
-from gkd.data.tokenizer import load_tokenizer
+from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import RunFailed
-from gkd.observability.memory import gpu_memory
+from gkd.observability.memory import memory_here
 from gkd.rewards.completion import Completion
-from gkd.rewards.pool import RewardPool
+from gkd.rewards.pool import RewardPool, Timed, finite
+from gkd.rewards.reward_model import tokens_of
 from gkd.rollout.engine import Finished, SamplingEngine
-from gkd.sample import Job, Record, Sample, Scored, Target
-from gkd.teacher.client import Score, TeacherClient
+from gkd.sample import Job, Record, Sample, Scored, Target, teacher_of
+from gkd.teacher.client import Rate, Score, TeacherClient
 from gkd.vllm_engine import Device
 from gkd.weights import object_store
 
@@ -40,6 +41,10 @@ class RolloutWorker:
         self.judges: dict[str, TeacherClient] = {}
         self.tokenizer = load_tokenizer(model_path)
         self.rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
+        self._rater: tuple[Any, bool] | None = None  # the reward model's tokenizer, and whether it is the student's
+        if config.asks_reward_model:
+            tokenizer = load_tokenizer(config.reward_model.model.path or "", "reward_model.model.path")
+            self._rater = tokenizer, tokenizer_hash(tokenizer) == tokenizer_hash(self.tokenizer)
         self.version = 0
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._out: queue.Queue[tuple[Record, Scored] | BaseException] = queue.Queue()
@@ -73,8 +78,8 @@ class RolloutWorker:
             ) from None
 
     def memory(self) -> dict[str, float]:
-        """GPU memory of this engine in GB."""
-        return gpu_memory()
+        """Memory of this engine's process."""
+        return memory_here()
 
     def serve(self) -> None:
         """Run the engine for as long as this process lives. What it raises also comes out of :meth:`records`."""
@@ -163,16 +168,19 @@ class RolloutWorker:
         asked: dict[str, Future[Any]] = {}
         if judging.top_k is not None:
             score = Score(prompt.token_ids, sample.response_ids, judging.top_k, judging.temperature)
-            asked["teacher"] = self.judges["teacher"].submit(score)
+            asked["teacher"] = self.judges[teacher_of(prompt)].submit(score)
         if judging.reference:
             score = Score(prompt.token_ids, sample.response_ids, 0, job.request.sampling.temperature)
             asked["reference"] = self.judges["reference"].submit(score)
         if judging.rewards:
             assert self.rewards is not None, "rewards are asked for only where the configuration has them"
+            response = self.tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
+            if self._rater is not None:
+                asked[REWARD_MODEL] = self._rated(sample, response, *self._rater)
             asked |= self.rewards.submit(
                 Completion(
                     prompt=prompt.text,
-                    response=self.tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True),
+                    response=response,
                     answer=prompt.answer,
                     n_tokens=len(sample.response_ids),
                     max_tokens=job.request.sampling.max_tokens,
@@ -180,6 +188,20 @@ class RolloutWorker:
                 )
             )
         return asked
+
+    def _rated(self, sample: Sample, response: str, tokenizer: Any, same_tokenizer: bool) -> Future[Timed]:
+        """The reward model's mark and how long it took to come."""
+        started, found = time.monotonic(), Future[Timed]()
+        ids = tokens_of(sample.request.prompt, sample.response_ids, response, tokenizer, same_tokenizer)
+
+        def marked(mark: Future[float]) -> None:
+            try:
+                found.set_result((finite(mark.result()), time.monotonic() - started))
+            except Exception as error:
+                found.set_exception(error)
+
+        self.judges[REWARD_MODEL].submit(Rate(ids)).add_done_callback(marked)
+        return found
 
     def _deliver(self, job: Job, sample: Sample, generated: float, asked: Mapping[str, Future[Any]]) -> None:
         """Hand on a sample that all have judged, or the error of a model that could not."""
@@ -190,12 +212,13 @@ class RolloutWorker:
             return
         told: dict[str, Target] = {name: future.result() for name, future in models.items()}
         reference = told["reference"].token_logprobs if "reference" in told else None
-        rewards = {name: self._reward(future) for name, future in asked.items() if name not in models}
+        given = {name: self._reward(future) for name, future in asked.items() if name not in models}
         record = Record(
             key=job.key,
             prompt_id=job.request.prompt.id,
             index=job.request.index,
-            rewards=rewards,
+            rewards={name: one if isinstance(one, str) else one[0] for name, one in given.items()},
+            reward_s={name: one[1] for name, one in given.items() if not isinstance(one, str)},
             n_prompt=len(job.request.prompt.token_ids),
             n_response=len(sample.response_ids),
             finish_reason=sample.finish_reason,
@@ -207,8 +230,8 @@ class RolloutWorker:
         )
         self._out.put((record, Scored(sample, told.get("teacher"), reference)))
 
-    def _reward(self, future: Future[float]) -> float | str:
-        """What a reward function gave, or why it gave nothing."""
+    def _reward(self, future: Future[Timed]) -> Timed | str:
+        """What a reward function gave and how long it took, or why it gave nothing."""
         error = future.exception()
         return future.result() if error is None else f"{type(error).__name__}: {one_line(error)}"
 

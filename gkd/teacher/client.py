@@ -13,10 +13,27 @@ from gkd.sample import Int32, Target
 from gkd.teacher.address import Key, host_of, require_key
 from gkd.teacher.dispatch import Dispatcher, Patience
 from gkd.teacher.replica import Call
-from gkd.teacher.requests import FULL_VOCABULARY, Generate, Score, TeacherRefused, TeacherUnavailable
+from gkd.teacher.requests import (
+    FULL_VOCABULARY,
+    Generate,
+    Rate,
+    Request,
+    Score,
+    TeacherRefused,
+    TeacherUnavailable,
+)
 from gkd.teacher.wire import PROTOCOL, Welcome
 
-__all__ = ["FULL_VOCABULARY", "Generate", "Score", "TeacherClient", "TeacherRefused", "TeacherUnavailable", "Welcome"]
+__all__ = [
+    "FULL_VOCABULARY",
+    "Generate",
+    "Rate",
+    "Score",
+    "TeacherClient",
+    "TeacherRefused",
+    "TeacherUnavailable",
+    "Welcome",
+]
 
 
 class TeacherClient:
@@ -82,7 +99,9 @@ class TeacherClient:
     def submit(self, request: Score) -> Future[Target]: ...
     @overload
     def submit(self, request: Generate) -> Future[Int32]: ...
-    def submit(self, request: Score | Generate) -> Future[Target] | Future[Int32]:
+    @overload
+    def submit(self, request: Rate) -> Future[float]: ...
+    def submit(self, request: Request) -> Future[Target] | Future[Int32] | Future[float]:
         """Ask; never blocks. The arrays of the answer cannot be written to.
 
         The future fails with TeacherRefused when the teacher cannot answer this request (too long, a token it does

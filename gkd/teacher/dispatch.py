@@ -16,7 +16,7 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.teacher import wire
 from gkd.teacher.address import Key
 from gkd.teacher.replica import Call, Replica
-from gkd.teacher.requests import SAMPLE_CODES, Score, TeacherRefused, TeacherUnavailable
+from gkd.teacher.requests import SAMPLE_CODES, Generate, Rate, Score, TeacherRefused, TeacherUnavailable
 from gkd.teacher.wakeup import Wakeup
 
 TICK_MS = 50
@@ -135,14 +135,16 @@ class Dispatcher:
                         self.greeted[replica.address].set_result(body)
                 case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
                     self._lose(replica, "was restarted")
-                case wire.Scored() | wire.Generated():
+                case wire.Scored() | wire.Generated() | wire.Rated():
                     self._answered(replica, body, arrays)
                 case wire.Error():
                     self._refused(replica, body)
         except wire.WireError as error:
             self._lose(replica, f"sent what cannot be read ({error})")
 
-    def _answered(self, replica: Replica, body: wire.Scored | wire.Generated, arrays: list[wire.Array]) -> None:
+    def _answered(
+        self, replica: Replica, body: wire.Scored | wire.Generated | wire.Rated, arrays: list[wire.Array]
+    ) -> None:
         call = self._calls.get(body.id)
         if call is None:
             self.counts["late"] += 1
@@ -154,8 +156,10 @@ class Dispatcher:
             wanted = (len(call.request.response_ids), replica.limits.width(call.request))
             if answer.ids.shape != wanted:
                 raise wire.WireError(f"scores of shape {answer.ids.shape} where {wanted} were asked for")
-        elif isinstance(body, wire.Generated) and not isinstance(call.request, Score):
+        elif isinstance(body, wire.Generated) and isinstance(call.request, Generate):
             answer = arrays[0]
+        elif isinstance(body, wire.Rated) and isinstance(call.request, Rate):
+            answer = body.value
         else:
             raise wire.WireError(f"{type(body).__name__} as an answer to {type(call.request).__name__}")
         self._finish(call)

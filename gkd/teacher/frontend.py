@@ -18,7 +18,7 @@ import zmq
 from gkd.errors import ConfigError, RunFailed
 from gkd.teacher import wire
 from gkd.teacher.address import Key, endpoint, require_key, secure_server
-from gkd.teacher.requests import Code, Generate, Limits, Refused, Score
+from gkd.teacher.requests import Code, Limits, Refused, Request
 from gkd.teacher.wakeup import Wakeup
 from gkd.teacher.zap import Gatekeeper
 
@@ -36,7 +36,7 @@ class Job:
     client: bytes
     id: int
     deadline: float
-    request: Score | Generate
+    request: Request
 
 
 class Frontend:
@@ -168,7 +168,7 @@ class Frontend:
                     return self._welcome()
                 case wire.Ping():
                     return wire.Pong(self.session)
-                case wire.Score() | wire.Generate():
+                case wire.Score() | wire.Generate() | wire.Rate():
                     id = body.id
                     request = wire.decode_request(body, arrays)
                     self.limits.check(request)

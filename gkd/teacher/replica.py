@@ -13,7 +13,7 @@ import zmq
 
 from gkd.teacher import wire
 from gkd.teacher.address import Key, secure_client
-from gkd.teacher.requests import Generate, Limits, Score
+from gkd.teacher.requests import Limits, Request
 
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
@@ -28,7 +28,7 @@ class Call:
     """A request under way. ``deadline`` is that of its latest attempt; ``history`` says how earlier ones ended."""
 
     id: int
-    request: Score | Generate
+    request: Request
     future: Future[Any]
     submitted: float
     attempts: int = 0

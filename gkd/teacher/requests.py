@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -79,10 +79,23 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class Rate:
+    """Ask a reward model what ``token_ids`` [L] are worth: a prompt with its response, in that model's tokens."""
+
+    token_ids: Int32
+
+
+Request: TypeAlias = Score | Generate | Rate
+Answer: TypeAlias = Target | Int32 | float
+"""To a Score, a Generate, a Rate."""
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What an engine can be asked: ``vocabulary`` rows of logits, the largest K, the longest sequence in tokens.
 
-    ``capacity`` is the number of requests it works on at the same time.
+    ``capacity`` is the number of requests it works on at the same time. ``rates``: a reward model, which answers
+    :class:`Rate` and nothing else.
     """
 
     model: str
@@ -90,16 +103,25 @@ class Limits:
     max_top_k: int
     max_length: int
     capacity: int
+    rates: bool = False
 
     def width(self, request: Score) -> int:
         """K of the reply."""
         rows = self.vocabulary if request.vocabulary is None else min(self.vocabulary, request.vocabulary)
         return min(request.top_k, rows)
 
-    def check(self, request: Score | Generate) -> None:
+    def check(self, request: Request) -> None:
         """Raise :class:`Refused` unless this engine can answer ``request``."""
+        if isinstance(request, Rate) != self.rates:
+            raise Refused("bad_request", f"{self.model} is {'a' if self.rates else 'no'} reward model")
         if isinstance(request, Score):
             self._check_score(request)
+            return
+        if isinstance(request, Rate):
+            if not len(request.token_ids):
+                raise Refused("bad_request", "there is nothing to rate")
+            self._check_length(len(request.token_ids), "prompt and response have")
+            self._check_ids(request.token_ids, self.vocabulary)
             return
         if not len(request.prompt_ids):
             raise Refused("bad_request", "the prompt is empty")
@@ -139,13 +161,13 @@ class Engine(Protocol):
     def limits(self) -> Limits:
         """What it can be asked."""
 
-    def add(self, key: int, request: Score | Generate) -> None:
+    def add(self, key: int, request: Request) -> None:
         """Take on a request that passed ``limits.check``."""
 
     def busy(self) -> bool:
         """Whether requests are unfinished."""
 
-    def step(self) -> Iterable[tuple[int, Target | Int32 | Refused]]:
+    def step(self) -> Iterable[tuple[int, Answer | Refused]]:
         """Work for a while; the keys and answers of requests that it finished, or could not take on after all."""
 
     def close(self) -> None:

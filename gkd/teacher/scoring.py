@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from gkd.config import Scorer
 from gkd.data.checkpoint import Checkpoint
 from gkd.errors import ConfigError, RunFailed
-from gkd.sample import Int32, Target
-from gkd.teacher.requests import Generate, Limits, Refused, Score
+from gkd.sample import Target
+from gkd.teacher.requests import Answer, Generate, Limits, Refused, Request, Score
 from gkd.vllm_engine import GIB, Device, SetShape, Shape, engine_arguments
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those
 class _Running:
     """A request in vLLM, and the tensors of its rows as they come, prefill chunk by chunk."""
 
-    request: Score | Generate
+    request: Request
     bytes: int
     rows: list[Any] = field(default_factory=list)
 
@@ -96,10 +96,10 @@ class VllmEngine:
             capacity=settings.max_num_seqs,
         )
         self._shape = Shape()
-        self._waiting: deque[tuple[int, Score | Generate]] = deque()
+        self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, _Running] = {}
 
-    def add(self, key: int, request: Score | Generate) -> None:
+    def add(self, key: int, request: Request) -> None:
         """Take on a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 
@@ -107,7 +107,7 @@ class VllmEngine:
         """Whether requests are unfinished."""
         return bool(self._waiting or self._running)
 
-    def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
+    def step(self) -> Iterator[tuple[int, Answer | Refused]]:
         """One forward pass; the keys and answers of requests that it finished."""
         yield from self._admit()
         for output in self.llm_engine.step():
@@ -136,9 +136,9 @@ class VllmEngine:
             except ValueError as error:
                 yield key, Refused("bad_request", " ".join(str(error).split()))
 
-    def _fits(self, request: Score | Generate) -> bool:
+    def _fits(self, request: Request) -> bool:
         """Whether ``request`` may join those that run: same shape, and memory for its results."""
-        if isinstance(request, Generate):
+        if not isinstance(request, Score):
             return True  # greedy: no temperature and no result to speak of
         if Shape(request.temperature, request.vocabulary) != self._shape:
             return False
@@ -147,7 +147,7 @@ class VllmEngine:
     def _bytes(self, request: Score) -> int:
         return (len(request.prompt_ids) + len(request.response_ids)) * (self.limits.width(request) + 1) * 8
 
-    def _start(self, key: int, request: Score | Generate) -> None:
+    def _start(self, key: int, request: Request) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -158,6 +158,7 @@ class VllmEngine:
             self.llm_engine.add_request(str(key), tokens_input(request.prompt_ids.tolist()), params)
             self._running[key] = _Running(request, 0)
             return
+        assert isinstance(request, Score), "limits.check lets nothing else through"
         shape = Shape(request.temperature, request.vocabulary)
         if shape != self._shape:
             self.llm_engine.apply_model(SetShape(shape))

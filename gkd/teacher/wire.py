@@ -21,7 +21,7 @@ from gkd.sample import Float32, Int32, Target
 from gkd.teacher import requests
 from gkd.teacher.requests import Code
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEADER_BYTES = 1 << 16
 MAX_REQUEST_BYTES = 1 << 26  # 16 million token ids
 MAX_REPLY_BYTES = 1 << 33
@@ -108,6 +108,20 @@ class Generated(Body, frozen=True):
     id: _Id
 
 
+class Rate(Body, frozen=True):
+    """What is this worth? Array: tokens int32 [L]."""
+
+    id: _Id
+    remaining_s: _Seconds
+
+
+class Rated(Body, frozen=True):
+    """The answer; it may not be a finite number."""
+
+    id: _Id
+    value: float
+
+
 class Error(Body, frozen=True):
     """Why there is no answer; ``id`` is None when the request could not even be read."""
 
@@ -116,7 +130,7 @@ class Error(Body, frozen=True):
     message: _Text
 
 
-Message: TypeAlias = Hello | Welcome | Ping | Pong | Score | Scored | Generate | Generated | Error
+Message: TypeAlias = Hello | Welcome | Ping | Pong | Score | Scored | Generate | Generated | Rate | Rated | Error
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 # Dtype and number of axes of each kind's arrays.
@@ -125,6 +139,7 @@ _ARRAYS: dict[type[Body], tuple[tuple[np.dtype[Any], int], ...]] = {
     Scored: ((_FLOAT, 1), (_INT, 2), (_FLOAT, 2)),
     Generate: ((_INT, 1),),
     Generated: ((_INT, 1),),
+    Rate: ((_INT, 1),),
 }
 
 _Spec: TypeAlias = tuple[Annotated[str, Meta(max_length=3)], Annotated[list[_Count], Meta(max_length=2)]]
@@ -172,8 +187,10 @@ def decode(frames: Sequence[Frame]) -> tuple[Message, list[Array]]:
     return body, arrays
 
 
-def encode_request(id: int, remaining_s: float, request: requests.Score | requests.Generate) -> list[Frame]:
+def encode_request(id: int, remaining_s: float, request: requests.Request) -> list[Frame]:
     """Frames that ask for ``request``."""
+    if isinstance(request, requests.Rate):
+        return encode(Rate(id, remaining_s), request.token_ids)
     if isinstance(request, requests.Generate):
         return encode(Generate(id, remaining_s, request.max_tokens), request.prompt_ids)
     body = Score(
@@ -182,9 +199,11 @@ def encode_request(id: int, remaining_s: float, request: requests.Score | reques
     return encode(body, np.concatenate([request.prompt_ids, request.response_ids]))
 
 
-def decode_request(body: Score | Generate, arrays: Sequence[Array]) -> requests.Score | requests.Generate:
+def decode_request(body: Score | Generate | Rate, arrays: Sequence[Array]) -> requests.Request:
     """The request in a message. Raises WireError."""
     (tokens,) = arrays
+    if isinstance(body, Rate):
+        return requests.Rate(tokens)
     if isinstance(body, Generate):
         return requests.Generate(tokens, body.max_tokens)
     if body.n_prompt > len(tokens):
@@ -194,8 +213,10 @@ def decode_request(body: Score | Generate, arrays: Sequence[Array]) -> requests.
     )
 
 
-def encode_answer(id: int, answer: Target | Int32) -> list[Frame]:
+def encode_answer(id: int, answer: requests.Answer) -> list[Frame]:
     """Frames that answer request ``id``."""
+    if isinstance(answer, float):
+        return encode(Rated(id, answer))
     if isinstance(answer, Target):
         return encode(Scored(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs)
     return encode(Generated(id), answer)

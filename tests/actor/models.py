@@ -51,12 +51,12 @@ def make(family: str, seed: int = 0) -> PreTrainedModel:
     return model.float()
 
 
-def scored(n: int, k: int = VOCAB, seed: int = 0) -> list[Scored]:
-    """Samples of different lengths with random targets over k tokens."""
+def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1, 12)) -> list[Scored]:
+    """Samples of different lengths (the responses' from one of ``lengths`` to below the other), k targets a token."""
     rng = np.random.default_rng(seed)
     found = []
     for i in range(n):
-        p, r = int(rng.integers(1, 9)), int(rng.integers(1, 12))
+        p, r = int(rng.integers(1, 9)), int(rng.integers(*lengths))
         logits = rng.normal(size=(r, VOCAB)).astype(np.float32)
         logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         ids = np.argsort(-logprobs, -1)[:, :k].astype(np.int32)

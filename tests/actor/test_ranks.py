@@ -43,6 +43,7 @@ class Ranks:
     """The actor's ranks as Ray actors, without the pools around them."""
 
     def __init__(self, path: str, world: int, settings: Config) -> None:
+        self.path = path
         worker = ray.remote(num_cpus=0)(_worker())
         self.workers = [worker.remote(settings, path, rank, world, "cpu") for rank in range(world)]
         host, port = ray.get(self.workers[0].open_store.remote(), timeout=60)

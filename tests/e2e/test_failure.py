@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+
+from tests.e2e.conftest import Run
 
 pytestmark = pytest.mark.e2e
 LONG = "trainer.total_steps=100000"
@@ -39,9 +45,50 @@ def test_a_dead_actor_ends_the_run(start: Any) -> None:
     assert any("actor rank 0" in line and "died" in line for line in run.errors())
 
 
-def test_sigterm_ends_everything(start: Any) -> None:
-    run = start(LONG, "rollout.engine=hf")
-    run.wait_for_step(2)
+def _the_monitor_shows(run: Run) -> None:
+    command = [sys.executable, "-m", "gkd.monitor", str(run.output)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    for group in ("actor", "rollout", "teacher"):
+        (row,) = (line.split() for line in shown.splitlines() if line.startswith(group))
+        assert row[1:4] == ["1", "of", "1"]
+        assert float(row[4]) > 0.1  # GB
+        assert abs(float(row[4]) - float(row[6])) < 1
+    (last,) = (line for line in shown.splitlines() if line.startswith(str(run.output)))
+    assert "/100000" in last
+    assert "distill/loss" in last
+    assert "val/accuracy" in last
+
+
+def test_sigterm_ends_everything_and_the_run_goes_on_exactly_where_it_was(start: Any) -> None:
+    settings = (
+        "trainer.save_every=2",
+        "trainer.keep_checkpoints=100",
+        "actor.lr_decay=constant",
+        "trainer.val_every=3",
+    )
+    run = start(LONG, *settings)
+    run.wait_for_step(5)
+    _the_monitor_shows(run)
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143, run.text()
     assert not any("Traceback" in line for line in run.errors())
+    before = run.metrics()
+    last = before[-1]["step"]
+    for path in (run.output / "checkpoints").glob("step_*"):
+        if path.name != "step_2":
+            shutil.rmtree(path)
+    again = start(*settings, f"trainer.total_steps={last}", f"trainer.output_dir={run.output}", "trainer.resume=true")
+    assert again.end(300) == 0, again.text()
+    after = run.metrics()
+    assert [row["step"] for row in after] == list(range(last + 1))
+    for one, other in zip(before, after, strict=True):
+        # The last step of a run is validated as well.
+        same = [key for key in one if not key.startswith(("timing_s/", "perf/", "memory/"))]
+        assert {key: one[key] for key in same} == {key: other[key] for key in same}
+    assert f"going on after step 2 from {run.output / 'checkpoints' / 'step_2'}" in again.text()
+    samples = [json.loads(line)["step"] for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    assert samples == sorted(samples)
+    assert {samples.count(step) for step in range(1, last + 1)} == {4}
+    other = start(f"trainer.output_dir={run.output}", "trainer.resume=true", "trainer.seed=5")
+    assert other.end() == 2
+    assert "was made with" in other.errors()[0]

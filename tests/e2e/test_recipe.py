@@ -169,3 +169,29 @@ def test_engines_over_several_gpus(start: Any) -> None:
     found = run.metrics()
     assert [row["step"] for row in found] == [0, 1, 2, 3]
     assert all(abs(row["mismatch/kl"]) < 1e-4 for row in found[1:])  # also after weights have arrived
+
+
+def test_each_prompt_has_the_teacher_its_row_names(
+    start: Any, finished: tuple[Path, str], cache: Path, tmp_path: Path
+) -> None:
+    """One of two teachers is the student itself, so only prompts for the other one have anything to teach."""
+    (student,), (teacher,) = ([d for d in cache.glob(f"sorting-{n}-*") if d.is_dir()] for n in ("student", "teacher"))
+    (data,) = (d for d in cache.glob("sorting-data-*") if d.is_dir())
+    questions = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()[:32]]
+    rows_of = [{**row, "source": "own" if i % 2 else "other"} for i, row in enumerate(questions)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    file = f"[{tmp_path / 'data.jsonl'}]"
+    run = start(
+        f"model.path={student}", f"teacher.models={{own: {student}, other: {teacher}}}", "data.teacher_key=source",
+        "teacher.n_gpus_per_node=2", f"data.train_files={file}", f"data.val_files={file}", "data.answer_key=answer",
+        "rollout.max_response_length=8", "rollout.engine=hf", "trainer.total_steps=1", "trainer.batch_size=32",
+        "trainer.n_logged_samples=32", "actor.lr=1e-9",
+    )  # fmt: skip
+    assert run.end(300) == 0, run.text()
+    logged = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    source = {row["prompt"]: row["source"] for row in rows_of}
+    apart = {name: [] for name in ("own", "other")}
+    for sample in logged:
+        apart[source[sample["prompt"]]].append(abs(sample["logprob_mean"] - sample["teacher_logprob_mean"]))
+    assert len(apart["own"]) == len(apart["other"]) == 16
+    assert max(apart["own"]) < 1e-4 < 0.1 < sum(apart["other"]) / 16

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.data.models import word_tokenizer
+
 pytestmark = pytest.mark.e2e
 PARTS = {
     "reward/mean", "reward/std", "reward/accuracy/mean", "reward/format/mean", "reward/odd/mean", "reward/odd/failed",
+    "reward/reward_model/mean", "reward/reward_model/seconds", "timing_s/reward", "memory/reward_model/process_gb",
     "advantage/mean", "advantage/std", "actor/loss", "actor/policy_loss", "actor/kl_loss", "actor/kl_reference",
     "actor/entropy", "mismatch/kl", "mismatch/is_ratio_mean", "mismatch/is_ratio_max",
 }  # fmt: skip
@@ -23,18 +27,41 @@ def odd(completion):
 """
 
 
+def _reward_model(directory: Path) -> Callable[[str], float]:
+    """Make a small reward model with words of its own; returns what it says of a text."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    tokenizer = word_tokenizer(words=("<unk>", "<eos>", "=", *map(str, range(10))))
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForSequenceClassification(LlamaConfig(**shape, vocab_size=13, num_labels=1)).eval()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+    def rate(text: str) -> float:
+        with torch.no_grad():
+            return float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0])
+
+    return rate
+
+
 def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
-    """A user's reward that sometimes raises, a reference on its own GPU, dynamic sampling, two updates a batch."""
+    """A user's reward that sometimes raises, a reference and a reward model on one GPU, two updates a batch."""
     (tmp_path / "mine.py").write_text(USERS)
+    model = _reward_model(tmp_path / "reward_model")
     run = start(
         "trainer.total_steps=30", "trainer.batch_size=8", "rollout.n=8", "actor.lr=1e-3", "actor.mini_batch_size=32",
         "algorithm.kl.coef=0.01", "algorithm.dynamic_sampling.max_rounds=3", "algorithm.correction.level=token",
-        "reward.functions=[format,accuracy,'mine:odd']", "reward.weights=[1.0,1.0,0.1]", "reward.max_failed_share=1",
+        "reward.functions=[format,accuracy,'mine:odd',reward_model]", "reward.weights=[1.0,1.0,0.1,0.01]",
+        f"reward_model.model.path={tmp_path / 'reward_model'}", "reward_model.share_with=reference",
+        "reward.max_failed_share=1",
         "reward.format.pattern='^[0-3]'", "trainer.val_every=100", recipe="grpo",
     )  # fmt: skip
     assert run.end(300) == 0, run.text()
-    groups = [row["group"] for row in json.loads((run.output / "placement.json").read_text())]
-    assert groups == ["actor", "rollout", "reference"]
+    placement = json.loads((run.output / "placement.json").read_text())
+    assert [(row["group"], row["ray_gpu_ids"]) for row in placement] == [
+        ("actor", ["0"]), ("rollout", ["1"]), ("reference", ["2"]), ("reward_model", ["2"]),
+    ]  # fmt: skip
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(31))
     for row in rows[1:]:
@@ -47,6 +74,11 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
     first, last = (sum(row["reward/format/mean"] for row in part) / 5 for part in (rows[1:6], rows[-5:]))
     assert last > first + 0.2
     assert "reward mine:odd failed on" in run.text()
+    logged = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    for sample in logged[:8]:
+        assert sample["rewards"]["reward_model"] == pytest.approx(
+            model(sample["prompt"] + sample["response"]), abs=1e-4
+        )
     summary = json.loads((run.output / "summary.json").read_text())
     assert set(summary["after"]) == {"val/accuracy"}
     assert summary["teacher"] == {}

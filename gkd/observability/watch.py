@@ -1,0 +1,61 @@
+"""Warnings while a run goes on: what is wrong with a step, and which setting to change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+from gkd.config import Config
+
+log = logging.getLogger("gkd")
+
+AGAIN_AFTER = 100
+
+
+class Watcher:
+    """Says each warning once, and again after :data:`AGAIN_AFTER` steps if it still or newly holds."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._said: dict[str, int] = {}
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn of what is wrong with a step."""
+        for name, text in warnings(self.config, metrics):
+            if step - self._said.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:
+                self._said[name] = step
+                log.warning("step %d: %s", step, text)
+
+
+def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Name of the metric and text of every warning that a step's metrics give reason to."""
+    watch = config.watch
+    cut = metrics.get("response/clip_ratio", 0.0)
+    if cut > watch.truncation_rate:
+        yield (
+            "response/clip_ratio",
+            f"{cut:.0%} of the responses were cut off (watch.truncation_rate={watch.truncation_rate:g}): raise "
+            f"rollout.max_response_length={config.rollout.max_response_length}, or keep them out of the loss with "
+            "algorithm.overlong.action=mask",
+        )
+    bands = {
+        "distill/reverse_kl": ("distill_kl", watch.distill_kl, "lower actor.lr, or choose a nearer teacher"),
+        "actor/kl_reference": ("reference_kl", watch.reference_kl, "raise algorithm.kl.coef or lower actor.lr"),
+    }
+    for name, (setting, (low, high), advice) in bands.items():
+        if name in metrics and not low <= metrics[name] <= high:
+            yield name, f"{name} {metrics[name]:.3g} is outside watch.{setting}=[{low:g}, {high:g}]: {advice}"
+    apart = metrics.get("mismatch/kl", 0.0)
+    if apart > watch.mismatch_kl:
+        yield (
+            "mismatch/kl",
+            f"sampler and trainer disagree, mismatch/kl {apart:.3g} (watch.mismatch_kl={watch.mismatch_kl:g}): "
+            "algorithm.correction.level=token corrects for it; model.dtype=float32 would lessen it",
+        )
+    judge, slow = metrics.get("reward/judge/seconds", 0.0), config.reward.judge.slow_s
+    if judge > slow:
+        yield (
+            "reward/judge/seconds",
+            f"the judge takes {judge:.1f} s a mark (reward.judge.slow_s={slow:g}): lower reward.judge.max_tokens or "
+            "choose a smaller reward.judge.model",
+        )

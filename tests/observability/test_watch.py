@@ -1,0 +1,41 @@
+"""Warnings of a run: when they are given, and that each names the setting to change."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gkd.config import Config, load
+from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"response/clip_ratio": 0.06}, ["6% of the responses", "rollout.max_response_length=256"]),
+        ({"distill/reverse_kl": 5.1}, ["watch.distill_kl=[0, 5]", "actor.lr"]),
+        ({"actor/kl_reference": 0.6}, ["watch.reference_kl", "algorithm.kl.coef"]),
+        ({"mismatch/kl": 0.1}, ["mismatch/kl 0.1", "algorithm.correction.level"]),
+        ({"reward/judge/seconds": 7.0}, ["7.0 s a mark", "reward.judge.slow_s=6", "reward.judge.max_tokens"]),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_setting_to_change(metrics: dict[str, float], said: list[str]) -> None:
+    ((name, text),) = warnings(Config(), metrics)
+    assert name in metrics
+    assert all(part in text for part in said)
+
+
+def test_what_is_right_is_not_mentioned() -> None:
+    fine = {"response/clip_ratio": 0.05, "distill/reverse_kl": 4.9, "actor/kl_reference": 0.1, "mismatch/kl": 1e-5}
+    assert list(warnings(Config(), fine)) == []
+    assert list(warnings(load({"watch": {"truncation_rate": 0.5}}), {"response/clip_ratio": 0.4})) == []
+
+
+def test_a_warning_is_not_repeated_at_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    watcher = Watcher(Config())
+    logging.getLogger("gkd").propagate = True
+    with caplog.at_level(logging.WARNING, logger="gkd"):
+        for step in range(1, AGAIN_AFTER + 2):
+            watcher.look(step, {"response/clip_ratio": 1.0})
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 1", f"step {AGAIN_AFTER + 1}"]
