@@ -48,10 +48,12 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         if name != REWARD_MODEL:
             resolve(name, config.reward)
     student, judges, train, val = _found(config, say)
+    if config.asks_reference:
+        judges["reference"] = _reference(config, student)
     tokenizer = load_tokenizer(student)
     models = {"student": Checkpoint.read(student, "model.path", tokenizer)}
-    for name in [name for name in judges if name.startswith("teacher")]:
-        models[name] = Checkpoint.read(judges[name], "teacher.model.path")
+    for name in judges:
+        models[name] = Checkpoint.read(judges[name], f"{name.partition(':')[0]}.model.path")
     own = models["student"]
     if own.n_tokens > own.vocabulary:
         raise ConfigError(
@@ -65,8 +67,6 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         if found.n_too_long:
             left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
             say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
-    if config.asks_reference:
-        judges["reference"] = student
     if config.reward_model.model.path is not None and config.asks_reward_model:
         judges["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
     for prompt in [*train_prompts.prompts, *val_prompts.prompts]:
@@ -107,6 +107,15 @@ def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, s
     for teacher in judges.values():
         check_same_tokenizer(student, teacher)
     return student, judges, config.data.train_files, config.data.val_files
+
+
+def _reference(config: Config, student: str) -> str:
+    """Directory of the reference: the student's, where the user names none."""
+    if config.reference.model.path is None:
+        return student
+    path = check_causal_lm(config.reference.model.path, "reference.model.path")
+    check_same_tokenizer(student, path, "reference.model.path")
+    return path
 
 
 def _with_answers(found: PromptSet, tokenizer: Any, model: Checkpoint, max_tokens: int) -> PromptSet:

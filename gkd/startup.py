@@ -44,6 +44,8 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
         client.connect()
     rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
     rollout_group = RolloutGroup(rollout, config, serving)
+    if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
+        rollout_group.receive(actor_group.publish(), config.weights.timeout_s)
     validation = Validation(config, inputs, rollout_group, actor_group, teachers)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})

@@ -85,6 +85,7 @@ def test_every_setting_says_what_it_means() -> None:
         ),
         (["+recipe=grpo", "reward.functions=[reward_model]"], r"reward_model.model.path is not set"),
         (["+recipe=grpo", "reward.functions=[judge]"], r"needs reward.judge.url"),
+        (["+recipe=grpo", "reference.model.path=x"], r"reference.model.path is set, but algorithm.kl.coef=0"),
         (["rollout.share_with=actor", "trainer.share_with=rollout"], r"circle: .*actor"),
         (["rollout.share_with=nobody"], r"rollout.share_with=nobody: .*'actor'"),
         (["rollout.share_with=actor", "rollout.n_gpus_per_node=2"], r"rollout is to have 2 GPUs .* trainer has 1"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,8 +33,13 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
         targets = settings.target_modules
         raise ConfigError(f"actor.lora.target_modules={targets}: {' '.join(str(error).split())[:200]}") from None
     for name, module in lm.named_modules():
-        if isinstance(module, BaseTunerLayer) and not isinstance(module, Linear):
+        if isinstance(module, BaseTunerLayer) and not _is_linear(module):
             raise ConfigError(f"actor.lora.target_modules: {name} is no linear layer; its adapter cannot be merged")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer with an adapter, whose weight is a matrix or 4-bit."""
+    return isinstance(module, Linear) or (isinstance(module, LoraLayer) and hasattr(module.base_layer, "quant_state"))
 
 
 def _described(settings: Lora) -> LoraConfig:
@@ -53,7 +58,7 @@ def merged(lm: nn.Module, tensors: Iterator[tuple[str, Tensor]], whole: Whole) -
 
     ``tensors`` are those of ``lm`` as it is, gathered; ``whole`` gathers one more. A collective, as those are.
     """
-    adapted = {name: module for name, module in lm.named_modules() if isinstance(module, Linear)}
+    adapted = {name: module for name, module in lm.named_modules() if _is_linear(module)}
     for name, value in tensors:
         if _LORA in name:
             continue
@@ -74,7 +79,7 @@ def _delta(layer: Any, whole: Whole) -> Tensor:
 @contextmanager
 def without_adapter(lm: nn.Module) -> Iterator[None]:
     """The model as it was before it had an adapter: what the penalty of ``algorithm.kl`` refers to."""
-    layers = [module for module in lm.modules() if isinstance(module, Linear)]
+    layers: list[Any] = [module for module in lm.modules() if _is_linear(module)]
     scalings = [layer.scaling[ADAPTER] for layer in layers]
     try:
         for layer in layers:

@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from gkd.actor import attention
 from gkd.actor.lora import add_adapter, is_adapter, merged
 from gkd.actor.packing import MicroBatch
+from gkd.actor.quantize import dequantized, loading, packed_parameters
 from gkd.config import Lora
 
 Result = TypeVar("Result")
+CPU = torch.device("cpu")
 
 
 class Student(nn.Module):
@@ -86,6 +88,9 @@ class Student(nn.Module):
         return ((name, whole) for name, whole in self._gathered() if is_adapter(name))
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        return dequantized(self.lm, self._stored())
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()
         for name, value in self.lm.state_dict(keep_vars=True).items():
             if id(value) not in seen:
@@ -98,14 +103,26 @@ def _whole(tensor: Tensor) -> Tensor:
     return found
 
 
-def load(path: str | Path, gradient_checkpointing: bool = False, lora: Lora | None = None) -> Student:
+def load(
+    path: str | Path,
+    gradient_checkpointing: bool = False,
+    lora: Lora | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Student:
     """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
 
+    With ``lora.quantize`` the weights under the adapter are 4-bit, on ``device``, and computed with in ``dtype``.
     Nothing is looked up on a hub. Raises ConfigError for adapters that the model cannot have.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     lm = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation=_attention(config), local_files_only=True
+        path,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=_attention(config),
+        local_files_only=True,
+        **(loading(device, dtype) if lora is not None and lora.quantize else {}),
     )
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -150,9 +167,10 @@ def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offloa
     ``compute_dtype``.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    whole = packed_parameters(student)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     layers = set(getattr(student.lm, "_no_split_modules", None) or ())
     for module in student.lm.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
-    fully_shard(student, mesh=mesh, mp_policy=policy, offload_policy=place)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
+    fully_shard(student, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)

@@ -79,7 +79,8 @@ class ActorWorker:
     def load(self) -> int:
         """Read the student and shard it over the ranks. Returns its number of parameters."""
         torch.manual_seed(self.config.trainer.seed)
-        student = load(self.model_path, self.config.actor.gradient_checkpointing, self.config.actor.lora)
+        actor = self.config.actor
+        student = load(self.model_path, actor.gradient_checkpointing, actor.lora, self.device, self.dtype)
         self.n_parameters = sum(p.numel() for p in student.parameters())
         self.vocab_size = student.lm.config.get_text_config().vocab_size
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))

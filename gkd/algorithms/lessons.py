@@ -73,9 +73,9 @@ def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
         label = name.rpartition(":")[2]
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
-            metrics[f"reward/{label}/seconds"] = float(
-                np.mean([r.reward_s[name] for r in records if name in r.reward_s])
-            )
+        took = [record.reward_s[name] for record in records if name in record.reward_s]
+        if took:
+            metrics[f"reward/{label}/seconds"] = float(np.mean(took))
         metrics[f"reward/{label}/failed"] = len(reasons) / len(given)
         if not reasons:
             continue

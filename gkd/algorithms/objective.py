@@ -37,17 +37,22 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
     """
     needs_policy = algorithm.policy_weight > 0 or algorithm.kl.coef > 0 or algorithm.supervised_weight > 0
 
+    as_sampled = rollout.top_p < 1.0 or (rollout.temperature != 1.0 and not needs_policy)
+
     def values_at(logits: Tensor, start: int) -> Values:
         found: Values = {}
         if algorithm.distils:
             found |= on_policy_distill.values_at(logits, start, micro, algorithm.loss)
         if needs_policy:
             found |= policy.values_at(logits, start, micro, rollout.temperature)
+        if as_sampled:
+            found["as_sampled"] = policy.as_sampled(logits, start, micro, rollout)
         return found
 
     def evaluate(hidden: Tensor, head: Head) -> tuple[Tensor, Measured]:
         found = chunked(hidden, head, values_at, chunk)
         log_q = found.pop("token_logprobs")
+        trainers = found.pop("as_sampled", log_q)
         losses: Values = {}
         sums: Values = {"actor/entropy": found.pop("entropy")}
         if algorithm.distils:
@@ -68,11 +73,10 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
         parts = {name: (values * micro.weights).sum() for name, values in losses.items()}
         total = sum(parts.values(), start=hidden.new_zeros(()))
         measured = Measured({"actor/loss": total, **parts}, sums)
-        # Only then are the sampler's log-probabilities those of the distribution the trainer computes.
-        same_temperature = needs_policy or rollout.temperature == 1.0
-        if same_temperature and rollout.top_p == 1.0:
-            old = log_q if micro.old_logprobs is None else micro.old_logprobs
-            add_mismatch(measured, old.detach(), micro.sampler_logprobs)
+        if micro.old_logprobs is None:
+            add_mismatch(measured, trainers.detach(), micro.sampler_logprobs)
+        elif rollout.top_p == 1.0:  # else the nucleus that was sampled from is not known any more
+            add_mismatch(measured, micro.old_logprobs, micro.sampler_logprobs)
         return total, measured
 
     return evaluate

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gkd.actor.packing import MicroBatch
 from gkd.algorithms import grpo, gspo
-from gkd.config import Algorithm
+from gkd.config import Algorithm, Rollout
 from gkd.losses import policy_gradient as pg
 from gkd.losses.chunked import Values
 from gkd.losses.divergence import MIN_LOGPROB
@@ -26,6 +26,22 @@ def values_at(logits: Tensor, start: int, micro: MicroBatch, temperature: float)
     with torch.no_grad():
         entropy = torch.special.entr(log_q.exp()).sum(-1)
     return {"token_logprobs": chosen, "entropy": entropy}
+
+
+@torch.no_grad()
+def as_sampled(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Tensor:
+    """Log-probabilities [n] of the response tokens under the distribution that was sampled from.
+
+    That is softmax(logits / ``rollout.temperature``), normalised over the nucleus of ``rollout.top_p``: the most likely
+    tokens, as few as have that much together.
+    """
+    log_q = torch.log_softmax(logits.float() / rollout.temperature, -1)
+    chosen = log_q.gather(-1, micro.response_ids[start : start + len(logits), None])[:, 0]
+    if rollout.top_p == 1.0:
+        return chosen
+    falling = log_q.exp().sort(-1, descending=True).values
+    before = falling.cumsum(-1) - falling
+    return chosen - (falling * (before < rollout.top_p)).sum(-1).log()
 
 
 def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm) -> tuple[Tensor, Values]:

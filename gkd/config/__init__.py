@@ -131,6 +131,13 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
+    def _a_reference_is_asked(self) -> Config:
+        if self.reference.model.path is None or self.asks_reference:
+            return self
+        why = "algorithm.kl.coef=0 asks none" if self.algorithm.kl.coef == 0 else "with actor.lora.r it is the student"
+        raise ValueError(f"reference.model.path is set, but {why}")
+
+    @model_validator(mode="after")
     def _several_teachers_are_told_apart(self) -> Config:
         teacher = self.teacher
         if bool(teacher.models) != bool(self.data.teacher_key):

@@ -86,8 +86,16 @@ class Teacher(Scorer):
     )
 
 
+class ReferenceModel(Settings):
+    """Which model that is."""
+
+    path: str | None = Field(None, description="directory or locally cached name; null: the student at its start")
+
+
 class Reference(Scorer):
-    """The model that the student is to stay near, where ``algorithm.kl.coef`` is above 0: the student at its start."""
+    """The model that the student is to stay near, where ``algorithm.kl.coef`` is above 0."""
+
+    model: ReferenceModel = ReferenceModel()
 
 
 class RewardModelModel(Settings):
@@ -152,6 +160,15 @@ class Lora(Settings):
     target_modules: str | list[str] = Field(
         "all-linear", description="names of the layers that get one, or all-linear: every one but the head"
     )
+    quantize: Literal["nf4"] | None = Field(
+        None, description="nf4: the weights under the adapters in 4 bits, through bitsandbytes; null: as they are"
+    )
+
+    @model_validator(mode="after")
+    def _only_what_is_not_trained_is_quantized(self) -> Lora:
+        if self.quantize is not None and self.r is None:
+            raise ValueError(f"quantize={self.quantize} is for the weights under adapters: set r as well")
+        return self
 
 
 class Actor(Settings):

@@ -137,13 +137,16 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
 
-def check_same_tokenizer(student_path: str, teacher_path: str) -> None:
-    """Raise ConfigError, naming both models and the first token that differs, unless their ids mean the same."""
+def check_same_tokenizer(student_path: str, teacher_path: str, setting: str = "teacher.model.path") -> None:
+    """Raise ConfigError, naming both models and the first token that differs, unless their ids mean the same.
+
+    ``setting`` is what the other model was named by.
+    """
     student = load_tokenizer(student_path, "model.path")
-    teacher = load_tokenizer(teacher_path, "teacher.model.path")
+    teacher = load_tokenizer(teacher_path, setting)
     if tokenizer_hash(student) != tokenizer_hash(teacher):
         raise ConfigError(
-            f"the tokenizers of model.path={student_path} and teacher.model.path={teacher_path} differ: "
+            f"the tokenizers of model.path={student_path} and {setting}={teacher_path} differ: "
             f"{_first_difference(student, teacher)}"
         )
 

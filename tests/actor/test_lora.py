@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from gkd.actor.lora import without_adapter
 from gkd.actor.model import Student, load
+from gkd.actor.quantize import quantized
 from gkd.algorithms.objective import objective
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
@@ -67,6 +68,27 @@ def test_what_leaves_the_actor_is_the_model_with_its_adapter(family: str, tmp_pa
         torch.testing.assert_close(logits(student), logits(base(family)))
     assert not torch.allclose(with_adapter, logits(base(family)), atol=1e-2)
     torch.testing.assert_close(logits(student), with_adapter)
+
+
+def test_four_bit_weights_leave_the_actor_as_what_they_stand_for(tmp_path: Path) -> None:
+    base("qwen2 tied").save_pretrained(tmp_path)
+    student, plain = trained(tmp_path, quantize="nf4", target_modules=["q_proj", "down_proj"]), base("qwen2 tied")
+    packed = quantized(student)
+    assert len(packed) == 14  # adapted or not, all but the head
+    assert all(layer.weight.dtype == torch.uint8 for layer in packed.values())
+    found = dict(student.full_tensors(torch.float32))
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items() if k in found}
+    assert expected.keys() - found.keys() <= {"lm_head.weight"}
+    plain.load_state_dict(found, strict=False)
+    plain.tie_weights()
+    torch.testing.assert_close(logits(plain), logits(student), rtol=1e-4, atol=1e-4)
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    apart = (found[gate] - expected[gate]).abs().mean() / expected[gate].abs().mean()
+    assert 0.01 < apart < 0.2  # it was rounded, and to what is near
+    micro = micro_batch(models.scored(3))
+    student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))[0].backward()
+    assert all(".lora_" in name for name, p in student.lm.named_parameters() if p.grad is not None)
 
 
 def test_only_the_adapter_is_trained(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import pairwise
 from types import SimpleNamespace
@@ -144,6 +145,29 @@ def test_the_supervised_term_is_the_cross_entropy_on_the_datas_own_answers_alone
     _, measured = objective(micro, Algorithm(), Rollout(), chunk=5)(logits, lambda x: x)
     assert torch.equal(measured.sums["mismatch/kl"][a:b], torch.zeros(b - a))
     assert torch.isfinite(measured.sums["mismatch/kl"]).all()
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (1.4, 0.6)])
+@pytest.mark.parametrize("name", ["on_policy_distill", "grpo"])
+def test_the_disagreement_is_with_what_was_sampled_from(name: str, temperature: float, top_p: float) -> None:
+    """Zero where the sampler says what brute force over the nucleus says, and k3 of the difference elsewhere."""
+    micro, logits = a_batch()
+    micro = dataclasses.replace(micro, old_logprobs=None)
+    for row, (token, scores) in enumerate(zip(micro.response_ids.tolist(), logits.double().tolist(), strict=True)):
+        weights = [math.exp(score / temperature) for score in scores]
+        held, nucleus = 0.0, 0.0
+        for weight in sorted(weights, reverse=True):
+            if held < top_p * sum(weights) or nucleus == 0:
+                nucleus += weight
+            held += weight
+        micro.sampler_logprobs[row] = math.log(weights[token] / nucleus)
+    algorithm, rollout = Algorithm(name=name), Rollout(n=2, temperature=temperature, top_p=top_p)
+    _, measured = objective(micro, algorithm, rollout, chunk=5)(logits, lambda x: x)
+    assert measured.sums["mismatch/kl"].abs().max() < 1e-6
+    micro.sampler_logprobs[0] -= 0.5
+    _, measured = objective(micro, algorithm, rollout, chunk=5)(logits, lambda x: x)
+    assert measured.sums["mismatch/kl"][0] == pytest.approx(math.exp(0.5) - 1.5, abs=1e-5)
+    assert measured.largest["mismatch/is_ratio_max"] == pytest.approx(math.exp(0.5), abs=1e-5)
 
 
 class _Accelerator:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 VARIANTS: dict[str, dict[str, object]] = {
     "full fine-tuning": {},
     "LoRA r=8": {"lora": {"r": 8}},
+    "LoRA r=8 beside 4-bit weights": {"lora": {"r": 8, "quantize": "nf4"}},
     "micro-batches of a quarter": {"quarter": True},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "all three": {"lora": {"r": 8}, "quarter": True, "gradient_checkpointing": True},
@@ -114,7 +115,7 @@ def main() -> None:
         full = found["full fine-tuning"]
         gb, seconds = found[name]["gb"], found[name]["seconds"]
         share, pace = gb / full["gb"] - 1, seconds / full["seconds"]
-        print(f"{name:28} {gb:6.2f} GB  {share:+7.0%}   {seconds:6.2f} s  {pace:5.2f} x", flush=True)
+        print(f"{name:30} {gb:6.2f} GB  {share:+7.0%}   {seconds:6.2f} s  {pace:5.2f} x", flush=True)
 
 
 if __name__ == "__main__":

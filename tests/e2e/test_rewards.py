@@ -85,8 +85,16 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
 
 
 def test_distillation_and_reward_in_one_update(start: Any) -> None:
-    run = start("trainer.total_steps=3", "trainer.batch_size=8", recipe="distill_and_reward")
+    """Of adapters beside 4-bit weights, on the one GPU that all groups share."""
+    run = start(
+        "trainer.total_steps=3", "trainer.batch_size=8", "actor.lora.r=4", "actor.lora.quantize=nf4",
+        "actor.offload_optimizer=true", "placement=single_gpu", recipe="distill_and_reward",
+    )  # fmt: skip
     assert run.end(300) == 0, run.text()
+    placed = json.loads((run.output / "placement.json").read_text())
+    assert [row["ray_gpu_ids"] for row in placed] == [["0"]] * 3
+    for row in run.metrics()[1:]:
+        assert abs(row["mismatch/kl"]) < 1e-4  # what the engines have is what is trained
     row = run.metrics()[-1]
     assert row["actor/loss"] == pytest.approx(row["distill/loss"] + row["actor/policy_loss"], abs=1e-6)
     assert {"reward/mean", "distill/reverse_kl", "val/reverse_kl", "val/accuracy"} <= row.keys()

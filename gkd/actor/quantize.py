@@ -1,0 +1,54 @@
+"""4-bit weights under an adapter (QLoRA, Dettmers et al., arXiv 2305.14314), through bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+
+from gkd.errors import ConfigError
+
+
+def loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that have every linear layer but the head read as NF4, computing in ``dtype``.
+
+    Raises ConfigError where bitsandbytes is missing.
+    """
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise ConfigError("actor.lora.quantize=nf4 needs bitsandbytes: pip install 'gkd[quantized]'") from None
+    kind = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": kind, "device_map": {"": device}}
+
+
+def quantized(model: nn.Module) -> dict[str, Any]:
+    """The 4-bit layers of a model by name; none of one that has only ordinary ones, without importing anything."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "quant_state")}
+
+
+def packed_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Weights that are not numbers to anyone but bitsandbytes: every rank keeps them whole."""
+    return {layer.weight for layer in quantized(model).values()}
+
+
+def dequantized(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """``tensors`` of ``model`` by name, 4-bit weights as what they stand for and without what describes them."""
+    layers = quantized(model)
+    for name, value in tensors:
+        layer, _, rest = name.rpartition(".weight")
+        if layer in layers and not rest:
+            from bitsandbytes.functional import dequantize_4bit
+
+            weight = layers[layer].weight
+            yield name, dequantize_4bit(weight.data, weight.quant_state)
+        elif layer not in layers:
+            yield name, value
