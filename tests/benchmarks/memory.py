@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -33,8 +32,6 @@ VARIANTS: dict[str, dict[str, object]] = {
 def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str, float]:
     """GB beyond the start, and seconds of the second update."""
     import numpy as np
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from gkd.actor.balance import pack
     from gkd.actor.model import load
@@ -60,19 +57,10 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
             "stop",
         )
         samples.append(Scored(sample, Target(logprobs[:, 0], top, logprobs)))
-    with tempfile.TemporaryDirectory() as path:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=options.hidden,
-            intermediate_size=4 * options.hidden,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.hidden // 64,
-            num_key_value_heads=options.hidden // 64,
-            vocab_size=options.vocabulary,
-        )
-        LlamaForCausalLM(config).save_pretrained(path)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        student = load(path, bool(variant.get("gradient_checkpointing")), Lora.model_validate(variant.get("lora", {})))
+    Path("/proc/self/clear_refs").write_text("5")  # forget the largest size so far
+    before = resident("VmRSS")
+    lora = Lora.model_validate(variant.get("lora", {}))
+    student = load(options.path, bool(variant.get("gradient_checkpointing")), lora)
     optimizer = adamw(student, Actor())
     budget = n * length // (4 if variant.get("quarter") else 1)
     seconds = 0.0
@@ -86,8 +74,31 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
             total.backward()
         optimizer.step()
         seconds = time.perf_counter() - began
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"gb": used * 1024 / 1e9, "seconds": seconds}
+    return {"gb": resident("VmHWM") - before, "seconds": seconds}
+
+
+def resident(kind: str) -> float:
+    """GB of this process in memory, now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (value,) = (line.split()[1] for line in lines if line.startswith(kind))
+    return int(value) * 1024 / 1e9
+
+
+def make_model(options: argparse.Namespace) -> None:
+    """Write a Llama with random weights to ``options.path``."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=options.hidden,
+        intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 64,
+        vocab_size=options.vocabulary,
+    )
+    LlamaForCausalLM(config).save_pretrained(options.path)
 
 
 def main() -> None:
@@ -97,11 +108,18 @@ def main() -> None:
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--variant", choices=list(VARIANTS), help="measure this one here and print JSON")
+    parser.add_argument("--path", help="where the model is, with --variant")
     options = parser.parse_args()
     if options.variant:
         print(json.dumps(measure(options, VARIANTS[options.variant])))
         return
-    shape = [f"--{name}={getattr(options, name)}" for name in defaults]
+    with tempfile.TemporaryDirectory() as options.path:
+        make_model(options)
+        compare([f"--{name}={getattr(options, name)}" for name in [*defaults, "path"]])
+
+
+def compare(shape: list[str]) -> None:
+    """Measure every variant in a process of its own."""
     found = {}
     for name in VARIANTS:
         done = subprocess.run(
