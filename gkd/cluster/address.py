@@ -7,10 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
-import ray
-from ray._raylet import AuthenticationTokenLoader  # Ray has no public way to ask this
-from ray._raylet import Config as RayConfig
+import ray._raylet  # Ray has no public way to ask for its token
 
 from gkd.errors import ConfigError
 
@@ -27,9 +26,12 @@ def use_token() -> None:
 
     Ray does so by itself in ``ray.init``, but not in job submission and not in what is asked before.
     """
-    if "RAY_AUTH_MODE" not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    raylet: Any = ray._raylet
+    if "RAY_AUTH_MODE" not in os.environ and raylet.AuthenticationTokenLoader.instance().has_token(
+        ignore_auth_mode=True
+    ):
         os.environ["RAY_AUTH_MODE"] = "token"
-        RayConfig.initialize("")  # this process has read the variable already
+        raylet.Config.initialize("")  # this process has read the variable already
 
 
 def require_cluster(address: str, setting: str, timeout_s: float) -> None:

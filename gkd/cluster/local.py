@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -21,7 +22,7 @@ from gkd.errors import ConfigError
 DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
 MARK = "GKD_RAY_NODE"
 GRACE_S = 10.0  # for Ray to end its servers and for workers to end their children
-LONGEST_DIRECTORY = 40  # Ray puts Unix sockets 60 characters deeper, and their paths may have 107
+LONGEST_DIRECTORY = 27  # Ray puts Unix sockets up to 80 characters deeper, and their paths may have 107
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,16 @@ class LocalNode:
     """The address jobs are submitted to; None on a worker."""
     pid: int
     mark: str
-    log: str
+
+    @property
+    def log(self) -> Path:
+        """What ``ray start`` printed."""
+        return directory() / f"node-{self.mark}.log"
+
+    @property
+    def ray_directory(self) -> Path:
+        """Ray's files, logs included. Each node has its own: two unpacking a job's package in one place collide."""
+        return directory() / f"ray-{self.mark}"
 
     @property
     def alive(self) -> bool:
@@ -78,6 +88,15 @@ def nodes() -> list[LocalNode]:
         return []
     found = [LocalNode(**json.loads(file.read_text())) for file in sorted(path.glob("node-*.json"))]
     return sorted((node for node in found if node.alive), key=lambda node: node.kind != "head")
+
+
+def clear() -> None:
+    """Remove the files of nodes that do not run any more."""
+    kept = {node.mark for node in nodes()}
+    for path in directory().iterdir():
+        kind, _, mark = path.stem.partition("-")
+        if kind in ("node", "ray") and mark not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def running_address() -> str | None:

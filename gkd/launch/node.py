@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -117,31 +117,29 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     from gkd.cluster.address import require_cluster
     from gkd.cluster.signals import ignoring_signals
 
-    directory = local.make_directory()
-    mark = secrets.token_hex(8)
+    local.make_directory()
     ip = options.node_ip_address or get_node_ip_address()
     if options.command == "head":
         _require_free(options.port, "--port")
         _require_free(options.dashboard_port, "--dashboard-port")
-        if not local.nodes():
-            shutil.rmtree(directory / "ray", ignore_errors=True)  # logs of an earlier cluster
         address, dashboard = f"{ip}:{options.port}", _dashboard(options, ip)
     else:
         require_cluster(options.address, "--address", CONNECT_TIMEOUT_S)
         address, dashboard = options.address, None
-    log = directory / f"{options.command}-{mark}.log"
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *_ray_options(options, ip), *further]
-    with log.open("wb") as out:
+    local.clear()
+    node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4))
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={node.ray_directory}"]
+    with node.log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, f"--temp-dir={directory / 'ray'}"],
-            cwd=directory,
+            [*command, *_ray_options(options, ip), *further],
+            cwd=local.directory(),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=_environment(options, mark),
+            env=_environment(options, node.mark),
             start_new_session=True,  # Ctrl-C ends whoever waits for it, not the node
         )
-    node = local.LocalNode(options.command, address, dashboard, process.pid, mark, str(log))
+    node = replace(node, pid=process.pid)
     node.write()
     try:
         _wait_until_up(process, node)
@@ -198,7 +196,7 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
 
 def _wait_until_up(process: subprocess.Popen[bytes], node: local.LocalNode) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    log = Path(node.log)
+    log = node.log
     while STARTED not in log.read_text(errors="replace") or not _answers(node.dashboard):
         if process.poll() is not None:
             lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
