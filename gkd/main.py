@@ -12,12 +12,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
+if not __package__:  # `python gkd/main.py` would look for gkd beside this file
+    print("error: start it from the project's directory as a module: python -m gkd.main +recipe=NAME", file=sys.stderr)
+    sys.exit(2)
 
-from gkd.compose import compose, groups
-from gkd.config import Config, settings
-from gkd.errors import ConfigError, guarded
+from gkd.errors import ConfigError, guarded  # imports nothing that may be missing
+
+if TYPE_CHECKING:
+    from gkd.config import Config
 
 EPILOG = "--settings lists every setting; --config prints the configuration a command resolves to and ends."
 
@@ -33,6 +37,11 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
     options = parser.parse_args(arguments)
+    from omegaconf import OmegaConf
+
+    from gkd.compose import compose, groups
+    from gkd.config import settings
+
     if options.settings:
         for name, meaning in settings().items():
             print(f"{name:38} {meaning}")

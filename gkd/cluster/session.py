@@ -70,7 +70,7 @@ def _connected(config: Config) -> Iterator[Session]:
         if not connected_before:
             address = _address(config.cluster)
             if address is not None:
-                _join(address)
+                join(address)
             else:
                 start = _plan_private(config)
                 session.directory = _new_directory()
@@ -107,15 +107,15 @@ def cluster_address(asked: str | None) -> str | None:
     return found or address or None
 
 
-def _join(address: str) -> None:
-    """Connect to a running cluster within :data:`CONNECT_TIMEOUT_S`, or raise ConfigError."""
+def join(address: str, setting: str = "cluster.address") -> None:
+    """Connect to a running cluster within :data:`CONNECT_TIMEOUT_S`, or raise ConfigError naming ``setting``."""
     if address != "auto":
-        require_cluster(address, "cluster.address", CONNECT_TIMEOUT_S)
+        require_cluster(address, setting, CONNECT_TIMEOUT_S)
     try:
         with keeping_sigterm_handler():
             ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"cluster.address={address}: cannot join this cluster: {one_line(error)}") from error
+        raise ConfigError(f"{setting}={address}: cannot join this cluster: {one_line(error)}") from error
 
 
 def _plan_private(config: Config) -> tuple[int, int, bool]:
