@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -86,7 +87,9 @@ def run(config: Config) -> None:
 def _output_dir(config: Config) -> Path:
     """Where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    path = Path(config.trainer.output_dir or f"outputs/{config.recipe}/{stamp}").absolute()
+    if config.trainer.output_dir is None:
+        return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
+    path = Path(config.trainer.output_dir).absolute()
     held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
     if held:
         raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
@@ -95,6 +98,20 @@ def _output_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
     return path
+
+
+def _new_directory(path: Path) -> Path:
+    """``path``, or ``path_2`` and so on where other runs began in the same second. Raises ConfigError."""
+    for number in itertools.count(1):
+        own = path if number == 1 else path.with_name(f"{path.name}_{number}")
+        try:
+            own.mkdir(parents=True)
+            return own
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"trainer.output_dir={own} cannot be made: {error.strerror}") from None
+    raise AssertionError("itertools.count ends")
 
 
 if __name__ == "__main__":

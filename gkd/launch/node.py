@@ -2,6 +2,7 @@
 
     ./launch/ray_cluster.sh head                                 # on one machine; prints the two commands below
     ./launch/ray_cluster.sh worker --address HOST:6379           # on the others
+    ./launch/ray_cluster.sh wait --address HOST:6379 --nodes N   # until N have joined, for scripts
     ./launch/ray_cluster.sh stop                                 # ends the nodes it started here, and no other Ray
 
 With --simulate-gpus N Ray hands out N GPUs that are not there. What follows `--` goes to `ray start` as it is.
@@ -52,6 +53,11 @@ def _main(arguments: list[str]) -> int:
 
     if options.command == "stop":
         return local.stop_all()
+    if options.command == "wait":
+        from gkd.launch.wait import wait_for_nodes
+
+        wait_for_nodes(options.address, options.nodes, options.timeout)
+        return 0
     return _start(options, arguments[split + 1 :])
 
 
@@ -59,9 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "./launch/ray_cluster.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="head|worker|stop")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="head|worker|wait|stop")
     head, worker = commands.add_parser("head"), commands.add_parser("worker")
     commands.add_parser("stop")
+    wait = commands.add_parser("wait")
     for command in (head, worker):
         command.add_argument(
             "--simulate-gpus", type=int, metavar="N", help="let Ray hand out N GPUs that are not there"
@@ -74,7 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument(
         "--dashboard-host", default="127.0.0.1", help="0.0.0.0 lets other machines submit (127.0.0.1: this one only)"
     )
-    worker.add_argument("--address", required=True, metavar="HOST:PORT", help="the head, as `head` printed it")
+    for command in (worker, wait):
+        command.add_argument("--address", required=True, metavar="HOST:PORT", help="the head, as `head` printed it")
+    worker.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds the head may take to answer (0)")
+    wait.add_argument("--nodes", type=int, required=True, metavar="N", help="how many the cluster is to have")
+    wait.add_argument("--timeout", type=float, default=START_TIMEOUT_S, metavar="S", help="seconds they have to come")
     return parser
 
 
@@ -114,8 +125,8 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     from ray.util import get_node_ip_address
 
     from gkd.cluster import local
-    from gkd.cluster.address import require_cluster
     from gkd.cluster.signals import ignoring_signals
+    from gkd.launch.wait import wait_for_head
 
     local.make_directory()
     ip = options.node_ip_address or get_node_ip_address()
@@ -124,7 +135,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         _require_free(options.dashboard_port, "--dashboard-port")
         address, dashboard = f"{ip}:{options.port}", _dashboard(options, ip)
     else:
-        require_cluster(options.address, "--address", CONNECT_TIMEOUT_S)
+        wait_for_head(options.address, options.wait)
         address, dashboard = options.address, None
     local.clear()
     node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4))
