@@ -116,4 +116,5 @@ def cluster() -> Iterator[ClusterHere]:
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a run of a few seconds, GRPO on the built-in task without vLLM."""
     cache = tmp_path_factory.mktemp("cache")
-    return ["+recipe=grpo", "rollout.engine=hf", *SMALL, "trainer.batch_size=8", f"builtin.cache_dir={cache}"]
+    few = ["builtin.student_steps=5", "data.val_limit=16", "trainer.batch_size=4", "rollout.n=4"]
+    return ["+recipe=grpo", "rollout.engine=hf", *SMALL, *few, f"builtin.cache_dir={cache}"]

@@ -86,7 +86,6 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     others = devices(json.loads((tmp_path / "beside.json").read_text()))
     assert len(others) == wanted + 2
     assert not others & devices(placed)
-    assert cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS - len(placed)
 
     stopped = cluster.submit("--stop", name)
     assert (stopped.returncode, stopped.stdout) == (0, f"stopped {name}\n"), stopped.stderr
@@ -96,7 +95,6 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     attached = cluster.submit("--attach", name)
     assert attached.returncode == 143
     assert "before training" in attached.stdout
-    assert "had ended already" in cluster.submit("--stop", name).stdout
 
 
 def test_the_doctor_looks_at_every_node(cluster: ClusterHere, tmp_path: Path) -> None:
