@@ -19,7 +19,10 @@ class NotUpdated(RunFailed):
 
 
 def guarded(program: Callable[[], int]) -> int:
-    """Call ``program`` and return its exit code; an error becomes one line on standard error and a code."""
+    """Call ``program`` and return its exit code; an error becomes one line on standard error and a code.
+
+    So does a package that this Python lacks, where ``program`` imports it and not the module around it.
+    """
     try:
         return program()
     except ConfigError as error:
@@ -28,6 +31,16 @@ def guarded(program: Callable[[], int]) -> int:
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "gkd"):
+            raise
+        print(
+            f"error: {sys.executable} has no package {package}: ./launch/quickstart.sh installs what is needed into "
+            ".venv; then use .venv/bin/python",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -8,16 +8,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
+if not __package__:  # `python gkd/main.py` would look for gkd beside this file
+    print("error: start it from the project's directory as a module: python -m gkd.main +recipe=NAME", file=sys.stderr)
+    sys.exit(2)
 
-from gkd.compose import compose, groups
-from gkd.config import Config, settings
-from gkd.errors import ConfigError, guarded
+from gkd.errors import ConfigError, guarded  # imports nothing that may be missing
+
+if TYPE_CHECKING:
+    from gkd.config import Config
 
 EPILOG = "--settings lists every setting; --config prints the configuration a command resolves to and ends."
 
@@ -33,6 +38,11 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
     options = parser.parse_args(arguments)
+    from omegaconf import OmegaConf
+
+    from gkd.compose import compose, groups
+    from gkd.config import settings
+
     if options.settings:
         for name, meaning in settings().items():
             print(f"{name:38} {meaning}")
@@ -77,11 +87,13 @@ def run(config: Config) -> None:
 def _output_dir(config: Config) -> Path:
     """Where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    path = Path(config.trainer.output_dir or f"outputs/{config.recipe}/{stamp}").absolute()
+    if config.trainer.output_dir is None:
+        if config.trainer.resume:
+            raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
+        return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
+    path = Path(config.trainer.output_dir).absolute()
     held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
     if config.trainer.resume:
-        if config.trainer.output_dir is None:
-            raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
         from gkd.checkpoint import find
 
         find(config, path)
@@ -92,6 +104,20 @@ def _output_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
     return path
+
+
+def _new_directory(path: Path) -> Path:
+    """``path``, or ``path_2`` and so on where other runs began in the same second. Raises ConfigError."""
+    for number in itertools.count(1):
+        own = path if number == 1 else path.with_name(f"{path.name}_{number}")
+        try:
+            own.mkdir(parents=True)
+            return own
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"trainer.output_dir={own} cannot be made: {error.strerror}") from None
+    raise AssertionError("itertools.count ends")
 
 
 if __name__ == "__main__":

@@ -15,18 +15,17 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 if (ROOT / "gkd").is_dir():  # in a checkout, use its own gkd
     sys.path.insert(0, str(ROOT))
 
-from gkd.cluster.placement import Placement, PlacementFault, place  # noqa: E402
-from gkd.cluster.session import connect  # noqa: E402
 from gkd.cluster.signals import exit_on_signals  # noqa: E402
-from gkd.cluster.table import assignment_line, print_table  # noqa: E402
-from gkd.compose import compose  # noqa: E402
 from gkd.errors import ConfigError, guarded  # noqa: E402
+
+if TYPE_CHECKING:
+    from gkd.cluster.placement import Placement
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,6 +45,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _show(placement: Placement, json_path: Path | None) -> None:
+    from gkd.cluster.table import assignment_line, print_table
+
     if json_path is not None:
         placement.write_json(json_path)
     print_table(placement.reports)
@@ -54,6 +55,10 @@ def _show(placement: Placement, json_path: Path | None) -> None:
 
 def _verify(argv: list[str]) -> int:
     arguments = _arguments(argv)
+    from gkd.cluster.placement import PlacementFault, place
+    from gkd.cluster.session import connect
+    from gkd.compose import compose
+
     simulate = [] if arguments.simulate_gpus is None else [f"cluster.simulate_gpus={arguments.simulate_gpus}"]
     config = compose([*arguments.overrides, *simulate])
     with connect(config) as session:

@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end their children
@@ -44,9 +45,14 @@ def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
 
     Returns the pids that would not end within 20 s.
     """
-    deadline = time.monotonic() + GIVE_UP_S
+    return end(lambda: processes_of(directory), grace_s)
+
+
+def end(find: Callable[[], list[int]], grace_s: float) -> list[int]:
+    """:func:`end_all` of the processes that ``find`` finds."""
+    deadline = time.monotonic() + grace_s + GIVE_UP_S
     kill_at = time.monotonic() + grace_s
-    while (left := processes_of(directory)) and time.monotonic() < deadline:
+    while (left := find()) and time.monotonic() < deadline:
         if time.monotonic() >= kill_at:
             for pid in left:
                 try:

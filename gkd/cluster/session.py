@@ -7,9 +7,7 @@ import logging
 import math
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +16,8 @@ from typing import Any
 import ray
 from ray.util import remove_placement_group
 
-from gkd.cluster import gpu, reaper
+from gkd.cluster import gpu, local, reaper
+from gkd.cluster.address import require_cluster
 from gkd.cluster.failure import one_line
 from gkd.cluster.layout import Node, asks_of
 from gkd.cluster.nearest import require_fit
@@ -54,9 +53,10 @@ class Session:
 def connect(config: Config) -> Iterator[Session]:
     """Connect to Ray for a run, and on the way out, however that is, leave nothing of the run behind.
 
-    ``cluster.address`` or RAY_ADDRESS names a cluster; a number of ``cluster.simulate_gpus``, or no address, means a
-    private one. A process that is connected already keeps its connection. Raises ConfigError for an address that
-    does not answer, and, before Ray starts, for a layout that this machine cannot hold.
+    ``cluster.address`` or RAY_ADDRESS names a cluster; without them it is the one that launch/ray_cluster.sh started
+    here, if it did. A number of ``cluster.simulate_gpus``, the address ``local``, or no cluster mean a private one. A
+    process that is connected already keeps its connection. Raises ConfigError for an address that does not answer, and,
+    before Ray starts, for a layout that this machine cannot hold.
     """
     with keeping_exit_code():
         yield from _connected(config)
@@ -70,7 +70,7 @@ def _connected(config: Config) -> Iterator[Session]:
         if not connected_before:
             address = _address(config.cluster)
             if address is not None:
-                _join(address)
+                join(address)
             else:
                 start = _plan_private(config)
                 session.directory = _new_directory()
@@ -93,49 +93,29 @@ def _address(cluster: Cluster) -> str | None:
         raise ConfigError("cluster.simulate_gpus is for a private Ray: it cannot add GPUs to cluster.address")
     if simulate:  # what the command line asks for outweighs the environment
         return None
-    address = cluster.address or os.environ.get("RAY_ADDRESS") or None
-    return None if address == "local" else address
+    return cluster_address(cluster.address)
 
 
-def _join(address: str) -> None:
-    """Connect to a running cluster within :data:`CONNECT_TIMEOUT_S`, or raise ConfigError."""
-    if "://" in address:
-        raise ConfigError(f"cluster.address={address}: use host:port on a node of the cluster, not Ray's remote client")
+def cluster_address(asked: str | None) -> str | None:
+    """``host:port`` (or ``auto``) of the cluster that a run joins; None for a private Ray."""
+    address = asked or os.environ.get("RAY_ADDRESS")
+    if address and address != "auto":
+        return None if address == "local" else address
+    found = local.running_address()
+    if found is not None:
+        LOG.info("joining the Ray cluster at %s (cluster.address=local for a private one)", found)
+    return found or address or None
+
+
+def join(address: str, setting: str = "cluster.address") -> None:
+    """Connect to a running cluster within :data:`CONNECT_TIMEOUT_S`, or raise ConfigError naming ``setting``."""
     if address != "auto":
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"cluster.address={address}: expected host:port, such as 10.0.0.1:6379, or auto")
-        _require_ray_answers(host.strip("[]"), int(port), address)
+        require_cluster(address, setting, CONNECT_TIMEOUT_S)
     try:
         with keeping_sigterm_handler():
             ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"cluster.address={address}: cannot join this cluster: {one_line(error)}") from error
-
-
-def _require_ray_answers(host: str, port: int, address: str) -> None:
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ConfigError(
-            f"cluster.address={address}: nothing answers there ({error}); start Ray with `ray start --head` "
-            "or leave the address out for a private one"
-        ) from None
-    # Ray aborts the whole process when a port speaks something else, so a process of its own asks first.
-    probe = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1], nums_reconnect_retry=0)"
-    try:
-        subprocess.run(
-            [sys.executable, "-c", probe, address],
-            timeout=3 * CONNECT_TIMEOUT_S,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-        raise ConfigError(
-            f"cluster.address={address}: what answers there is not a Ray {ray.__version__} head"
-        ) from None
+        raise ConfigError(f"{setting}={address}: cannot join this cluster: {one_line(error)}") from error
 
 
 def _plan_private(config: Config) -> tuple[int, int, bool]:

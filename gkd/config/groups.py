@@ -231,7 +231,10 @@ class Weights(Settings):
 class Cluster(Settings):
     """Ray."""
 
-    address: str | None = Field(None, description="a running Ray cluster; null: RAY_ADDRESS, or a private one here")
+    address: str | None = Field(
+        None, description="a running Ray cluster; null: RAY_ADDRESS, or the one launch/ray_cluster.sh started here, or "
+        "a private one; local: a private one"
+    )  # fmt: skip
     simulate_gpus: int | Literal["auto"] | None = Field(
         None, description="logical GPUs Ray hands out on a machine that has none; auto: as many as the layout asks, "
         f"at most {MAX_AUTO_SIMULATED_GPUS}, where no GPU is found"

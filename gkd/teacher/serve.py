@@ -14,12 +14,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from gkd.compose import compose
-from gkd.config import Config
 from gkd.errors import ConfigError, guarded
-from gkd.teacher.address import Key, endpoint, require_key
-from gkd.vllm_engine import environment, installed_device
+
+if TYPE_CHECKING:
+    from gkd.config import Config
 
 # A run names its student and its data together with its teacher; a server has neither.
 _DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none]", "teacher.server_ip=127.0.0.1")
@@ -28,10 +28,19 @@ _DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal; returns the exit code."""
     stop = _Stop()
-    return guarded(lambda: _serve(compose([*_DEFAULTS, *arguments]), stop))
+    return guarded(lambda: _serve(_composed(arguments), stop))
+
+
+def _composed(arguments: Sequence[str]) -> Config:
+    from gkd.compose import compose
+
+    return compose([*_DEFAULTS, *arguments])
 
 
 def _serve(config: Config, stop: _Stop) -> int:
+    from gkd.teacher.address import Key, require_key
+    from gkd.vllm_engine import environment, installed_device
+
     teacher = config.teacher
     path, host, port = teacher.model.path, teacher.server_ip or "127.0.0.1", teacher.server_port
     if path is None:
@@ -89,6 +98,8 @@ class _Stop:
 
 def _require_free(host: str, port: int) -> None:
     """Raise ConfigError when ``host:port`` cannot be listened on: sooner than after loading a model."""
+    from gkd.teacher.address import endpoint
+
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

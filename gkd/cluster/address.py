@@ -1,0 +1,88 @@
+"""Is there a Ray cluster at an address, and is it one this Python can join? Answered in bounded time, in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import ray._raylet  # Ray has no public way to ask for its token
+
+from gkd.errors import ConfigError
+
+_PROBE = """
+import sys
+from ray._raylet import GcsClient
+client = GcsClient(address=sys.argv[1])
+print((client.internal_kv_get(b"CLUSTER_METADATA", b"cluster") or b"{}").decode())
+"""
+
+
+def use_token() -> None:
+    """Show this user's Ray token (RAY_AUTH_TOKEN, ~/.ray/auth_token) to clusters, where there is one.
+
+    Ray does so by itself in ``ray.init``, but not in job submission and not in what is asked before.
+    """
+    raylet: Any = ray._raylet
+    if "RAY_AUTH_MODE" not in os.environ and raylet.AuthenticationTokenLoader.instance().has_token(
+        ignore_auth_mode=True
+    ):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        raylet.Config.initialize("")  # this process has read the variable already
+
+
+def require_cluster(address: str, setting: str, timeout_s: float) -> None:
+    """Raise ConfigError, naming ``setting``, unless the head of a Ray cluster of this version answers at ``host:port``.
+
+    A connection may take ``timeout_s`` seconds, an answer three times as long.
+    """
+    where = f"{setting}={address}"
+    if "://" in address:
+        raise ConfigError(f"{where}: use host:port on a node of the cluster, not Ray's remote client")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{where}: expected host:port, such as 10.0.0.1:6379, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: nothing answers there ({error}); start Ray with ./launch/ray_cluster.sh head, "
+            "or leave the address out for a private one"
+        ) from None
+    _require_same_ray(_metadata(address, where, timeout_s), where)
+
+
+def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
+    """What the cluster says of itself. Ray may abort the asking process, so one of its own asks."""
+    use_token()
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _PROBE, address],
+            timeout=3 * timeout_s,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        if "uthenticat" in str(error.stderr):
+            raise ConfigError(
+                f"{where}: this cluster asks for a token: copy ~/.ray/auth_token from the machine of its head"
+            ) from None
+        raise ConfigError(f"{where}: what answers there is not a Ray {ray.__version__} head") from None
+    found = json.loads(asked.stdout.splitlines()[-1])
+    return {str(key): str(value) for key, value in found.items()}
+
+
+def _require_same_ray(metadata: dict[str, str], where: str) -> None:
+    python = ".".join(map(str, sys.version_info[:3]))
+    for name, key, here in (("Ray", "ray_version", ray.__version__), ("Python", "python_version", python)):
+        there = metadata.get(key, here)
+        if there != here:
+            raise ConfigError(
+                f"{where}: this cluster runs {name} {there}, but here is {name} {here}; the same is needed on every "
+                "machine (./launch/quickstart.sh installs it)"
+            )

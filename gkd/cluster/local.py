@@ -1,0 +1,150 @@
+"""The Ray nodes that launch/ray_cluster.sh started on this machine: where they are written down, and how they end.
+
+Every process of a node, and whatever those start, inherits a variable of its environment that names the node. That is
+how they are found, so that ending a node ends all of it and nothing of another Ray on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from gkd.cluster import reaper
+from gkd.errors import ConfigError
+
+DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
+MARK = "GKD_RAY_NODE"
+GRACE_S = 10.0  # for Ray to end its servers and for workers to end their children
+LONGEST_DIRECTORY = 27  # Ray puts Unix sockets up to 80 characters deeper, and their paths may have 107
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """One ``ray start`` of this user on this machine."""
+
+    kind: Literal["head", "worker"]
+    address: str
+    """host:port of the cluster's head."""
+    dashboard: str | None
+    """The address jobs are submitted to; None on a worker."""
+    pid: int
+    mark: str
+
+    @property
+    def log(self) -> Path:
+        """What ``ray start`` printed."""
+        return directory() / f"node-{self.mark}.log"
+
+    @property
+    def ray_directory(self) -> Path:
+        """Ray's files, logs included. Each node has its own: two unpacking a job's package in one place collide."""
+        return directory() / f"ray-{self.mark}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process that holds the node together is there."""
+        return _is_marked(self.pid, self.mark)
+
+    def processes(self) -> list[int]:
+        """Pids of everything that the node started, jobs and workers included."""
+        pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        return [pid for pid in pids if pid != os.getpid() and _is_marked(pid, self.mark)]
+
+    def write(self) -> None:
+        """Write it down for other programs to find."""
+        _record(self).write_text(json.dumps(asdict(self)) + "\n")
+
+
+def directory() -> Path:
+    """Where the nodes of this user on this machine are written down."""
+    return Path(os.environ.get(DIRECTORY) or f"/tmp/gkd-ray-{os.getuid()}").absolute()
+
+
+def make_directory() -> Path:
+    """:func:`directory`, made if it is not there. Raises ConfigError when it cannot be used."""
+    path = directory()
+    if len(str(path)) > LONGEST_DIRECTORY:
+        raise ConfigError(f"{DIRECTORY}={path}: at most {LONGEST_DIRECTORY} characters; Ray's sockets go below it")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made ({error.strerror}); set {DIRECTORY} to another directory") from None
+    if not _is_ours(path):
+        raise ConfigError(f"{path} belongs to another user or lets others write; set {DIRECTORY} to another directory")
+    return path
+
+
+def nodes() -> list[LocalNode]:
+    """Nodes that run, the head first; records of others are ignored."""
+    path = directory()
+    if not path.is_dir() or not _is_ours(path):
+        return []
+    found = [LocalNode(**json.loads(file.read_text())) for file in sorted(path.glob("node-*.json"))]
+    return sorted((node for node in found if node.alive), key=lambda node: node.kind != "head")
+
+
+def clear() -> None:
+    """Remove the files of nodes that do not run any more."""
+    kept = {node.mark for node in nodes()}
+    for path in directory().iterdir():
+        kind, _, mark = path.stem.partition("-")
+        if kind in ("node", "ray") and mark not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def running_address() -> str | None:
+    """host:port of the cluster that a node of this machine belongs to; None when there is no node."""
+    return next((node.address for node in nodes()), None)
+
+
+def dashboard() -> str | None:
+    """Where jobs are submitted to, when the head runs on this machine."""
+    return next((node.dashboard for node in nodes() if node.dashboard is not None), None)
+
+
+def stop(node: LocalNode) -> list[int]:
+    """End a node with everything on it. Returns pids that would not end."""
+    if node.alive:
+        os.kill(node.pid, signal.SIGTERM)
+    left = reaper.end(node.processes, GRACE_S)
+    if not left:
+        _record(node).unlink(missing_ok=True)
+    return left
+
+
+def stop_all() -> int:
+    """End every node of this user on this machine, workers before their head, and say so. Returns the exit code."""
+    found = nodes()
+    if not found:
+        print(f"no Ray node of ./launch/ray_cluster.sh runs here ({directory()})")
+    code = 0
+    for node in reversed(found):
+        left = stop(node)
+        print(f"stopped the {node.kind} of {node.address}")
+        if left:
+            print(f"failed: processes that would not end: {', '.join(map(str, left))}", file=sys.stderr)
+            code = 1
+    return code
+
+
+def _record(node: LocalNode) -> Path:
+    return directory() / f"node-{node.mark}.json"
+
+
+def _is_ours(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_marked(pid: int, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone meanwhile, or another user's
+        return False

@@ -1,0 +1,128 @@
+"""Every node of a cluster: the same clock, the same packages, the GPUs that Ray thinks it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from gkd.doctor import node as node_module
+from gkd.doctor.finding import Finding, failed, ok, warning
+
+ASK_TIMEOUT_S = 120.0  # a node's first task starts a process there
+MAX_CLOCK_S = 1.0
+CLOCK_ROUNDS = 3
+
+QUICKSTART = "run ./launch/quickstart.sh from the same checkout on each and start its node again"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says; ``clock_s`` is how far its clock is ahead of this machine's, within ``within_s``."""
+
+    name: str
+    ray_gpus: int
+    versions: dict[str, str]
+    uuids: list[str]
+    simulated: bool
+    clock_s: float
+    within_s: float
+
+
+def check_cluster() -> Iterator[Finding]:
+    """The cluster this process is connected to."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    ray.cloudpickle.register_pickle_by_value(node_module)  # a node need not have this version of gkd, or any
+    try:
+        found: list[NodeFacts] = []
+        for node in nodes:
+            name = f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}"
+            try:
+                found.append(_ask(node, name))
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                reason = " ".join(str(error).split())[:200]
+                yield failed("node", f"{name} does not answer: {reason}", "start it again with ./launch/ray_cluster.sh")
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(node_module)
+    yield from judge(found)
+
+
+def judge(found: list[NodeFacts]) -> Iterator[Finding]:
+    """What the nodes' facts mean together."""
+    yield ok("nodes", f"{len(found)} answer: {', '.join(node.name for node in found)}")
+    yield from _clocks(found)
+    yield from _versions(found)
+    for node in found:
+        yield _gpus(node)
+
+
+def _ask(node: dict[str, Any], name: str) -> NodeFacts:
+    there = {
+        "num_cpus": 0,
+        "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+    }
+    look, clock = (ray.remote(function).options(**there) for function in (node_module.look, node_module.clock))
+    facts = ray.get(look.remote(node_module.PACKAGES), timeout=ASK_TIMEOUT_S)
+    rounds = []
+    for _ in range(CLOCK_ROUNDS):
+        before = time.time()
+        told = ray.get(clock.remote(), timeout=ASK_TIMEOUT_S)
+        after = time.time()
+        rounds.append((after - before, told - (before + after) / 2))
+    took, ahead = min(rounds)
+    return NodeFacts(name, int(node["Resources"].get("GPU", 0)), **facts, clock_s=ahead, within_s=took / 2)
+
+
+def _clocks(found: list[NodeFacts]) -> Iterator[Finding]:
+    wrong = [node for node in found if abs(node.clock_s) - node.within_s > MAX_CLOCK_S]
+    for node in wrong:
+        yield warning("clock", f"{node.name} is {node.clock_s:+.1f} s from this machine", "let NTP or chrony set it")
+    if not wrong:
+        yield ok("clock", f"the same on {len(found)} nodes within {MAX_CLOCK_S:g} s")
+
+
+def _versions(found: list[NodeFacts]) -> Iterator[Finding]:
+    names = list(dict.fromkeys(name for node in found for name in node.versions))
+    different = False
+    for name in names:
+        nodes_by_version: dict[str, list[str]] = {}
+        for node in found:
+            if name in node.versions:
+                nodes_by_version.setdefault(node.versions[name], []).append(node.name)
+        if len(nodes_by_version) > 1:
+            different = True
+            told = "; ".join(f"{version} on {', '.join(on)}" for version, on in nodes_by_version.items())
+            if name == "driver":
+                yield warning("driver", told, "install the same on every machine")
+            else:
+                yield failed("packages", f"{name}: {told}", QUICKSTART)
+    if not different:
+        yield ok("packages", f"{len(names)} the same on {len(found)} nodes")
+
+
+def _gpus(node: NodeFacts) -> Finding:
+    n_real, n_ray = len(node.uuids), node.ray_gpus
+    if node.simulated:
+        if n_real:
+            return warning(
+                "gpus", f"{node.name} simulates {n_ray} GPUs and has {n_real}", "start it without --simulate-gpus"
+            )
+        return ok("gpus", f"{node.name} simulates {n_ray}: workers on them compute on the CPU")
+    if n_ray > n_real:
+        return failed(
+            "gpus",
+            f"{node.name}: Ray hands out {n_ray} GPUs and NVML sees {n_real}",
+            "start the node again, with --simulate-gpus N if they are not there on purpose",
+        )
+    if n_ray < n_real:
+        return warning(
+            "gpus",
+            f"{node.name}: Ray hands out {n_ray} of the {n_real} GPUs that NVML sees",
+            "unset CUDA_VISIBLE_DEVICES (and --num-gpus) where the node is started, unless that is meant",
+        )
+    return ok("gpus", f"{node.name}: {n_ray} by Ray and by NVML")

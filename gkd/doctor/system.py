@@ -1,0 +1,104 @@
+"""Ports, disks, shared memory and limits of this machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from gkd.doctor.finding import GIB, Finding, failed, ok, warning
+
+PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
+LITTLE_DISK, TOO_LITTLE_DISK = 20 * GIB, 1 * GIB
+RAY_FULL = 0.95  # Ray stops writing to a disk that is fuller
+OBJECT_STORE_SHARE = 0.3  # of memory, which Ray gives its object store in /dev/shm
+NCCL_SHM = 1 * GIB
+FEW_FILES, TOO_FEW_FILES, FEW_PROCESSES = 8192, 1024, 4096
+
+
+def check_ports(own: bool) -> Iterator[Finding]:
+    """The ports that programs of this project listen on unless told otherwise; ``own``: a cluster was started here."""
+    taken = [port for port in PORTS if not own and not _is_free(port)]
+    for port in taken:
+        yield warning(
+            "ports", f"{port} ({PORTS[port]}) is taken by another program", "choose another where you start it"
+        )
+    if not taken:
+        yield ok("ports", "in use by the cluster started here" if own else f"{', '.join(map(str, PORTS))} are free")
+
+
+def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
+    """Room and permission to write in each place, by what it is for."""
+    for what, place in places.items():
+        there = next(path for path in (place, *place.parents) if path.exists())
+        if not os.access(there, os.W_OK):
+            yield failed(
+                "disk", f"{there} ({what}) is not writable", "choose another directory or change its permissions"
+            )
+            continue
+        usage = shutil.disk_usage(there)
+        found = f"{usage.free / GIB:.0f} GiB free in {there} ({what})"
+        if usage.free < TOO_LITTLE_DISK:
+            yield failed("disk", found, "make room, or choose a directory on another disk")
+        elif usage.free < LITTLE_DISK:
+            yield warning("disk", found, "models of some billion parameters need more")
+        elif what == "Ray" and usage.used > RAY_FULL * usage.total:
+            yield warning(
+                "disk", f"{found}, but more than {RAY_FULL:.0%} full, where Ray stops", "make room, or set RAY_TMPDIR"
+            )
+        else:
+            yield ok("disk", found)
+
+
+def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
+    """/dev/shm against what Ray's object store and NCCL put there."""
+    size = shutil.disk_usage("/dev/shm").total
+    wanted = min(OBJECT_STORE_SHARE * memory(), 200e9)
+    found = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {wanted / GIB:.1f} GiB"
+    do = f"in Docker --shm-size={wanted / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
+    if n_gpus > 1 and size < NCCL_SHM:
+        yield failed("shared memory", f"{found}, and NCCL needs some too", do)
+    elif size < wanted:
+        yield warning("shared memory", f"{found}, or uses the disk, slowly", do)
+    else:
+        yield ok("shared memory", found)
+
+
+def check_limits() -> Iterator[Finding]:
+    """Open files and processes; Ray needs some of both for each worker and each connection."""
+    files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    do = "ulimit -n 65536 in the shell that starts Ray; for good in /etc/security/limits.conf"
+    if _below(files, TOO_FEW_FILES):
+        yield failed("limits", f"ulimit -n is {files}", do)
+    elif _below(files, FEW_FILES):
+        yield warning("limits", f"ulimit -n is {files}", do)
+    else:
+        yield ok("limits", f"ulimit -n is {'unlimited' if files == resource.RLIM_INFINITY else files}")
+    if _below(processes, FEW_PROCESSES):
+        yield warning("limits", f"ulimit -u is {processes}", "ulimit -u 65536: threads count, too")
+
+
+def memory() -> int:
+    """Bytes of memory this process may have: the machine's, or its container's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _below(limit: int, least: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < least
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Starting Ray nodes and submitting runs to them; used by the programs in launch/."""

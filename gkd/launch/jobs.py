@@ -1,0 +1,179 @@
+"""A cluster's jobs, asked over HTTP: every request has a deadline, every failure is one line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import ray
+import requests
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from gkd.cluster.address import use_token
+from gkd.cluster.failure import one_line
+from gkd.errors import ConfigError, RunFailed
+
+CONNECT_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 60.0
+LOST_TIMEOUT_S = 60.0  # a cluster that stays silent longer is gone
+STOP_TIMEOUT_S = 60.0
+LOOK_EVERY_S = 5.0
+
+Write = Callable[[str], None]
+
+
+class _Client(JobSubmissionClient):  # type: ignore[misc]
+    """Ray's client with deadlines, which its own requests lack."""
+
+    timeout_s = CONNECT_TIMEOUT_S
+
+    def _do_request(self, *args: Any, **kwargs: Any) -> requests.Response:
+        response: requests.Response = super()._do_request(*args, timeout=self.timeout_s, **kwargs)
+        return response
+
+
+class Jobs:
+    """The jobs of the cluster whose dashboard is at ``address``, such as ``http://10.0.0.1:8265``."""
+
+    def __init__(self, address: str) -> None:
+        """Raises ConfigError when no dashboard of a Ray of this version answers there in time."""
+        self.address = address.rstrip("/") if "://" in address else f"http://{address}"
+        if not self.address.startswith(("http://", "https://")):
+            raise ConfigError(f"--address {address}: expected the head's dashboard, such as http://10.0.0.1:8265")
+        use_token()
+        for module in ("dashboard_sdk", "job.sdk"):
+            logging.getLogger(f"ray.dashboard.modules.{module}").setLevel(logging.ERROR)
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray lets the variable outweigh the argument
+        try:
+            self._client = _Client(self.address)
+            there = self._client._server_ray_version
+        except requests.exceptions.Timeout:
+            raise ConfigError(f"--address {address}: no answer within {CONNECT_TIMEOUT_S:.0f} s") from None
+        except (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.InvalidURL):
+            raise ConfigError(
+                f"--address {address}: nothing answers there; ./launch/ray_cluster.sh head starts a cluster and prints "
+                "its address"
+            ) from None
+        except ray.exceptions.AuthenticationError:
+            raise ConfigError(
+                f"--address {address}: this cluster asks for a token: copy ~/.ray/auth_token from its head's machine"
+            ) from None
+        except (requests.exceptions.RequestException, RuntimeError, KeyError, ValueError):
+            raise ConfigError(f"--address {address}: what answers there is not a Ray dashboard") from None
+        if there != ray.__version__:
+            raise ConfigError(
+                f"--address {address}: this cluster runs Ray {there}, but here is Ray {ray.__version__}; the same is "
+                "needed on every machine (./launch/quickstart.sh installs it)"
+            )
+        self._client.timeout_s = REQUEST_TIMEOUT_S
+
+    def submit(self, name: str, command: str, package: Path, output: Path) -> None:
+        """Start ``command`` as job ``name`` in a copy of ``package``. Raises RunFailed when the cluster refuses."""
+        try:
+            self._client.submit_job(
+                entrypoint=command,
+                submission_id=name,
+                runtime_env={"working_dir": str(package)},
+                metadata={"output_dir": str(output)},
+            )
+        except (RuntimeError, ValueError, requests.exceptions.RequestException) as error:
+            raise RunFailed(f"the cluster at {self.address} did not take the job: {one_line(error)}") from error
+
+    def info(self, name: str) -> JobDetails:
+        """What is known of a job. Raises ConfigError when there is none, RunFailed when the cluster stays silent."""
+        deadline = time.monotonic() + LOST_TIMEOUT_S
+        while True:
+            try:
+                return self._client.get_job_info(name)
+            except RuntimeError as error:
+                if "404" in str(error):
+                    raise ConfigError(f"there is no job {name} on {self.address}{self._known()}") from None
+                reason = one_line(error)
+            except (requests.exceptions.RequestException, ConnectionError) as error:
+                reason = type(error).__name__
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"the cluster at {self.address} has not answered for {LOST_TIMEOUT_S:.0f} s ({reason}); job {name} "
+                    "may still run"
+                )
+            time.sleep(1.0)
+
+    def list(self) -> list[JobDetails]:
+        """Every job that was submitted, the latest last."""
+        try:
+            found: list[JobDetails] = self._client.list_jobs()
+        except (RuntimeError, requests.exceptions.RequestException) as error:
+            raise RunFailed(f"the cluster at {self.address} does not list its jobs: {one_line(error)}") from error
+        return sorted((job for job in found if job.submission_id), key=lambda job: job.start_time or 0)
+
+    def stop(self, name: str) -> tuple[JobDetails, bool]:
+        """End a job and wait until it has ended; also says whether it still ran."""
+        before = self.info(name)
+        if before.status.is_terminal():
+            return before, False
+        self._client.stop_job(name)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while not (now := self.info(name)).status.is_terminal():
+            if time.monotonic() > deadline:
+                raise RunFailed(f"job {name} has not ended within {STOP_TIMEOUT_S:.0f} s of being told to")
+            time.sleep(0.2)
+        return now, True
+
+    def follow(self, name: str, write: Write) -> JobDetails:
+        """Pass a job's log on until the job has ended, also over a broken connection."""
+        return asyncio.run(self._follow(name, write))
+
+    async def _follow(self, name: str, write: Write) -> JobDetails:
+        seen = 0  # characters passed on; a new connection begins at the log's start
+        while True:
+            at = 0
+            async for text in self._tail(name):
+                at += len(text)
+                if at > seen:
+                    write(text[len(text) - (at - seen) :])
+                    seen = at
+            now = self.info(name)
+            if now.status.is_terminal():
+                return now
+            await asyncio.sleep(1.0)
+
+    async def _tail(self, name: str) -> AsyncIterator[str]:
+        """Pieces of the log until the connection ends; it is given up when the job has ended and nothing more comes."""
+        stream = self._client.tail_job_logs(name)
+        ended = False
+        while True:
+            piece = asyncio.ensure_future(anext(stream, None))
+            while not (await asyncio.wait({piece}, timeout=LOOK_EVERY_S))[0]:
+                if ended:
+                    piece.cancel()
+                    return
+                ended = self.info(name).status.is_terminal()
+            try:
+                text = piece.result()
+            except (RuntimeError, aiohttp.ClientError):  # the connection broke
+                return
+            if text is None:
+                return
+            yield text
+
+    def _known(self) -> str:
+        names = [str(job.submission_id) for job in self.list()]
+        return f"; there are {', '.join(names[-5:])}" if names else "; it has none"
+
+
+def exit_code(job: JobDetails) -> int:
+    """The code of the job's own process; 143 for one that was stopped, 1 where there was no process to end."""
+    if job.status == JobStatus.SUCCEEDED:
+        return 0
+    if job.status == JobStatus.STOPPED:
+        return 143
+    code: int | None = job.driver_exit_code
+    if code is None:
+        return 1
+    return code if code >= 0 else 128 - code

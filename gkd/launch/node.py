@@ -1,0 +1,281 @@
+"""``launch/ray_cluster.sh head|worker|stop``: a Ray node on this machine, for runs that share a cluster.
+
+    ./launch/ray_cluster.sh head                                 # on one machine; prints the two commands below
+    ./launch/ray_cluster.sh worker --address HOST:6379           # on the others
+    ./launch/ray_cluster.sh wait --address HOST:6379 --nodes N   # until N have joined, for scripts
+    ./launch/ray_cluster.sh stop                                 # ends the nodes it started here, and no other Ray
+
+With --simulate-gpus N Ray hands out N GPUs that are not there. What follows `--` goes to `ray start` as it is.
+Exit codes: 0 done, 1 the node did not start or end, 2 what was asked cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gkd.errors import ConfigError, RunFailed, guarded
+
+if TYPE_CHECKING:
+    from gkd.cluster import local
+
+START_TIMEOUT_S = 120.0
+CONNECT_TIMEOUT_S = 10.0
+PORT, DASHBOARD_PORT = 6379, 8265
+STARTED = "Ray runtime started."  # what `ray start` says last
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see ./launch/ray_cluster.sh --help)")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _parser().parse_args(arguments[:split])
+    from gkd.cluster import local
+
+    if options.command == "stop":
+        return local.stop_all()
+    if options.command == "wait":
+        from gkd.launch.wait import wait_for_nodes
+
+        wait_for_nodes(options.address, options.nodes, options.timeout)
+        return 0
+    return _start(options, arguments[split + 1 :])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "./launch/ray_cluster.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="head|worker|wait|stop")
+    head, worker = commands.add_parser("head"), commands.add_parser("worker")
+    commands.add_parser("stop")
+    wait = commands.add_parser("wait")
+    for command in (head, worker):
+        command.add_argument(
+            "--simulate-gpus", type=int, metavar="N", help="let Ray hand out N GPUs that are not there"
+        )
+        command.add_argument("--num-cpus", type=int, metavar="N", help="CPUs Ray hands out; all of them unless given")
+        command.add_argument("--node-ip-address", metavar="IP", help="this machine's address, if it has several")
+        command.add_argument("--block", action="store_true", help="stay in the foreground until a signal ends the node")
+    head.add_argument("--port", type=int, default=PORT, help=f"where nodes join ({PORT})")
+    head.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help=f"for jobs ({DASHBOARD_PORT})")
+    head.add_argument(
+        "--dashboard-host", default="127.0.0.1", help="0.0.0.0 lets other machines submit (127.0.0.1: this one only)"
+    )
+    for command in (worker, wait):
+        command.add_argument("--address", required=True, metavar="HOST:PORT", help="the head, as `head` printed it")
+    worker.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds the head may take to answer (0)")
+    wait.add_argument("--nodes", type=int, required=True, metavar="N", help="how many the cluster is to have")
+    wait.add_argument("--timeout", type=float, default=START_TIMEOUT_S, metavar="S", help="seconds they have to come")
+    return parser
+
+
+def _start(options: argparse.Namespace, further: list[str]) -> int:
+    from gkd.cluster import local
+    from gkd.cluster.signals import exit_on_signals
+
+    exit_on_signals()
+    if options.simulate_gpus is not None and options.simulate_gpus < 1:
+        raise ConfigError(f"--simulate-gpus {options.simulate_gpus}: at least 1")
+    there = next((node for node in local.nodes() if _is_asked(node, options)), None)
+    if there is not None:
+        print(f"a {there.kind} of the cluster {there.address} runs here already (pid {there.pid})")
+        if there.kind == "head":
+            _show_next(there)
+        return 0
+    node = _new_node(options, further)
+    print(f"the {node.kind} is up; log: {node.log}")
+    if node.kind == "head":
+        _show_next(node)
+    sys.stdout.flush()
+    return _stay(node) if options.block else 0
+
+
+def _is_asked(node: local.LocalNode, options: argparse.Namespace) -> bool:
+    """Whether ``node`` is what the command is to start. Raises ConfigError when it stands in its way."""
+    if options.command == "worker":
+        # A machine is one node, unless its GPUs are simulated.
+        return node.address == options.address and options.simulate_gpus is None
+    if node.kind == "head" and not node.address.endswith(f":{options.port}"):
+        raise ConfigError(f"a head at {node.address} runs here already: ./launch/ray_cluster.sh stop ends it")
+    return node.kind == "head"
+
+
+def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNode:
+    """Start it and wait until it is up. Raises RunFailed when it does not come up."""
+    from ray.util import get_node_ip_address
+
+    from gkd.cluster import local
+    from gkd.cluster.signals import ignoring_signals
+    from gkd.launch.wait import wait_for_head
+
+    local.make_directory()
+    ip = options.node_ip_address or get_node_ip_address()
+    if options.command == "head":
+        _require_free(options.port, "--port")
+        _require_free(options.dashboard_port, "--dashboard-port")
+        address, dashboard = f"{ip}:{options.port}", _dashboard(options, ip)
+    else:
+        wait_for_head(options.address, options.wait)
+        address, dashboard = options.address, None
+    local.clear()
+    node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4))
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={node.ray_directory}"]
+    with node.log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, *_ray_options(options, ip), *further],
+            cwd=local.directory(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=_environment(options, node.mark),
+            start_new_session=True,  # Ctrl-C ends whoever waits for it, not the node
+        )
+    node = replace(node, pid=process.pid)
+    node.write()
+    try:
+        _wait_until_up(process, node)
+    except BaseException:
+        with ignoring_signals():
+            local.stop(node)
+        raise
+    return node
+
+
+def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
+    chosen = [
+        f"--node-ip-address={ip}",
+        # Whatever is free: the defaults would clash with another Ray, or another node, on the same machine.
+        "--dashboard-agent-listen-port=0",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]
+    if options.command == "head":
+        chosen += ["--head", f"--port={options.port}", f"--ray-client-server-port={_free_port()}"]
+        chosen += [f"--dashboard-host={options.dashboard_host}", f"--dashboard-port={options.dashboard_port}"]
+    else:
+        chosen.append(f"--address={options.address}")
+    n_cpus = options.num_cpus
+    if options.simulate_gpus is not None:
+        chosen.append(f"--num-gpus={options.simulate_gpus}")
+        n_cpus = n_cpus or max(os.cpu_count() or 1, options.simulate_gpus)  # each worker reserves one
+    if n_cpus is not None:
+        chosen.append(f"--num-cpus={n_cpus}")
+    return chosen
+
+
+def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
+    """Variables of the node and so of every worker and job on it."""
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+
+    from gkd.cluster import gpu, local
+
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster runs whatever it is sent, so not everybody's
+    ensure_token_if_auth_enabled(create_token_if_missing=options.command == "head")
+    dropped = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", gpu.SIMULATED}
+    if options.simulate_gpus is not None:  # Ray refuses more GPUs than the variable lists
+        dropped.add(gpu.VISIBLE)
+    variables = {name: value for name, value in os.environ.items() if name not in dropped}
+    variables |= {
+        local.MARK: mark,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_process_group_cleanup_enabled": "1",  # what a worker started ends with it
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
+    return variables if options.simulate_gpus is None else {**variables, gpu.SIMULATED: "1"}
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], node: local.LocalNode) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    log = node.log
+    while STARTED not in log.read_text(errors="replace") or not _answers(node.dashboard):
+        if process.poll() is not None:
+            lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise RunFailed(f"`ray start` ended with code {process.returncode}: {lines[-1] if lines else 'no output'}")
+        if time.monotonic() > deadline:
+            raise RunFailed(f"the {node.kind} was not up within {START_TIMEOUT_S:.0f} s; its log is {log}")
+        time.sleep(0.2)
+
+
+def _answers(dashboard: str | None) -> bool:
+    """Whether the dashboard answers, if only by asking for the token; True where there is none to ask."""
+    if dashboard is None:
+        return True
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        opener.open(f"{dashboard}/api/version", timeout=CONNECT_TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        return error.code == 401
+    except OSError:
+        return False
+    return True
+
+
+def _show_next(node: local.LocalNode) -> None:
+    print(f"join another machine:  ./launch/ray_cluster.sh worker --address {node.address}")
+    print(f"submit a run:          python launch/submit.py --address {node.dashboard} --follow +recipe=grpo")
+    print("or run from here:      python -m gkd.main +recipe=grpo        (joins this cluster)")
+    print("end what runs here:    ./launch/ray_cluster.sh stop")
+    print(
+        "Other machines need this one's ~/.ray/auth_token, readable to you alone, unless they share the home directory."
+    )
+    if node.dashboard is not None and "//127." in node.dashboard:
+        print("Jobs are accepted from this machine only; head --dashboard-host 0.0.0.0 accepts them from others.")
+
+
+def _stay(node: local.LocalNode) -> int:
+    """Wait for a signal, or for the node to end by itself, and end all of it."""
+    from gkd.cluster import local
+    from gkd.cluster.signals import ignoring_signals
+
+    try:
+        while node.alive:
+            time.sleep(0.5)
+        raise RunFailed(f"the {node.kind} ended by itself; its log is {node.log}")
+    finally:
+        with ignoring_signals():
+            local.stop(node)
+
+
+def _dashboard(options: argparse.Namespace, ip: str) -> str:
+    host = ip if options.dashboard_host in ("0.0.0.0", "::") else options.dashboard_host
+    return f"http://{host}:{options.dashboard_port}"
+
+
+def _require_free(port: int, option: str) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            raise ConfigError(f"port {port} is taken by another program: choose another with {option}") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""The working directory as one zip file, for a job to run in: code and small files, not data and results."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import gkd
+from gkd.errors import ConfigError
+
+LEFT_OUT = {"__pycache__", "node_modules", "venv"}  # wherever they are; so is every name that begins with a dot
+LEFT_OUT_AT_TOP = {"outputs", "data", "build", "dist", "wandb", "runs"}
+MAX_MB = 100  # Ray keeps the package in the memory of the cluster's head
+
+
+def pack(directory: Path, target: Path) -> int:
+    """Zip ``directory`` into ``target``, with this gkd and its conf where it has no gkd of its own.
+
+    Returns the number of files. Raises ConfigError when there is more than :data:`MAX_MB`.
+    """
+    sources: dict[Path, Path] = {}
+    folders = [(directory, directory, LEFT_OUT_AT_TOP)]
+    if not (directory / "gkd" / "__init__.py").is_file():
+        own = Path(gkd.__file__).parent
+        folders += [(folder, own.parent, set()) for folder in (own, own.parent / "conf")]
+    n_bytes: Counter[str] = Counter()
+    for folder, top, left_out in folders:
+        for path in _files(folder, left_out):
+            name = path.relative_to(top)
+            sources[name] = path
+            n_bytes[name.parts[0]] += path.stat().st_size
+            if n_bytes.total() > MAX_MB * 1_000_000:
+                raise ConfigError(_too_much(n_bytes, directory))
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+        for name, path in sorted(sources.items()):
+            archive.write(path, name)
+    return len(sources)
+
+
+def _files(directory: Path, left_out_at_top: set[str]) -> Iterator[Path]:
+    for folder, names, files in os.walk(directory):
+        skip = LEFT_OUT | (left_out_at_top if Path(folder) == directory else set())
+        names[:] = [
+            name
+            for name in names
+            if not name.startswith(".") and name not in skip and not (Path(folder) / name / "pyvenv.cfg").exists()
+        ]
+        for name in files:
+            path = Path(folder) / name
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _too_much(n_bytes: Counter[str], directory: Path) -> str:
+    largest = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in n_bytes.most_common(3))
+    return (
+        f"the working directory {directory} holds more than the {MAX_MB} MB a job may bring, among others {largest}. "
+        "Start from the directory of your code; data, outputs and names with a leading dot stay here"
+    )

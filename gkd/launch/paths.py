@@ -1,0 +1,68 @@
+"""Paths of a job: it runs in a copy of the working directory on another machine, so they must not be relative."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gkd.config import Config
+from gkd.errors import ConfigError
+
+
+def settle(config: Config, here: Path, output: Path) -> list[str]:
+    """Overrides that make every path of ``config`` absolute, to be put behind the user's own.
+
+    What exists below ``here`` is meant; a model that does not exist may be a name in the local cache. Raises
+    ConfigError for data that does not exist here, and for settings that would take the job away from its cluster.
+    """
+    _require_cluster_is_left_alone(config)
+    overrides = [_override("trainer.output_dir", str(output))]
+    for name, value in _paths(config.model_dump(), ""):
+        if name == "trainer.output_dir":
+            continue
+        found = [_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
+        if found != (value if isinstance(value, list) else [value]):
+            overrides.append(_override(name, found if isinstance(value, list) else found[0]))
+    return overrides
+
+
+def _require_cluster_is_left_alone(config: Config) -> None:
+    if config.cluster.address is not None:
+        raise ConfigError(f"cluster.address={config.cluster.address}: a job runs on the cluster it is submitted to")
+    if isinstance(config.cluster.simulate_gpus, int):
+        raise ConfigError(
+            f"cluster.simulate_gpus={config.cluster.simulate_gpus} (also placement=cpu) starts a private Ray; a job "
+            "uses the cluster's GPUs, which nodes simulate with ./launch/ray_cluster.sh ... --simulate-gpus N"
+        )
+
+
+def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | list[str]]]:
+    """Settings that name files or directories, by what their names end in, and that are given."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{name}.")
+        elif key.endswith(("path", "file", "files", "dir")) and value:
+            yield name, value
+
+
+def _absolute(name: str, value: str, here: Path) -> str:
+    path = here / Path(value).expanduser()
+    if Path(value).is_absolute() or path.exists():
+        return str(path)
+    if name.endswith("files"):
+        raise ConfigError(f"{name}={value}: there is no such file below {here}")
+    if name.endswith("path") and not value.startswith("."):
+        return value  # a name in the local cache of models
+    if name.endswith("path"):
+        raise ConfigError(f"{name}={value}: there is no such directory below {here}")
+    return str(path)
+
+
+def _override(name: str, value: str | list[str]) -> str:
+    def quoted(text: str) -> str:
+        escaped = text.replace("'", "\\'")
+        return f"'{escaped}'"
+
+    return f"{name}={quoted(value) if isinstance(value, str) else '[' + ','.join(map(quoted, value)) + ']'}"

@@ -1,0 +1,150 @@
+"""Submit a run to a Ray cluster as a job, follow it, stop it.
+
+    python launch/submit.py --address http://HOST:8265 --follow +recipe=grpo trainer.total_steps=50
+    python launch/submit.py --address http://HOST:8265 --status [JOB]
+    python launch/submit.py --address http://HOST:8265 --attach JOB      # follow a job that runs already
+    python launch/submit.py --address http://HOST:8265 --stop JOB
+
+The directory it is started in goes with the job, without .venv, outputs, data and names that begin with a dot. Paths
+are made absolute, so models, data and the output directory are to be where every machine sees them. The address may
+be left out where launch/ray_cluster.sh started the head. With --follow, and for --attach, the exit code is the job's
+own; Ctrl-C stops following, not the job. Otherwise: 0 done, 1 failed, 2 what was asked cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import secrets
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gkd.errors import ConfigError, guarded
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails
+
+    from gkd.launch.jobs import Jobs
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see python launch/submit.py --help)")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_intermixed_args(arguments)
+    from gkd.launch.jobs import Jobs
+
+    chosen = [name for name in ("status", "attach", "stop") if getattr(options, name) is not None]
+    if len(chosen) > 1 or (chosen and (options.overrides or options.follow)):
+        raise ConfigError("--status, --attach, --stop and a run to submit exclude each other")
+    if not chosen:
+        _require_recipe(options.overrides)
+    jobs = Jobs(_address(options.address))
+    if options.status is not None:
+        return _status(jobs, options.status)
+    if options.attach is not None:
+        return _follow(jobs, options.attach)
+    if options.stop is not None:
+        job, ran = jobs.stop(options.stop)
+        print(f"stopped {options.stop}" if ran else f"{options.stop} had ended already: {_line(job)}")
+        return 0
+    return _submit(jobs, options.overrides, options.follow)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("launch/submit.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", metavar="http://HOST:8265", help="the dashboard of the cluster's head")
+    parser.add_argument("--follow", action="store_true", help="print the job's log and end with its exit code")
+    parser.add_argument("--status", nargs="?", const="", metavar="JOB", help="how a job, or every job, is")
+    parser.add_argument("--attach", metavar="JOB", help="follow a job that was submitted before")
+    parser.add_argument("--stop", metavar="JOB", help="end a job")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m gkd.main")
+    return parser
+
+
+def _address(asked: str | None) -> str:
+    from gkd.cluster import local
+
+    found = asked or os.environ.get("RAY_API_SERVER_ADDRESS") or local.dashboard()
+    if not found:
+        raise ConfigError(
+            "no --address, and launch/ray_cluster.sh started no head here: --address http://HOST:8265 names the "
+            "dashboard of a cluster"
+        )
+    return found
+
+
+def _require_recipe(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a run that would end at once; it does so here sooner and more visibly."""
+    from gkd.compose import compose, groups
+
+    if compose(overrides).recipe == "none":
+        names = ",".join(groups()["recipe"])
+        raise ConfigError(f"name a recipe: python launch/submit.py --address http://HOST:8265 +recipe={{{names}}}")
+
+
+def _submit(jobs: Jobs, overrides: Sequence[str], follow: bool) -> int:
+    from gkd.compose import compose
+    from gkd.launch.package import pack
+    from gkd.launch.paths import settle
+
+    config, here = compose(overrides), Path.cwd()
+    name = f"{config.recipe}-{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+    output = here / (config.trainer.output_dir or f"outputs/{config.recipe}/{name}")
+    command = shlex.join(["python", "-m", "gkd.main", *overrides, *settle(config, here, output)])
+    with tempfile.TemporaryDirectory() as directory:
+        package = Path(directory) / "working_dir.zip"
+        n_files = pack(here, package)
+        print(f"packed {n_files} files of {here}, {package.stat().st_size / 1e6:.1f} MB", flush=True)
+        jobs.submit(name, f"exec {command}", package, output)
+    print(f"submitted {name} to {jobs.address}")
+    print(f"it writes to {output}, as the cluster's head sees it", flush=True)
+    if follow:
+        return _follow(jobs, name)
+    for option in ("attach", "stop"):
+        print(f"python launch/submit.py --address {jobs.address} --{option} {name}")
+    return 0
+
+
+def _follow(jobs: Jobs, name: str) -> int:
+    from gkd.launch.jobs import exit_code
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    try:
+        job = jobs.follow(name, write)
+    except KeyboardInterrupt:
+        print(f"\n{name} goes on; to end it: python launch/submit.py --address {jobs.address} --stop {name}")
+        raise
+    code = exit_code(job)
+    print(f"{name}: {_line(job)}", file=sys.stderr if code else sys.stdout)
+    return code
+
+
+def _status(jobs: Jobs, name: str) -> int:
+    for job in [jobs.info(name)] if name else jobs.list():
+        print(f"{job.submission_id}  {_line(job)}  {(job.metadata or {}).get('output_dir', '')}")
+    return 0
+
+
+def _line(job: JobDetails) -> str:
+    """``FAILED with exit code 2`` or ``RUNNING``."""
+    if job.status != "FAILED":
+        return str(job.status.value)
+    if job.driver_exit_code is None:
+        return f"FAILED before it started: {' '.join(str(job.message).split())[:300]}"
+    return f"FAILED with exit code {job.driver_exit_code}"

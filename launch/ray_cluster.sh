@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# A Ray node on this machine, of the cluster that runs share (gkd/launch/node.py).
+#   ./launch/ray_cluster.sh head [--port 6379] [--dashboard-port 8265] [--dashboard-host 0.0.0.0] [--simulate-gpus N]
+#   ./launch/ray_cluster.sh worker --address HOST:6379 [--simulate-gpus N]
+#   ./launch/ray_cluster.sh stop
+# GKD_PYTHON names a Python with gkd and its packages to be used instead of .venv.
+set -euo pipefail
+top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -n "${GKD_PYTHON:-}" ]; then
+  PYTHON=$GKD_PYTHON
+else
+  source "$top/launch/environment.sh"
+  environment
+fi
+cd "$top"
+exec "$PYTHON" -m gkd.launch.node "$@"

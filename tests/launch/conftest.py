@@ -1,0 +1,120 @@
+"""One real cluster for all tests of the folder: a head with its dashboard and a worker node, on simulated GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import SMALL, environment
+
+ROOT = Path(__file__).parents[2]
+HEAD_GPUS, WORKER_GPUS = 2, 4
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether a condition comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@dataclass
+class ClusterHere:
+    """The cluster's addresses, and programs started beside it as a user would."""
+
+    directory: Path
+    port: int
+    dashboard_port: int
+    address: str = ""
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://127.0.0.1:{self.dashboard_port}"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {**environment(), "GKD_RAY_DIR": str(self.directory), "GKD_PYTHON": sys.executable, **more}
+
+    def run(self, *command: str, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=cwd, env=self.environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def node(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run("./launch/ray_cluster.sh", *arguments)
+
+    def submit(self, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "launch" / "submit.py"), "--address", self.dashboard]
+        return self.run(*command, *arguments, cwd=cwd)
+
+    def free_gpus(self) -> int:
+        """GPUs that nobody has reserved, as a new connection to the cluster sees it."""
+        ask = (
+            "from gkd.cluster.session import join; from gkd.cluster.nodes import read_nodes; "
+            f"join('{self.address}'); print(sum(node.free_gpus for node in read_nodes()))"
+        )
+        return int(self.run(sys.executable, "-c", ask).stdout.split()[-1])
+
+
+def marked(directory: Path) -> list[int]:
+    """Processes of nodes started with this GKD_RAY_DIR: it is in the environment of everything they start."""
+    wanted = f"GKD_RAY_DIR={directory}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if wanted in variables:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[ClusterHere]:
+    directory = Path(tempfile.mkdtemp(prefix="gkd-t-", dir="/tmp"))
+    here = ClusterHere(directory, free_port(), free_port())
+    try:
+        simulate = ("--simulate-gpus", str(HEAD_GPUS))
+        head = here.node("head", "--port", str(here.port), "--dashboard-port", str(here.dashboard_port), *simulate)
+        assert head.returncode == 0, head.stderr
+        # The command it prints is the one that joins a worker.
+        (join,) = [line.partition(":")[2].split() for line in head.stdout.splitlines() if line.startswith("join")]
+        here.address = join[-1]
+        worker = here.run(*join, "--simulate-gpus", str(WORKER_GPUS))
+        assert worker.returncode == 0, worker.stderr
+        yield here
+    finally:
+        stopped = here.node("stop")
+        left = marked(directory)
+        shutil.rmtree(directory)
+    assert stopped.returncode == 0, stopped.stderr
+    assert stopped.stdout.count("stopped the ") == 2
+    assert not left
+
+
+@pytest.fixture(scope="package")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a run of a few seconds, GRPO on the built-in task without vLLM."""
+    cache = tmp_path_factory.mktemp("cache")
+    few = ["builtin.student_steps=5", "data.val_limit=16", "trainer.batch_size=4", "rollout.n=4"]
+    return ["+recipe=grpo", "rollout.engine=hf", *SMALL, *few, f"builtin.cache_dir={cache}"]

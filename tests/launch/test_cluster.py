@@ -1,0 +1,149 @@
+"""A real cluster: jobs that finish, fail and are stopped, two runs beside each other, the doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere, eventually
+
+pytestmark = pytest.mark.e2e
+USERS = """
+import pathlib
+import gkd
+def odd(completion):
+    pathlib.Path({told!r}).write_text(gkd.__file__)
+    return 0.5 * (completion.n_tokens % 2)
+"""
+OTHER_RAY = "import sys, ray; ray.__version__ = '2.59.1'; from {module} import main; sys.exit(main(sys.argv[1:]))"
+
+
+def rows(output: Path) -> list[dict[str, float]]:
+    file = output / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def devices(records: list[dict[str, list[str]]]) -> set[str]:
+    return {uuid for record in records for uuid in record["gpu_uuids"]}
+
+
+def test_a_job_brings_its_code_and_leaves_its_results_here(
+    cluster: ClusterHere, small: list[str], tmp_path: Path
+) -> None:
+    """From a user's own directory: the reward and gkd itself travel, the relative output directory means this one."""
+    told = tmp_path / "told"
+    (tmp_path / "mine.py").write_text(USERS.format(told=str(told)))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "large.bin").write_bytes(os.urandom(3_000_000))
+    settings = ["trainer.total_steps=2", "trainer.output_dir=my runs/first", "reward.functions=['mine:odd']"]
+    done = cluster.submit("--follow", *small, *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert [row["step"] for row in rows(tmp_path / "my runs" / "first")] == [0, 1, 2]
+    assert "step 2/2" in done.stdout
+    packed = re.search(r"packed \d+ files of .*, ([\d.]+) MB", done.stdout)
+    assert packed is not None
+    assert float(packed[1]) < 1.0
+    assert "/working_dir_files/" in told.read_text()
+
+
+def test_a_jobs_own_exit_code_and_what_it_said(cluster: ClusterHere, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    files = ["data.train_files=[rows.jsonl]", "data.val_files=[rows.jsonl]", "data.answer_key=answer"]
+    done = cluster.submit("--follow", "+recipe=grpo", "model.path=/nowhere/model", *files, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: model.path=/nowhere/model: no such directory" in done.stdout
+    assert re.search(r"^grpo-\S+: FAILED with exit code 2$", done.stderr, re.M)
+
+
+def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
+    cluster: ClusterHere, small: list[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    submitted = cluster.submit(*small, "trainer.total_steps=100000", f"trainer.output_dir={output}")
+    assert submitted.returncode == 0, submitted.stderr
+    name = re.findall(r"^submitted (\S+) to", submitted.stdout, re.M)[0]
+    assert eventually(lambda: len(rows(output)) > 2, 90), cluster.submit("--status").stdout
+    placed = json.loads((output / "placement.json").read_text())
+    processes = [psutil.Process(record["pid"]) for record in placed]
+    processes += [child for process in processes for child in process.children(recursive=True)]
+    assert len(processes) >= 4  # actor, rollout, and the two that compute rewards
+
+    wanted = HEAD_GPUS + WORKER_GPUS - len(placed) - 2
+    beside = cluster.run(
+        sys.executable, "launch/verify_gpus.py", "--json", str(tmp_path / "beside.json"),
+        f"teacher.n_gpus_per_node={wanted}", timeout_s=60,
+    )  # fmt: skip
+    assert beside.returncode == 0, beside.stderr
+    assert f"joining the Ray cluster at {cluster.address}" in beside.stderr
+    others = devices(json.loads((tmp_path / "beside.json").read_text()))
+    assert len(others) == wanted + 2
+    assert not others & devices(placed)
+
+    stopped = cluster.submit("--stop", name)
+    assert (stopped.returncode, stopped.stdout) == (0, f"stopped {name}\n"), stopped.stderr
+    assert eventually(lambda: not any(process.is_running() for process in processes), 15)
+    assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 20)
+    assert f"{name}  STOPPED  {output}" in cluster.submit("--status").stdout
+    attached = cluster.submit("--attach", name)
+    assert attached.returncode == 143
+    assert "before training" in attached.stdout
+
+
+def test_the_doctor_looks_at_every_node(cluster: ClusterHere, tmp_path: Path) -> None:
+    found = cluster.run(sys.executable, "-m", "gkd.doctor", "--address", cluster.address)
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
+    told = [(level, what, rest) for level, what, rest in lines if what in ("nodes", "clock", "packages", "gpus")]
+    assert [(level, rest[:9]) for level, what, rest in told if what == "nodes"] == [("ok", "2 answer:")]
+    assert any(what == "clock" and "the same on 2 nodes" in rest for _, what, rest in told)
+    assert any(what == "packages" and "the same on 2 nodes" in rest for _, what, rest in told)
+    simulated = [rest for _, what, rest in told if what == "gpus" and "simulates" in rest]
+    assert len(simulated) == 2
+    assert f"simulates {HEAD_GPUS}" in simulated[0] + simulated[1]
+
+
+def test_a_head_that_runs_is_not_started_again(cluster: ClusterHere) -> None:
+    ports = ("--port", str(cluster.port), "--dashboard-port", str(cluster.dashboard_port))
+    again = cluster.node("head", *ports)
+    assert again.returncode == 0
+    assert f"a head of the cluster {cluster.address} runs here already" in again.stdout
+    other = cluster.node("head", "--port", "6399")
+    assert other.returncode == 2
+    assert other.stderr.startswith(f"error: a head at {cluster.address} runs here already")
+
+
+def test_a_port_that_is_taken_is_named(cluster: ClusterHere, tmp_path: Path) -> None:
+    done = cluster.run(
+        "env", "GKD_RAY_DIR=/tmp/gkd-t-none", "./launch/ray_cluster.sh", "head", "--port", str(cluster.port)
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: port {cluster.port} is taken by another program: choose another with --port\n"
+    Path("/tmp/gkd-t-none").rmdir()
+
+
+def test_another_version_of_ray_is_one_line(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:
+    run = [sys.executable, "-c", OTHER_RAY.format(module="gkd.main"), *small]
+    joined = cluster.run(*run, f"cluster.address={cluster.address}", f"trainer.output_dir={tmp_path / 'run'}")
+    job = cluster.run(
+        sys.executable, "-c", OTHER_RAY.format(module="gkd.launch.submit"), "--address", cluster.dashboard, "--status"
+    )
+    for done, where in ((joined, f"cluster.address={cluster.address}"), (job, f"--address {cluster.dashboard}")):
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith(f"error: {where}: this cluster runs Ray ")
+        assert "but here is Ray 2.59.1" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_an_unknown_job_is_one_line(cluster: ClusterHere) -> None:
+    done = cluster.submit("--stop", "nobody")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: there is no job nobody on {cluster.dashboard}")
+    assert done.stderr.count("\n") == 1

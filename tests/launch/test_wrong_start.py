@@ -1,0 +1,56 @@
+"""Started in the wrong way, or without the packages, programs say in one line what to do instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.conftest import ROOT
+
+BARE = (sys.executable, "-S", "-E")  # the interpreter without any installed package
+NO_PACKAGE = "./launch/quickstart.sh installs what is needed into .venv"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([*BARE, "-m", "gkd.main", "+recipe=grpo"], NO_PACKAGE),
+        ([*BARE, "-m", "gkd.teacher.serve", "teacher.model.path=x"], NO_PACKAGE),
+        ([*BARE, "-m", "gkd.launch.node", "head"], NO_PACKAGE),
+        ([*BARE, "launch/submit.py", "+recipe=grpo"], NO_PACKAGE),
+        ([*BARE, "launch/verify_gpus.py"], NO_PACKAGE),
+        ([*BARE, "gkd/main.py", "+recipe=grpo"], "python -m gkd.main +recipe=NAME"),
+        (
+            [*BARE, "-m", "gkd", "+recipe=grpo", "data.train_files=[a b]"],
+            "-m gkd.main +recipe=grpo 'data.train_files=[a b]'",
+        ),
+        ([sys.executable, "-m", "gkd.main"], "name a recipe: python -m gkd.main +recipe={"),
+        ([sys.executable, "launch/submit.py"], "name a recipe: python launch/submit.py"),
+        ([sys.executable, "-m", "gkd.launch.node", "worker"], "--address"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_one_line_names_the_right_command(command: list[str], said: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_gkd_alone_names_its_programs() -> None:
+    done = subprocess.run([*BARE, "-m", "gkd"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "python -m gkd.doctor" in done.stderr
+
+
+def test_the_doctor_works_without_any_package() -> None:
+    done = subprocess.run(
+        [*BARE, "-m", "gkd.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith("failed   python")
+    assert "./launch/quickstart.sh" in done.stdout
+    assert done.stderr == ""
