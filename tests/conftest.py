@@ -11,6 +11,16 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.vllm_engine.environment
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two lanes, each a process with the tests of its folders in order: they mostly wait, for Ray and vLLM to start.
+
+    Whole programs are one lane; the other has everything that shares a Ray and engines within the process.
+    """
+    for item in items:
+        programs = item.nodeid.startswith(("tests/e2e/", "tests/launch/"))
+        item.add_marker(pytest.mark.xdist_group("programs" if programs else "library"))
+
+
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """A Ray of this test run's own with eight simulated GPUs."""
