@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.cluster.layout import Ask, Node, choose_devices, solve
+from gkd.cluster.layout import Ask, Node, asks_of, choose_devices, solve
 from gkd.cluster.nearest import nearest, require_fit
+from gkd.compose import compose
 from gkd.errors import ConfigError
 
 
@@ -181,3 +182,26 @@ def test_what_does_not_fit_is_told_with_the_nearest_layout_that_does(asks, nodes
 
 def test_a_range_of_another_numbering_is_accepted():
     require_fit([ask("actor", 2, gpus=(4, 5))], [Node("a", "a", (4, 5, 6, 7), 8.0)], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "machines"),
+    [
+        ("single_gpu", [1]), ("2gpu", [2]), ("3gpu", [3]), ("cpu", [3]), ("4gpu", [4]), ("8gpu", [8]),
+        ("2x8gpu", [8, 8]), ("4x8gpu", [8, 8, 8, 8]),
+    ],
+)  # fmt: skip
+def test_a_placement_fits_the_machines_it_is_named_for_and_uses_all_of_their_gpus(placement, machines):
+    asks = asks_of(compose(["+recipe=distill_and_reward", f"placement={placement}"]))
+    nodes = [node(f"n{i}", n) for i, n in enumerate(machines)]
+    slots = solve(asks, nodes, 1.0)
+    assert sum(slot.n_gpus for slot in slots) == sum(machines)
+    assert choose_devices(slots, {n.id: n.gpus for n in nodes}) == [
+        list(range(*_span(slots, i))) for i in range(len(slots))
+    ]
+
+
+def _span(slots, position):
+    """First and last index of a slot when those of its node are handed out in order."""
+    first = sum(slot.n_gpus for slot in slots[:position] if slot.node_id == slots[position].node_id)
+    return first, first + slots[position].n_gpus

@@ -166,3 +166,20 @@ def test_a_node_that_joins_while_waiting_is_used(cluster, hold):
         finally:
             cluster.remove_node(joined)
     assert eventually(lambda: len(read_nodes()) == 4)
+
+
+def test_a_node_that_leaves_while_waiting_is_done_without(cluster, hold):
+    """It is the only one with room for the first group, and gone before there is any for the second."""
+    hold({node.id: 8 for node in read_nodes()})
+    leaving = cluster.add_node(wait=True, num_gpus=2, num_cpus=2)
+    config = configuration(2, 2, None, reserve_timeout_s=60.0)
+    with connect(config) as session, ThreadPoolExecutor(1) as pool:
+        placing = pool.submit(place, config, session)
+        time.sleep(1.0)
+        assert not placing.done()
+        cluster.remove_node(leaving)
+        hold.release()
+        reports = placing.result(timeout=60).reports
+        assert leaving.node_id not in {r.node_id for r in reports}
+        assert len({uuid for r in reports for uuid in r.gpu_uuids}) == 4
+    assert eventually(lambda: len(read_nodes()) == 4)
