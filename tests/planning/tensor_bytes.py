@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_iter
 class TensorBytes(TorchDispatchMode):
     """Counts every storage that an operation makes, from its birth until nothing refers to it, autograd included.
 
-    What existed before counts if it is passed to :meth:`count`. Work inside one operator is not seen.
+    What existed before counts if it is passed to :meth:`count`. Work inside one operator is not seen. Sizes are asked
+    for anew each time, as FSDP2 gives memory back by making a storage empty.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
         self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -30,13 +30,13 @@ class TensorBytes(TorchDispatchMode):
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._sizes:
-                weakref.finalize(storage, self._gone, key)
-            self.now += size - self._sizes.get(key, 0)
-            self._sizes[key] = size
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            key = storage._cdata
+            if key not in self._alive:
+                self._alive[key] = weakref.ref(storage, lambda _, key=key: self._alive.pop(key))  # type: ignore[misc]
         self.peak = max(self.peak, self.now)
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+    @property
+    def now(self) -> int:
+        """Bytes at this moment."""
+        return sum(storage.nbytes() for ref in list(self._alive.values()) if (storage := ref()) is not None)
