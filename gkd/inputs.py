@@ -40,6 +40,9 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     for name in config.reward.functions:
         resolve(name, config.reward)
+    for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
+        if model.size is not None:
+            raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
     student, judges, train, val = _found(config, say)
     tokenizer = load_tokenizer(student)
     models = {"student": Checkpoint.read(student, "model.path", tokenizer)}

@@ -31,6 +31,7 @@ from gkd.config.groups import (
     Weights,
 )
 from gkd.config.learning import Algorithm, Loss, Overlong, Policy
+from gkd.config.plan import Plan
 from gkd.config.rewards import (
     BUILTIN_REWARDS,
     NEED_ANSWERS,
@@ -60,6 +61,7 @@ __all__ = [
     "Loss",
     "Model",
     "Overlong",
+    "Plan",
     "Policy",
     "Pool",
     "ReasoningStepsReward",
@@ -96,11 +98,13 @@ class Config(Settings):
     reward: Reward = Reward()
     weights: Weights = Weights()
     cluster: Cluster = Cluster()
+    plan: Plan = Plan()
 
     @model_validator(mode="after")
     def _own_models_and_data_go_together(self) -> Config:
-        given = {"model.path": self.model.path is not None}
-        teacher = self.teacher.model.path is not None or self.teacher.server_ip is not None
+        given = {"model.path": not self.uses_builtin_task}
+        models = self.teacher.model
+        teacher = (models.path or models.size) is not None or self.teacher.server_ip is not None
         if self.algorithm.needs_teacher:
             given["teacher.model.path (or teacher.server_ip)"] = teacher
         elif teacher:
@@ -191,7 +195,7 @@ class Config(Settings):
     @property
     def uses_builtin_task(self) -> bool:
         """Whether the run makes its own models and data."""
-        return self.model.path is None
+        return self.model.path is None and self.model.size is None
 
 
 def settings() -> dict[str, str]:
