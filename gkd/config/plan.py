@@ -23,8 +23,8 @@ class Plan(Settings):
     network_gb_s: float = Field(25.0, gt=0, description="from GPU to GPU of two nodes, one direction")
     gpus_per_node: int = Field(8, ge=1, description="GPUs of a node, for --best")
     efficiency: float | None = Field(
-        None, gt=0, le=1, description="share of tflops that matrix products reach; null: 0.24, measured on an H200 with "
-        "models of 0.5 and 1.5 billion parameters (on a CPU 0.3); larger models reach more"
+        None, gt=0, le=1, description="share of tflops that matrix products reach; null: 0.24, measured on an H200 "
+        "with models of 0.5 and 1.5 billion parameters (on a CPU 0.3); larger models reach more"
     )  # fmt: skip
     prompt_length: int | None = Field(None, ge=1, description="mean tokens of a prompt; null: data.max_prompt_length")
     response_length: int | None = Field(

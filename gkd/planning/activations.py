@@ -56,7 +56,7 @@ def _norm(shape: ModelShape, width: int, c: int, frozen: bool) -> float:
 def _attention(shape: ModelShape, c: int, frozen: bool) -> float:
     """Queries, keys, values and the result (which is also the last projection's input), and a logsumexp a head."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kept = 2 * c * queries + 2 * c * keys + F32 * shape.heads
+    kept = float(2 * c * queries + 2 * c * keys + F32 * shape.heads)
     if shape.qk_norm:
         rows = shape.heads + shape.kv_heads
         kept += rows * _norm(shape, shape.head_dim, c, frozen)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from gkd.cluster.gpu import nvml_uuids
 from gkd.config import Plan, nearest
 from gkd.errors import ConfigError
 
@@ -80,25 +81,29 @@ def cpu(plan: Plan) -> Card:
     return Card(f"CPU, {cores} cores", memory, flops, bandwidth, link, plan.network_gb_s * 1e9, is_cpu=True)
 
 
-def with_memory(card: Card, memory: float) -> Card:
-    """The same card with so many bytes."""
-    return replace(card, memory=memory)
+def found() -> bool:
+    """Whether this machine has a GPU."""
+    return bool(nvml_uuids())
 
 
 def _here() -> tuple[str, float] | None:
     """This machine's first GPU: the known card its name contains, and its memory in GB; None without one."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no package, no driver: NVMLError is not there to be named without the package
+    if not found():
         return None
+    import pynvml
+
+    pynvml.nvmlInit()
     try:
-        if not pynvml.nvmlDeviceGetCount():
-            return None
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        name, memory = str(pynvml.nvmlDeviceGetName(handle)).lower(), pynvml.nvmlDeviceGetMemoryInfo(handle).total
+        raw, memory = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total
     finally:
         pynvml.nvmlShutdown()
-    known = [card for card in CARDS if all(part in name.replace(" ", "-") for part in card.split("-")[:2] if "gb" not in part)]
-    return (known[0], memory / 1e9) if known else None
+    card = card_named(raw.decode() if isinstance(raw, bytes) else raw, memory / GIB)
+    return None if card is None else (card, memory / 1e9)
+
+
+def card_named(name: str, gib: float) -> str | None:
+    """The known card of a driver's name such as ``NVIDIA A100-SXM4-40GB``, by memory where several share it."""
+    words = set(name.lower().replace("-", " ").split())
+    fitting = [card for card in CARDS if {part for part in card.split("-") if "gb" not in part} <= words]
+    return min(fitting, key=lambda card: abs(CARDS[card][0] - gib), default=None)

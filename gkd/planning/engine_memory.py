@@ -1,7 +1,7 @@
 """Memory of one GPU of a vLLM engine: rollout, teacher, reference; and how many sequences its cache holds.
 
-vLLM takes ``gpu_memory_utilization`` of a card: weights, the largest activations of a step, CUDA graphs, and all that is
-left for the key-value cache. What this project adds lies outside that share (gkd.teacher.scoring, gkd.weights).
+vLLM takes ``gpu_memory_utilization`` of a card: weights, the largest activations of a step, CUDA graphs, and all that
+is left for the key-value cache. What this project adds lies outside that share (gkd.teacher.scoring, gkd.weights).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def engine_memory(subject: Subject, group: str, engine: Engine) -> GroupMemory:
     longest = subject.work().longest
     held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _rounded(longest)))
     lack = ""
-    if held < 1:
+    if shape.heads % tp:
+        lack = f"tensor_parallel_size={tp} does not divide {shape.heads} attention heads"
+    elif held < 1:
         lack = f"{(kv_bytes(shape, tp, c) * longest - cache) / GB:.1f} GB short of one sequence's cache"
     return GroupMemory(group, engine.n_workers, items, card.memory, lack, _notes(held, longest, engine))
 

@@ -135,9 +135,7 @@ def _attention(config: Mapping[str, Any], family: Family, hidden: int, queries: 
     return found
 
 
-def _layers(
-    config: Mapping[str, Any], family: Family, common: list[Weight], n_layers: int
-) -> tuple[Layers, ...]:
+def _layers(config: Mapping[str, Any], family: Family, common: list[Weight], n_layers: int) -> tuple[Layers, ...]:
     """Dense layers and, where the model has any, those with experts."""
     n_experts = config.get("num_experts") or config.get("num_local_experts") or 0
     if not n_experts:
@@ -145,7 +143,9 @@ def _layers(
         return (Layers(n_layers, (*common, *_mlp(config, family, config["hidden_size"], width)), width),)
     step, dense_only = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
     sparse = sum(i not in dense_only and (i + 1) % step == 0 for i in range(n_layers))
-    experts = Experts(n_experts, config["num_experts_per_tok"], config.get("moe_intermediate_size") or config["intermediate_size"])
+    experts = Experts(
+        n_experts, config["num_experts_per_tok"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    )
     found = [Layers(sparse, (*common, *_experts(config, experts)), experts.per_token * experts.width, experts)]
     if sparse < n_layers:
         width = config["intermediate_size"]

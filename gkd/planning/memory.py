@@ -23,9 +23,7 @@ def memory_of(subject: Subject) -> list[GroupMemory]:
         return found
     engines = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in subject.config.pools()]
     whole = [group.total * group.n_gpus / tp for group, tp in zip(found, engines, strict=True)]
-    return [
-        replace(group, available=subject.card.memory - sum(whole) + group.total) for group in found
-    ]
+    return [replace(group, available=subject.card.memory - sum(whole) + group.total) for group in found]
 
 
 def group_memory(subject: Subject, group: str, pool: Pool) -> GroupMemory:
@@ -50,9 +48,7 @@ def micro_batch(subject: Subject, world: int) -> MicroBatch:
 def training(subject: Subject, world: int) -> Training:
     """How the actor trains on so many ranks."""
     actor, c = subject.config.actor, subject.compute
-    return Training(
-        subject.config.algorithm, world, c, actor.gradient_checkpointing, actor.loss_chunk, actor.lora
-    )
+    return Training(subject.config.algorithm, world, c, actor.gradient_checkpointing, actor.loss_chunk, actor.lora)
 
 
 def _actor(subject: Subject, pool: Pool) -> GroupMemory:

@@ -150,7 +150,7 @@ def test_what_autograd_saves_is_counted_to_a_percent() -> None:
 
 
 def test_qwen_of_one_and_a_half_billion_by_hand() -> None:
-    """In float32 masters: 6.2 GB of weights, as much of gradients, twice that of AdamW; a fourth of it on four ranks."""
+    """In float32: 6.2 GB of weights, as much of gradients, twice that of AdamW; a fourth of it on four ranks."""
     shape = shape_of(
         {
             "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,

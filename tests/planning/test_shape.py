@@ -25,7 +25,7 @@ TINY = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", TINY),
-    "llama with biases": ("LlamaConfig", TINY | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama with biases": ("LlamaConfig", TINY | {"attention_bias": True, "mlp_bias": True}),
     "llama 3.1 8b": (
         "LlamaConfig",
         {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
