@@ -72,13 +72,16 @@ def shortage(subject: Subject, group: str) -> str:
         hint = f"this fits: {found[0].overrides()}"
     else:
         hint = "no change of settings makes it fit: a smaller model or a larger card would"
-    return f"{short(memory)}; {hint}"
+    return f"{short(memory, subject.card.is_cpu)}; {hint}"
 
 
-def short(memory: GroupMemory) -> str:
+def short(memory: GroupMemory, on_cpu: bool = False) -> str:
     """``actor needs 183.7 GB of each GPU and has 84.9``."""
     if memory.lack:
         return f"{memory.group}: {memory.lack}"
+    if on_cpu:
+        left = f"the other groups leave {max(0.0, memory.available) / GB:.1f} of this machine's memory"
+        return f"{memory.group} needs {memory.total / GB:.1f} GB and {left}"
     return f"{memory.group} needs {memory.total / GB:.1f} GB of each GPU and has {memory.available / GB:.1f}"
 
 

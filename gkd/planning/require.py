@@ -32,6 +32,7 @@ def require_memory(config: Config, models: Models, card_bytes_by_group: Mapping[
             group: Subject(config, models, replace(card, memory=size)) for group, size in card_bytes_by_group.items()
         }
     for name, subject in subjects.items():
-        for memory in memory_of(subject):
+        # On a CPU no group fits when one does not; the largest is the one to change.
+        for memory in sorted(memory_of(subject), key=lambda memory: -memory.total):
             if name in (None, memory.group) and not memory.fits:
                 raise ConfigError(f"{shortage(subject, memory.group)}; {override}")

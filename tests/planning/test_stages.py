@@ -52,7 +52,7 @@ def test_what_costs_time_does() -> None:
     assert update_s(lora, 1, 1) < 0.8 * now
     assert update_s(epochs, 1, 1) > 2 * now  # and the log-probabilities they start from
     longer = subject(*H200, "rollout.max_response_length=512")
-    assert generate_s(longer, longer.config.rollout) > 1.9 * generate_s(s, s.config.rollout)
+    assert generate_s(longer, longer.config.rollout) > 1.8 * generate_s(s, s.config.rollout)
 
 
 def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:
