@@ -103,6 +103,9 @@ def _of(subject: Subject, group: str) -> GroupMemory:
 def _cheapest(subject: Subject, group: str, level: int) -> Advice | None:
     """Of the smallest sets of changes that fit and use this level, the one with the shortest step."""
     knobs = [knob for knob in _knobs(subject, group) if knob.level <= level]
+    strongest = {knob.setting: knob.values[-1] for knob in knobs}
+    if not subject.card.is_cpu and not _after(subject, group, strongest).fits:
+        return None  # on a CPU a larger cache may be what is wanted, or a smaller one: no value is the strongest
     now, seconds = _needed(_of(subject, group)), _seconds(subject)
     for n in range(1, MOST_CHANGES + 1):
         fitting: list[Advice] = []

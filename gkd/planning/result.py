@@ -34,7 +34,8 @@ class Result:
     def notes(self) -> list[str]:
         """What was assumed."""
         models, config = self.subject.models, self.subject.config
-        found = [shape.note for shape in (models.student, models.teacher) if shape is not None and shape.note]
+        shapes = (models.student, models.teacher)
+        found = list(dict.fromkeys(shape.note for shape in shapes if shape is not None and shape.note))
         if self.factors is None:
             found.append("times are estimates from operations, bytes and links; --from RUN_DIR takes measured ones")
         plan = config.plan
