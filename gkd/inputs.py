@@ -44,9 +44,7 @@ class Inputs:
 
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
-    for name in config.reward.functions:
-        if name != REWARD_MODEL:
-            resolve(name, config.reward)
+    _require_known(config)
     student, judges, train, val = _found(config, say)
     if config.asks_reference:
         judges["reference"] = _reference(config, student)
@@ -89,6 +87,16 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         own,
         max_length,
     )
+
+
+def _require_known(config: Config) -> None:
+    """Raise ConfigError for rewards that cannot be imported, and for models of which only the size is given."""
+    for name in config.reward.functions:
+        if name != REWARD_MODEL:
+            resolve(name, config.reward)
+    for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
+        if model.size is not None:
+            raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
 
 
 def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:

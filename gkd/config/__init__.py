@@ -33,6 +33,7 @@ from gkd.config.groups import (
     Weights,
 )
 from gkd.config.learning import Algorithm, Loss, Overlong, Policy
+from gkd.config.plan import Plan
 from gkd.config.rewards import (
     BUILTIN_REWARDS,
     NEED_ANSWERS,
@@ -68,6 +69,7 @@ __all__ = [
     "Loss",
     "Model",
     "Overlong",
+    "Plan",
     "Policy",
     "Pool",
     "ReasoningStepsReward",
@@ -114,11 +116,13 @@ class Config(Settings):
     weights: Weights = Weights()
     cluster: Cluster = Cluster()
     watch: Watch = Watch()
+    plan: Plan = Plan()
 
     @model_validator(mode="after")
     def _own_models_and_data_go_together(self) -> Config:
-        given = {"model.path": self.model.path is not None}
-        teacher = any((self.teacher.model.path, self.teacher.server_ip, self.teacher.models))
+        given = {"model.path": not self.uses_builtin_task}
+        model = self.teacher.model
+        teacher = any((model.path, model.size, self.teacher.server_ip, self.teacher.models))
         if self.algorithm.needs_teacher:
             given["teacher.model.path (or teacher.server_ip)"] = teacher
         elif teacher:
@@ -283,7 +287,7 @@ class Config(Settings):
     @property
     def uses_builtin_task(self) -> bool:
         """Whether the run makes its own models and data."""
-        return self.model.path is None
+        return self.model.path is None and self.model.size is None
 
 
 def settings() -> dict[str, str]:

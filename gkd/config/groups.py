@@ -20,6 +20,14 @@ def _as_list(value: Any) -> Any:
 Files = Annotated[list[str], BeforeValidator(_as_list)]
 
 
+Size = Annotated[str | None, Field(pattern=r"^\d+(\.\d+)?[mMbB]$")]
+
+
+def _one_model(path: str | None, size: str | None) -> None:
+    if path is not None and size is not None:
+        raise ValueError(f"path={path} and size={size} exclude each other: size is for planning without a model")
+
+
 class Model(Settings):
     """The student."""
 
@@ -27,6 +35,9 @@ class Model(Settings):
         None, description="directory of a Hugging Face causal language model, or a name in the local cache; "
         "null: the built-in task's student"
     )  # fmt: skip
+    size: Size = Field(
+        None, description="instead of path, for gkd.plan alone: a usual model of so many parameters, such as 1.5b or 7b"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="type the models compute in; auto: bfloat16 on a GPU, float32 on a CPU"
     )
@@ -37,6 +48,11 @@ class Model(Settings):
             return self.dtype
         return "float32" if device == "cpu" else "bfloat16"
 
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Model:
+        _one_model(self.path, self.size)
+        return self
+
 
 class TeacherModel(Settings):
     """Which model the teacher serves."""
@@ -44,6 +60,12 @@ class TeacherModel(Settings):
     path: str | None = Field(
         None, description="directory or locally cached name of the teacher; null: the built-in task's"
     )
+    size: Size = Field(None, description="instead of path, for gkd.plan alone: a usual model of so many parameters")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TeacherModel:
+        _one_model(self.path, self.size)
+        return self
 
 
 class Served(Pool):

@@ -1,0 +1,33 @@
+"""What python -m gkd.plan, and the check of memory before a run, are told of the machine and of the texts."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from gkd.config.base import Settings
+
+
+class Plan(Settings):
+    """The card a layout is planned for, and how long texts are. Nothing here changes what a run computes."""
+
+    card: str | None = Field(
+        None, description="the GPU planned for: h200, h100-80gb, a100-40gb, rtx-4090, ...; null: this machine's, or "
+        "h100-80gb where there is none"
+    )  # fmt: skip
+    memory_gb: float | None = Field(None, gt=0, description="memory of a GPU, 10^9 bytes; null: the card's")
+    tflops: float | None = Field(None, gt=0, description="its dense bfloat16 TFLOP/s on paper; null: the card's")
+    memory_bandwidth_gb_s: float | None = Field(None, gt=0, description="its memory's bandwidth; null: the card's")
+    link_gb_s: float | None = Field(
+        None, gt=0, description="from GPU to GPU of one node, one direction; null: the card's"
+    )
+    network_gb_s: float = Field(25.0, gt=0, description="from GPU to GPU of two nodes, one direction")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of a node, for --best")
+    efficiency: float | None = Field(
+        None, gt=0, le=1, description="share of tflops that matrix products reach; null: 0.24, measured on an H200 "
+        "with models of 0.5 and 1.5 billion parameters (on a CPU 0.3); larger models reach more"
+    )  # fmt: skip
+    prompt_length: int | None = Field(None, ge=1, description="mean tokens of a prompt; null: data.max_prompt_length")
+    response_length: int | None = Field(
+        None, ge=1, description="mean tokens of a response; null: rollout.max_response_length"
+    )
+    check: bool = Field(True, description="end a run whose layout cannot fit before anything loads; false: start it")

@@ -1,0 +1,5 @@
+"""What a layout needs in memory and in time, worked out from shapes before anything is loaded.
+
+Pure functions of a configuration, the shapes of its models and a card. Nothing here imports torch, Ray or vLLM, so
+that a plan answers at once on a login node.
+"""

@@ -1,0 +1,209 @@
+"""What to change when a group does not fit: found by trying, the smallest sets that do, in levels of what they cost.
+
+Level 1 trains the same, slower: smaller pieces, recomputation. Level 2 takes memory elsewhere or shortens texts.
+Level 3 trains less of the model: adapters. Each level may use those before it, and only where it needs them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gkd.config import GROUPS, Config, Engine
+from gkd.planning.items import GB, GroupMemory
+from gkd.planning.memory import memory_of
+from gkd.planning.pipeline import step_of
+from gkd.planning.stages import stages_of
+from gkd.planning.subject import Subject, changed
+
+LEVELS = (1, 2, 3)
+LEVEL_NAMES = {
+    1: "the same training, slower",
+    2: "memory elsewhere, or shorter texts",
+    3: "adapters instead of the model",
+}
+MOST_CHANGES = 4
+Value = int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A setting that saves memory, and the values to try, mildest first."""
+
+    setting: str
+    level: int
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Changes after which ``group`` fits. ``saves`` bytes of a GPU; ``slower``: the step's time against now."""
+
+    group: str
+    level: int
+    settings: Mapping[str, Value]
+    saves: float
+    margin: float
+    slower: float
+
+    def overrides(self) -> str:
+        """To paste behind the command."""
+        return " ".join(f"{name}={str(value).lower()}" for name, value in self.settings.items())
+
+    def line(self) -> str:
+        """In words."""
+        return f"{self.overrides()} (saves {self.saves / GB:.1f} GB, a step takes {self.slower:.2f} of the time)"
+
+
+def advice(subject: Subject, group: str) -> list[Advice]:
+    """For each level that can make ``group`` fit, its cheapest changes; empty when none can, or none is needed.
+
+    Groups keep their own settings apart, so other groups need not fit for this one to.
+    """
+    if _of(subject, group).fits:
+        return []
+    found = (_cheapest(subject, group, level) for level in LEVELS)
+    return [one for one in found if one is not None]
+
+
+def shortage(subject: Subject, group: str) -> str:
+    """In one line: what does not fit, and the mildest changes, for a message or a handler of out-of-memory errors."""
+    memory = _of(subject, group)
+    found = advice(subject, group)
+    if found:
+        hint = f"this fits: {found[0].overrides()}"
+    else:
+        hint = "no change of settings makes it fit: a smaller model or a larger card would"
+    return f"{short(memory, subject.card.is_cpu)}; {hint}"
+
+
+def short(memory: GroupMemory, on_cpu: bool = False) -> str:
+    """``actor needs 183.7 GB of each GPU and has 84.9``."""
+    if memory.lack:
+        return f"{memory.group}: {memory.lack}"
+    if on_cpu:
+        left = f"the other groups leave {max(0.0, memory.available) / GB:.1f} of this machine's memory"
+        return f"{memory.group} needs {memory.total / GB:.1f} GB and {left}"
+    return f"{memory.group} needs {memory.total / GB:.1f} GB of each GPU and has {memory.available / GB:.1f}"
+
+
+def by_memory(subject: Subject, sizes_gb: Sequence[float]) -> list[tuple[float, Advice | None, bool]]:
+    """What the actor needs changed on a card of each size: its cheapest advice, and whether it fits as it is."""
+    rows = []
+    for size in sizes_gb:
+        other = replace(subject, card=replace(subject.card, memory=size * GB))
+        fits = _of(other, "actor").fits
+        found = [] if fits else advice(other, "actor")
+        rows.append((size, found[0] if found else None, fits))
+    return rows
+
+
+def _of(subject: Subject, group: str) -> GroupMemory:
+    return next(memory for memory in memory_of(subject) if memory.group == group)
+
+
+def _cheapest(subject: Subject, group: str, level: int) -> Advice | None:
+    """Of the smallest sets of changes that fit and use this level, the one with the shortest step."""
+    knobs = [knob for knob in _knobs(subject, group) if knob.level <= level]
+    strongest = {knob.setting: knob.values[-1] for knob in knobs}
+    if not subject.card.is_cpu and not _after(subject, group, strongest).fits:
+        return None  # on a CPU a larger cache may be what is wanted, or a smaller one: no value is the strongest
+    now, seconds = _needed(_of(subject, group)), _seconds(subject)
+    for n in range(1, MOST_CHANGES + 1):
+        fitting: list[Advice] = []
+        for settings in _sets(knobs, n, level):
+            memory = _after(subject, group, settings)
+            if memory.fits and not any(_after(subject, group, fewer).fits for fewer in _without_one(settings)):
+                saved = now - _needed(memory)
+                slower = _seconds(replace(subject, config=changed(subject.config, settings))) / seconds
+                fitting.append(Advice(group, level, settings, saved, memory.margin, slower))
+        if fitting:
+            return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
+    return None
+
+
+def _after(subject: Subject, group: str, settings: Mapping[str, Value]) -> GroupMemory:
+    return _of(replace(subject, config=changed(subject.config, settings)), group)
+
+
+def _needed(memory: GroupMemory) -> float:
+    """Without the cache, which takes whatever there is."""
+    return memory.total - memory.items.get("key-value cache", 0.0)
+
+
+def _without_one(settings: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
+    for left_out in settings:
+        yield {name: value for name, value in settings.items() if name != left_out}
+
+
+def _sets(knobs: Sequence[Knob], n: int, level: int) -> Iterator[dict[str, Value]]:
+    """Every choice of ``n`` knobs, one of ``level`` at least, each with every value."""
+    for chosen in itertools.combinations(knobs, n):
+        if any(knob.level == level for knob in chosen):
+            for values in itertools.product(*(knob.values for knob in chosen)):
+                yield {knob.setting: value for knob, value in zip(chosen, values, strict=True)}
+
+
+def _seconds(subject: Subject) -> float:
+    return step_of(stages_of(subject), 0, subject.card.is_cpu).seconds
+
+
+def _knobs(subject: Subject, group: str) -> list[Knob]:
+    section = next(section for section, _ in subject.config.pools() if GROUPS.get(section, section) == group)
+    found = _actor_knobs(subject) if group == "actor" else _engine_knobs(subject, section)
+    return [knob for knob in found if knob.values]
+
+
+def _shorter(config: Config) -> list[Knob]:
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    return [
+        Knob("rollout.max_response_length", 2, tuple(v for v in (response * 3 // 4, response // 2) if v >= 16)),
+        Knob("data.max_prompt_length", 2, tuple(v for v in (prompt * 7 // 8, prompt * 3 // 4) if v >= 16)),
+    ]
+
+
+def _actor_knobs(subject: Subject) -> list[Knob]:
+    config = subject.config
+    actor, longest = config.actor, subject.work().longest
+    tokens = [actor.max_tokens_per_micro_batch >> i for i in range(1, 8)]
+    fitting = [*(t for t in tokens if t > longest), longest]
+    knobs = [
+        Knob("actor.max_tokens_per_micro_batch", 1, tuple(t for t in fitting if t < tokens[0] * 2)),
+        Knob("actor.loss_chunk", 1, tuple(actor.loss_chunk >> i for i in (1, 2, 3) if actor.loss_chunk >> i >= 32)),
+        Knob("actor.gradient_checkpointing", 1, () if actor.gradient_checkpointing else (True,)),
+    ]
+    if not subject.card.is_cpu:
+        knobs.append(Knob("actor.offload_optimizer", 2, () if actor.offload_optimizer else (True,)))
+        knobs.append(_more_gpus(config))
+    r = actor.lora.r
+    return [*knobs, *_shorter(config), Knob("actor.lora.r", 3, tuple(v for v in (16, 8, 4) if r is None or v < r))]
+
+
+def _more_gpus(config: Config) -> Knob:
+    """GPUs of its nodes that no other group has; further nodes for an actor that has whole ones."""
+    now, per_node, nnodes = config.trainer.n_gpus_per_node, config.plan.gpus_per_node, config.trainer.nnodes
+    if now >= per_node:
+        return Knob("trainer.nnodes", 2, tuple(nnodes << i for i in (1, 2, 3)))
+    others = sum(pool.n_gpus_per_node for name, pool in config.pools() if name != "trainer")
+    free = per_node - others
+    return Knob("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
+
+
+def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
+    if section == "reward_model":
+        rated = subject.config.reward_model.max_num_seqs
+        return [Knob("reward_model.max_num_seqs", 1, tuple(rated >> i for i in (1, 2, 3) if rated >> i))]
+    engine: Engine = getattr(subject.config, section)
+    seqs = tuple(engine.max_num_seqs >> i for i in (1, 2, 3) if engine.max_num_seqs >> i >= 8)
+    knobs = [Knob(f"{section}.max_num_seqs", 1, seqs)]
+    if subject.card.is_cpu:
+        sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)
+        return [*knobs, Knob(f"{section}.kv_cache_gb", 1, sizes), *_shorter(subject.config)]
+    shares = tuple(v for v in (0.8, 0.9, 0.95) if v != engine.gpu_memory_utilization)
+    knobs.append(Knob(f"{section}.gpu_memory_utilization", 1, shares))
+    knobs.append(Knob(f"{section}.enforce_eager", 1, () if engine.enforce_eager else (True,)))
+    tp, n = engine.tensor_parallel_size, engine.n_gpus_per_node
+    widths = tuple(tp << i for i in (1, 2, 3) if n % (tp << i) == 0)  # what divides the pool
+    knobs.append(Knob(f"{section}.tensor_parallel_size", 1, widths))
+    return [*knobs, *_shorter(subject.config)]

@@ -1,0 +1,98 @@
+"""Memory of every group of a layout, against what its cards have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gkd.config import GROUPS, Engine, Pool
+from gkd.planning.actor_memory import MicroBatch, Training, worst
+from gkd.planning.cards import GIB
+from gkd.planning.items import GroupMemory
+from gkd.planning.subject import Subject
+
+CONTEXT, COLLECTIVES = 0.6 * GIB, 0.5 * GIB  # CUDA's context with kernels; NCCL's buffers where there are several ranks
+PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
+FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
+
+
+def memory_of(subject: Subject) -> list[GroupMemory]:
+    """Every group's, in the order GPUs are handed out.
+
+    On a CPU each has what the others leave of the machine's memory, on a GPU what those it shares it with leave.
+    """
+    found = [group_memory(subject, GROUPS.get(section, section), pool) for section, pool in subject.config.pools()]
+    if not subject.card.is_cpu:
+        return [replace(group, available=_left_by_others(subject, group, found)) for group in found]
+    engines = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in subject.config.pools()]
+    whole = [group.total * group.n_gpus / tp for group, tp in zip(found, engines, strict=True)]
+    return [replace(group, available=subject.card.memory - sum(whole) + group.total) for group in found]
+
+
+def _left_by_others(subject: Subject, group: GroupMemory, found: list[GroupMemory]) -> float:
+    """What a card has for a group besides those that share its GPUs (``share_with``)."""
+    shared = subject.config.may_share()
+    others = [other for other in found if frozenset((group.group, other.group)) in shared]
+    return subject.card.memory - sum(other.total for other in others)
+
+
+def group_memory(subject: Subject, group: str, pool: Pool) -> GroupMemory:
+    """One group's."""
+    if isinstance(pool, Engine):
+        from gkd.planning.engine_memory import engine_memory
+
+        return engine_memory(subject, group, pool)
+    return _actor(subject, pool) if group == "actor" else _reward_model(subject, pool)
+
+
+def _reward_model(subject: Subject, pool: Pool) -> GroupMemory:
+    """A forward pass of as many sequences as are judged at a time, and the weights (gkd.teacher.rating)."""
+    shape, c, settings = subject.models.of("reward_model"), subject.compute, subject.config.reward_model
+    tokens = settings.max_num_seqs * min(settings.max_model_len, subject.work().longest)
+    width = max(layers.width for layers in shape.layers)
+    items = {
+        "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
+        "activations": float(tokens * c * (4 * shape.hidden + 3 * width)),
+        "process": PROCESS if subject.card.is_cpu else CONTEXT,
+    }
+    return GroupMemory("reward_model", pool.n_workers, items, subject.card.memory)
+
+
+def micro_batch(subject: Subject, world: int) -> MicroBatch:
+    """The largest micro-batch a rank has. One sequence is never divided, so it holds the longest in any case."""
+    work, actor = subject.work(), subject.config.actor
+    share = -(-(actor.mini_batch_size or work.samples) // world)
+    whole = max(share * (work.prompt + work.response), work.longest)
+    tokens = min(max(actor.max_tokens_per_micro_batch, work.longest), whole)
+    part = work.response / (work.prompt + work.response)
+    return MicroBatch(tokens, max(1, round(tokens * part)), work.top_k, alone=tokens == whole)
+
+
+def training(subject: Subject, world: int) -> Training:
+    """How the actor trains on so many ranks."""
+    actor, c = subject.config.actor, subject.compute
+    offloaded = actor.offload_optimizer and not subject.card.is_cpu
+    return Training(
+        subject.config.algorithm,
+        world,
+        c,
+        actor.gradient_checkpointing,
+        actor.loss_chunk,
+        actor.lora,
+        offloaded=offloaded,
+    )
+
+
+def _actor(subject: Subject, pool: Pool) -> GroupMemory:
+    world = pool.n_workers
+    micro = micro_batch(subject, world)
+    items = worst(subject.models.student, training(subject, world), micro)
+    if subject.card.is_cpu:
+        overhead = {"process": PROCESS}
+    else:
+        standing = sum(items.get(name, 0.0) for name in ("weights", "gradients", "optimizer state"))
+        overhead = {
+            "context, collectives": CONTEXT + (COLLECTIVES if world > 1 else 0),
+            "fragmentation": FRAGMENTED * (sum(items.values()) - standing),
+        }
+    note = f"micro-batches of {micro.tokens:,} tokens, {micro.positions:,} of them responses"
+    return GroupMemory("actor", world, items | overhead, subject.card.memory, "", (note,))

@@ -1,0 +1,38 @@
+"""The check before a run: a layout that cannot fit ends it before anything loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gkd.config import Config
+from gkd.errors import ConfigError
+from gkd.planning import cards
+from gkd.planning.advice import shortage
+from gkd.planning.memory import memory_of
+from gkd.planning.subject import Models, Subject
+
+
+def require_memory(config: Config, models: Models, card_bytes_by_group: Mapping[str, float] | None) -> None:
+    """Raise ConfigError, in one line with advice, unless every group fits on its cards.
+
+    ``card_bytes_by_group``: memory of the smallest GPU of each group, as CUDA reports it; groups left out are not
+    checked. None: all groups compute on this machine's CPU and share its memory. Does nothing where ``plan.check`` is
+    false.
+    """
+    if not config.plan.check:
+        return
+    override = "plan.check=false starts it all the same"
+    if card_bytes_by_group is None:
+        subjects: dict[str | None, Subject] = {None: Subject(config, models, cards.cpu(config.plan))}
+    else:
+        # The card's speed only orders the advice.
+        card = cards.gpu(config.plan)
+        subjects = {
+            group: Subject(config, models, replace(card, memory=size)) for group, size in card_bytes_by_group.items()
+        }
+    for name, subject in subjects.items():
+        # On a CPU no group fits when one does not; the largest is the one to change.
+        for memory in sorted(memory_of(subject), key=lambda memory: -memory.total):
+            if name in (None, memory.group) and not memory.fits:
+                raise ConfigError(f"{shortage(subject, memory.group)}; {override}")

@@ -1,0 +1,72 @@
+"""Peaks of tensor bytes in real updates of the real actor, in this process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from gkd.actor.balance import pack
+from gkd.actor.model import Student, load
+from gkd.actor.optimizer import adamw
+from gkd.actor.packing import collate
+from gkd.algorithms.objective import objective
+from gkd.config import Config
+from gkd.sample import Prompt, Request, Sample, Sampling, Scored, Target
+from tests.planning.tensor_bytes import TensorBytes
+
+
+def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | None) -> list[Scored]:
+    """Random samples of these lengths, the last ``response`` tokens theirs; K targets each, none where k is None."""
+    rng = np.random.default_rng(0)
+    found = []
+    for i, length in enumerate(lengths):
+        ids = rng.integers(0, vocabulary, length).astype(np.int32)
+        target = None
+        if k is not None:
+            top = (np.arange(k, dtype=np.int32) + np.zeros((response, 1), np.int32)) % vocabulary
+            logprobs = np.full((response, k), np.log(0.9 / max(k, 1)), dtype=np.float32)
+            target = Target(np.full(response, -3, np.float32), top, logprobs)
+        request = Request(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response))
+        sampled = np.full(response, -3, np.float32)
+        reference = np.full(response, -3, np.float32)
+        found.append(Scored(Sample(request, ids[length - response :], sampled, 0, "stop"), target, reference))
+    return found
+
+
+def student_of(config: PretrainedConfig, run: Config) -> Student:
+    """A random model of these shapes as the actor loads it."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as path:
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        return load(path, run.actor.gradient_checkpointing, run.actor.lora)
+
+
+def peak_of_update(student: Student, run: Config, scored: Sequence[Scored], n_updates: int = 2) -> int:
+    """Peak bytes of tensors over optimizer steps as :meth:`gkd.actor.worker.ActorWorker.update` makes them."""
+    optimizer = adamw(student, run.actor)
+    lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in scored]
+    n = sum(len(s.sample.response_ids) for s in scored)
+    tensors = TensorBytes()
+    with tensors:
+        tensors.count([*student.parameters(), *student.buffers()])
+        for _ in range(n_updates):
+            optimizer.zero_grad(set_to_none=True)
+            for part in pack(lengths, run.actor.max_tokens_per_micro_batch):
+                _accumulate([scored[i] for i in part], student, run, n)
+            torch.nn.utils.clip_grad_norm_(student.parameters(), run.actor.grad_clip)
+            optimizer.step()
+    return tensors.peak
+
+
+def _accumulate(scored: Sequence[Scored], student: Student, run: Config, n: int) -> None:
+    # In a function, as in the worker's loop, whose names are bound anew with every micro-batch.
+    k = None if scored[0].target is None else scored[0].target.ids.shape[1]
+    weights: list[Any] = [1 / n] * len(scored)
+    micro = collate(scored, k, weights, [1.0] * len(scored))
+    total, _ = student(micro, objective(micro, run.algorithm, run.rollout, run.actor.loss_chunk))
+    total.backward()

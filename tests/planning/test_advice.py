@@ -1,0 +1,94 @@
+"""Advice where something does not fit, and the check that ends a run with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gkd.compose import compose
+from gkd.errors import ConfigError
+from gkd.planning.advice import advice, by_memory, shortage
+from gkd.planning.memory import memory_of
+from gkd.planning.require import require_memory
+from gkd.planning.subject import changed
+from tests.planning.subjects import DATA, subject
+
+GRPO = ("+recipe=grpo", "model.size=1.5b", "placement=8gpu")
+CASES = {
+    "actor": (*GRPO, "plan.card=a100-40gb"),
+    "actor 7b": ("+recipe=grpo", "model.size=7b", "placement=8gpu"),
+    "actor 3b on 24 GB": ("+recipe=grpo", "model.size=3b", "placement=4gpu", "plan.card=rtx-4090"),
+    "teacher": ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=32b", "placement=8gpu",
+                "plan.card=a100-40gb"),
+    "rollout": ("+recipe=grpo", "model.size=7b", "placement=8gpu", "rollout.gpu_memory_utilization=0.2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
+    overrides, group = CASES[case], case.split(maxsplit=1)[0]
+    found = advice(subject(*overrides), group)
+    assert found
+    assert [one.level for one in found] == sorted({one.level for one in found})
+    for one in found:
+        pasted = subject(*overrides, *one.overrides().split())
+        assert _memory(pasted, group).fits
+        for left_out in one.settings:
+            fewer = {name: value for name, value in one.settings.items() if name != left_out}
+            s = subject(*overrides)
+            assert not _memory(replace(s, config=changed(s.config, fewer)), group).fits
+
+
+def _memory(subject_: object, group: str) -> object:
+    return next(memory for memory in memory_of(subject_) if memory.group == group)
+
+
+def test_smaller_micro_batches_come_before_anything_that_trains_less() -> None:
+    found = advice(subject(*CASES["actor"]), "actor")
+    assert [one.level for one in found] == [1, 2, 3]
+    assert list(found[0].settings) == ["actor.max_tokens_per_micro_batch"]
+    assert "actor.lora.r" in found[2].settings
+    assert found[0].saves > 0
+
+
+def test_what_fits_needs_no_advice() -> None:
+    assert advice(subject(*GRPO, "plan.card=h200"), "actor") == []
+
+
+def test_what_nothing_helps_is_said_to_be_so() -> None:
+    hopeless = subject("+recipe=grpo", "model.size=405b", "plan.card=rtx-3060")
+    assert advice(hopeless, "actor") == []
+    assert shortage(hopeless, "actor").endswith("a smaller model or a larger card would")
+
+
+def test_less_memory_asks_more() -> None:
+    rows = by_memory(subject("+recipe=grpo", "model.size=1.5b"), [12.0, 40.0, 141.0])
+    assert [fits for _, _, fits in rows] == [False, False, True]
+    small, middle = rows[0][1], rows[1][1]
+    assert middle is not None
+    assert middle.level == 1
+    assert small is not None
+    assert small.level > 1 or len(small.settings) > len(middle.settings)
+
+
+def test_a_layout_that_cannot_fit_ends_in_one_line() -> None:
+    s = subject(*CASES["actor 7b"])
+    card = {"actor": 80e9, "rollout": 80e9}
+    with pytest.raises(
+        ConfigError, match=r"actor needs \d+\.\d GB of each GPU and has 80.0; this fits: .*=.*; plan.check=false"
+    ) as caught:
+        require_memory(s.config, s.models, card)
+    assert "\n" not in str(caught.value)
+    require_memory(compose([*DATA, *CASES["actor 7b"], "plan.check=false"]), s.models, card)
+    require_memory(s.config, s.models, {"actor": 500e9, "rollout": 80e9})
+    require_memory(s.config, s.models, {"rollout": 80e9})
+
+
+def test_on_a_cpu_all_groups_share_its_memory() -> None:
+    own = ("+recipe=on_policy_distill", "placement=cpu")
+    s = subject(*own, "plan.memory_gb=8", on_cpu=True)
+    require_memory(s.config, s.models, None)
+    large = compose([*own, "plan.memory_gb=8", "rollout.kv_cache_gb=6"])
+    with pytest.raises(ConfigError, match=r"this fits: "):
+        require_memory(large, s.models, None)

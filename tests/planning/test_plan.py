@@ -1,0 +1,168 @@
+"""python -m gkd.plan as people use it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from transformers import Qwen2Config
+
+from gkd.compose import compose
+from gkd.config import Builtin
+from gkd.data.builtin import recipes
+from gkd.data.warmup import new_model
+from gkd.errors import ConfigError
+from gkd.inputs import find_inputs
+from gkd.observability.metrics import JsonLines
+from gkd.plan import main
+from gkd.planning.cards import card_named
+from gkd.planning.subject import models_of
+from tests.planning.subjects import DATA
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "model"
+    Qwen2Config(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True,
+    ).save_pretrained(path)  # fmt: skip
+    return str(path)
+
+
+def planned(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    out = tmp_path / "plan.json"
+    assert main([*arguments, "--json", str(out)]) in (0, 1)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_it_answers_at_once_and_loads_no_torch(model: str) -> None:
+    program = (
+        "import sys, gkd.plan; code = gkd.plan.main(sys.argv[1:]);"
+        "bad = {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules); sys.exit(f'{bad} loaded' if bad else code)"
+    )
+    arguments = ["+recipe=grpo", f"model.path={model}", "placement=8gpu", "--best", "4096"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 10  # about 1 s where nobody else uses the cores
+    assert max(map(len, done.stdout.split("note:")[0].splitlines())) <= 200
+    assert "student 1.54 B" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["gkd.config", "gkd.planning.result", "gkd.planning.require"])
+def test_importing_loads_neither_torch_nor_ray_nor_hydra(module: str) -> None:
+    program = f"import sys, {module}; sys.exit(str({{'torch', 'ray', 'vllm', 'hydra'}} & set(sys.modules) or ''))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
+def test_a_plan_needs_no_data(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(tmp_path, "+recipe=grpo", f"model.path={model}", "placement=8gpu")
+    told = capsys.readouterr().out
+    actor, rollout = found["memory"]
+    assert (actor["group"], rollout["group"], rollout["n_gpus"]) == ("actor", "rollout", 3)
+    assert actor["items"]["weights"] == 4 * 1_543_714_304
+    assert rollout["items"]["weights"] == 2 * 1_543_714_304
+    assert actor["total"] == pytest.approx(sum(actor["items"].values()))
+    assert [step["staleness"] for step in found["pipeline"]] == [0, 1, 2]
+    for group in found["memory"]:
+        assert f"{group['total'] / 1e9:.1f}" in told
+    assert f"{found['pipeline'][0]['seconds']:.2f}" in told
+
+
+def test_checkpointing_and_micro_batches_show_in_the_activations(model: str, tmp_path: Path) -> None:
+    def activations(*overrides: str) -> float:
+        found = planned(tmp_path, "+recipe=grpo", f"model.path={model}", "placement=8gpu", *overrides)
+        value: float = found["memory"][0]["items"]["activations"]
+        return value
+
+    full = activations()
+    assert activations("actor.gradient_checkpointing=true") < full / 4
+    assert activations("actor.max_tokens_per_micro_batch=4096") == pytest.approx(full / 2)
+
+
+def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
+    found = models_of(compose(["+recipe=on_policy_distill"]))
+    teacher, student = recipes(Builtin(), 0)
+    for recipe, shape in ((teacher, found.teacher), (student, found.student)):
+        assert shape is not None
+        assert shape.n_parameters == sum(p.numel() for p in new_model(recipe).parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["+recipe=on_policy_distill", "model.size=7b"], r"a teacher is asked: name teacher.model.path, or teacher"),
+        (["+recipe=grpo", "model.size=7q"], r"model.size=7q: "),
+        (["+recipe=grpo", "model.size=7b", "model.path=x"], r"path=x and size=7b exclude each other"),
+        (["+recipe=grpo", "model.path=/nowhere/at/all"], r"model.path=/nowhere/at/all: no such directory"),
+        (["+recipe=grpo", "model.size=7b", "plan.card=h20"], r"plan.card=h20 is not known \(did you mean h200\?\)"),
+        (["+recipe=grpo", "model.size=7b", "--from", "/nowhere"], r"--from /nowhere: no config.yaml of a run"),
+        (["+recipe=grpo", "model.size=7b", "--best", "1"], r"--best 1: 2 groups need a GPU each"),
+        (["+recipe=grpo", "model.size=7b", "plan.crad=h200"], r"unknown setting plan.crad \(did you mean plan.card"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert __import__("re").search(message, error), error
+
+
+def test_a_run_refuses_a_size_without_a_model() -> None:
+    config = compose([*DATA, "+recipe=grpo", "model.size=7b"])
+    with pytest.raises(ConfigError, match=r"model.size=7b is for python -m gkd.plan; a run needs model.path"):
+        find_inputs(config, print)
+
+
+def test_timings_of_an_earlier_run_are_taken(model: str, tmp_path: Path) -> None:
+    """Of the same layout they are its own; of another one they scale with the estimate."""
+    run = tmp_path / "run"
+    run.mkdir()
+    overrides = ["+recipe=grpo", f"model.path={model}", "placement=8gpu", "data.max_prompt_length=200"]
+    config = compose([*DATA, *overrides])
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())))
+    with JsonLines(run / "metrics.jsonl") as log:
+        log.write({"step": 0, "epoch": 0, "val/accuracy": 0.1})
+        for step, update in ((1, 99.0), (2, 7.0), (3, 7.0)):
+            log.write(
+                {
+                    "step": step, "timing_s/generate": 3.0, "timing_s/score": 0.0, "timing_s/update": update,
+                    "timing_s/sync": 0.5, "timing_s/step": 10.5, "response/length_mean": 100.0,
+                    "perf/tokens_per_second": 512 * 150 / 10.5,
+                }
+            )  # fmt: skip
+    found = planned(tmp_path, *overrides, "--from", str(run))
+    assert (found["work"]["prompt"], found["work"]["response"]) == (50, 100)
+    assert found["stages"]["generate"] == pytest.approx(3.0)
+    assert found["stages"]["update"] == pytest.approx(7.0)
+    assert found["stages"]["sync"] == pytest.approx(0.5)
+    wider = planned(tmp_path, *overrides, "--from", str(run), "trainer.n_gpus_per_node=2")
+    assert 3.0 < wider["stages"]["update"] < 4.5
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "card"),
+    [
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", 79.2, "a100-80gb"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
+        ("NVIDIA L4", 22.0, "l4"),
+        ("NVIDIA T4", 14.6, None),
+    ],
+)
+def test_drivers_names_are_known(name: str, gib: float, card: str | None) -> None:
+    assert card_named(name, gib) == card

@@ -1,0 +1,128 @@
+"""Parameters counted from config.json alone, against the models transformers builds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gkd.errors import ConfigError
+from gkd.planning.families import read_shape, shape_of
+
+TINY = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", TINY),
+    "llama with biases": ("LlamaConfig", TINY | {"attention_bias": True, "mlp_bias": True}),
+    "llama 3.1 8b": (
+        "LlamaConfig",
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "vocab_size": 128256},
+    ),
+    "qwen2": ("Qwen2Config", TINY),
+    "qwen2.5 1.5b": (
+        "Qwen2Config",
+        {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+         "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3Config", TINY | {"head_dim": 16}),
+    "qwen3 8b": (
+        "Qwen3Config",
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    ),
+    "mistral": ("MistralConfig", TINY),
+    "gemma": ("GemmaConfig", TINY | {"head_dim": 16}),
+    "gemma 2b": (
+        "GemmaConfig",
+        {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8,
+         "num_key_value_heads": 1, "vocab_size": 256000},
+    ),
+    "gemma2": ("Gemma2Config", TINY | {"head_dim": 16}),
+    "gemma3": ("Gemma3TextConfig", TINY | {"head_dim": 16}),
+    "phi3": ("Phi3Config", TINY | {"pad_token_id": 0}),
+    "mixtral": ("MixtralConfig", TINY | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2 moe": ("Qwen2MoeConfig", TINY | EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen3 moe": ("Qwen3MoeConfig", TINY | EXPERTS | {"head_dim": 16}),
+    "qwen3 moe, some layers dense": ("Qwen3MoeConfig", TINY | EXPERTS | {"decoder_sparse_step": 2}),
+    "qwen3 30b-a3b": (
+        "Qwen3MoeConfig",
+        {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+         "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "gpt2": ("GPT2Config", {"n_embd": 48, "n_layer": 3, "n_head": 6, "vocab_size": 101, "n_positions": 64}),
+    "gpt2 medium": ("GPT2Config", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_counted_exactly(case: str, tmp_path: Path) -> None:
+    name, values = CASES[case]
+    config = getattr(transformers, name)(**values)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    shape = read_shape(str(tmp_path), "model.path")
+    assert shape.n_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.n_layers == config.num_hidden_layers
+    largest = max(sum(p.numel() for p in layer.parameters()) for layer in _decoder_layers(model))
+    assert shape.largest_layer == largest
+    assert shape.largest_weight == max(p.numel() for p in model.parameters())
+    assert not shape.note
+
+
+def _decoder_layers(model: Any) -> Any:
+    base = model.base_model
+    return base.layers if hasattr(base, "layers") else base.h
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2 moe", "gpt2"])
+@pytest.mark.parametrize("world", [2, 7, 64])
+def test_a_shard_has_whole_rows(case: str, world: int) -> None:
+    """FSDP2 chunks the first axis of every parameter, so the first rank has the most."""
+    name, values = CASES[case]
+    config = getattr(transformers, name)(**values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    chunks = sum(p.chunk(world)[0].numel() for p in model.parameters())
+    assert shape_of(config.to_dict()).sharded(world) == chunks
+
+
+def test_qwen_of_one_and_a_half_billion() -> None:
+    shape = shape_of({"model_type": "qwen2"} | CASES["qwen2.5 1.5b"][1])
+    assert round(shape.n_parameters / 1e9, 2) == 1.54
+    assert shape.kv_numbers_per_token == 2 * 28 * 2 * 128
+
+
+def test_experts_count_for_what_a_token_passes() -> None:
+    shape = shape_of({"model_type": "qwen3_moe"} | CASES["qwen3 30b-a3b"][1])
+    assert shape.n_parameters / 1e9 == pytest.approx(30.5, abs=0.05)
+    assert (shape.n_active + shape.head) / 1e9 == pytest.approx(3.0, abs=0.1)
+
+
+def test_an_unknown_type_is_said_to_be_taken_for_llama(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "newest"}))
+    assert "newest" in read_shape(str(tmp_path), "model.path").note
+
+
+def test_a_missing_number_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
+    with pytest.raises(ConfigError, match=r"model.path=.*: config.json has no num_attention_heads"):
+        read_shape(str(tmp_path), "model.path")
+    with pytest.raises(ConfigError, match=r"teacher.model.path=.*: there is no config.json in it"):
+        read_shape(str(tmp_path.parent), "teacher.model.path")
+    with pytest.raises(ConfigError, match=r"model.path=/nowhere/x: no such directory"):
+        read_shape("/nowhere/x", "model.path")

@@ -1,0 +1,52 @@
+"""Memory of groups on the same GPUs, of reward models, offloaded and 4-bit actors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from gkd.compose import compose
+from gkd.planning import cards
+from gkd.planning.memory import memory_of
+from gkd.planning.subject import Subject, models_of
+
+FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.card=h100-80gb"]
+
+
+def planned(*overrides: str) -> dict[str, object]:
+    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *overrides])
+    return {group.group: group for group in memory_of(Subject(config, models_of(config), cards.gpu(config.plan)))}
+
+
+def test_a_group_has_what_those_on_its_gpu_leave() -> None:
+    alone, shared = planned(), planned("rollout.share_with=actor", "rollout.gpu_memory_utilization=0.3")
+    assert alone["actor"].available == alone["rollout"].available
+    whole = cards.gpu(compose(["plan.card=h100-80gb"]).plan).memory
+    assert shared["actor"].available == pytest.approx(whole - shared["rollout"].total)
+    assert shared["rollout"].available == pytest.approx(whole - shared["actor"].total)
+    assert shared["actor"].margin == pytest.approx(shared["rollout"].margin)  # they fit together or not
+
+
+def test_what_is_in_the_hosts_memory_is_not_on_the_gpu() -> None:
+    here, there = planned()["actor"], planned("actor.offload_optimizer=true")["actor"]
+    moved = [here.items[name] for name in ("weights", "gradients", "optimizer state")]
+    assert not {"gradients", "optimizer state"} & there.items.keys()
+    assert here.total - there.total > 0.5 * sum(moved)
+
+
+def test_four_bit_weights_are_an_eighth_of_float32() -> None:
+    plain, packed = planned("actor.lora.r=8")["actor"], planned("actor.lora.r=8", "actor.lora.quantize=nf4")["actor"]
+    shape = models_of(compose(["+recipe=grpo", "model.size=1.5b", *FILES])).student
+    linear = sum(kind.count * w.size for kind in shape.layers for w in kind.weights if w.linear)
+    assert plain.items["weights"] - packed.items["weights"] == pytest.approx((4 - 0.516) * linear, rel=1e-3)
+
+
+def test_a_reward_model_is_counted(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForSequenceClassification(LlamaConfig(**shape, vocab_size=500, num_labels=1, torch_dtype="float32"))
+    model.save_pretrained(tmp_path)
+    found = planned("reward.functions=[reward_model]", f"reward_model.model.path={tmp_path}")["reward_model"]
+    numbers = sum(p.numel() for name, p in model.named_parameters() if "score" not in name)
+    assert found.items["weights"] == 2 * numbers  # bfloat16

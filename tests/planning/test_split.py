@@ -1,0 +1,71 @@
+"""The best split of N GPUs: against trying every one, that it fits, and that it can be placed."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+
+from gkd.cluster.layout import Node, asks_of, solve
+from gkd.compose import compose
+from gkd.errors import ConfigError
+from gkd.planning.memory import memory_of
+from gkd.planning.pipeline import step_of
+from gkd.planning.split import best_splits
+from gkd.planning.stages import stages_of
+from gkd.planning.subject import changed
+from tests.planning.subjects import DATA, subject
+
+SMALL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=3b", "trainer.batch_size=256")
+LARGE = ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b", "trainer.batch_size=16384")
+
+
+def test_no_split_of_eight_is_faster() -> None:
+    s = subject(*SMALL)
+    every = []
+    for a, r, t in itertools.product(range(1, 7), repeat=3):
+        if a + r + t <= 8:
+            settings = {"trainer.n_gpus_per_node": a, "rollout.n_gpus_per_node": r, "teacher.n_gpus_per_node": t}
+            tried = replace(s, config=changed(s.config, settings))
+            if all(group.fits for group in memory_of(tried)):
+                every.append(step_of(stages_of(tried), 0).seconds)
+    found = best_splits(s, 8)
+    assert [split.step.seconds for split in found] == pytest.approx(sorted(every)[:3])
+
+
+@pytest.mark.parametrize("n_gpus", [8, 24, 64])
+def test_what_is_offered_fits_and_can_be_placed_as_it_is_pasted(n_gpus: int) -> None:
+    overrides = SMALL if n_gpus == 8 else LARGE
+    for split in best_splits(subject(*overrides), n_gpus):
+        pasted = compose([*DATA, *overrides, *split.overrides().split()])
+        assert sum(pool.n_workers for _, pool in pasted.pools()) == sum(split.gpus.values()) <= n_gpus
+        again = subject(*overrides, *split.overrides().split())
+        assert all(group.fits for group in memory_of(again))
+        assert step_of(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
+        nodes = [Node(str(i), str(i), tuple(range(8)), 0.0).idle() for i in range(n_gpus // 8)]
+        assert solve(asks_of(pasted), nodes, 0.0) is not None
+
+
+def test_a_teacher_too_large_for_one_gpu_gets_several() -> None:
+    split = best_splits(subject(*LARGE), 16)[0]
+    assert split.settings["teacher.tensor_parallel_size"] > 1
+    assert split.settings["teacher.n_gpus_per_node"] % split.settings["teacher.tensor_parallel_size"] == 0
+
+
+def test_four_thousand_gpus_and_four_groups_take_less_than_five_seconds() -> None:
+    s = subject(*LARGE, "algorithm.kl.coef=0.1")
+    began = time.process_time()
+    found = best_splits(s, 4096)
+    assert time.process_time() - began < 5
+    assert len(found) == 3
+    assert all(set(split.gpus) == {"actor", "rollout", "teacher", "reference"} for split in found)
+    assert found[0].step.seconds <= found[1].step.seconds <= found[2].step.seconds
+
+
+def test_too_few_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--best 2: 3 groups need a GPU each \(trainer, rollout, teacher\)"):
+        best_splits(subject(*SMALL), 2)
+    with pytest.raises(ConfigError, match=r"--best: teacher fits on none"):
+        best_splits(subject(*SMALL, "teacher.model.size=405b"), 4)

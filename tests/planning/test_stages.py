@@ -1,0 +1,61 @@
+"""Stage times against what was measured on one H200 (2026-11), and how they change with a layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from gkd.planning.stages import forward_flops, generate_s, score_s, stages_of, update_s
+from tests.planning.subjects import subject
+
+H200 = ("+recipe=on_policy_distill", "model.size=0.5b", "teacher.model.size=1.5b", "plan.card=h200")
+
+
+def test_scoring_is_near_the_measured_rate() -> None:
+    """Qwen2.5's 1.5B, 128 sequences of 1,024 tokens: 76,394 tokens/s with the top 64 of every row."""
+    s = subject(*H200, "trainer.batch_size=128", "data.max_prompt_length=512", "rollout.max_response_length=512")
+    assert 128 * 1024 / score_s(s, "teacher", s.config.teacher) == pytest.approx(76_394, rel=0.1)
+
+
+@pytest.mark.parametrize(("model", "measured"), [("teacher", 87_141), ("student", 335_000)])
+def test_layers_alone_are_near_the_measured_rate(model: str, measured: float) -> None:
+    """vLLM's bare prefill of the 1.5B, and torch's forward pass of the 0.5B without its head."""
+    s = subject(*H200)
+    assert s.card.flops / forward_flops(s.models.of(model), 512) == pytest.approx(measured, rel=0.1)
+
+
+def test_a_step_is_near_the_measured_one() -> None:
+    """TRL with vLLM, all on one GPU, 128 x (128 + 512) tokens: 2.46 s of sampling, 4.95 s a step."""
+    s = subject(*H200, "trainer.batch_size=128", "data.max_prompt_length=128", "rollout.max_response_length=512")
+    stages = stages_of(s)
+    assert stages.generate == pytest.approx(2.46, rel=0.15)
+    assert stages.generate + stages.score + stages.update == pytest.approx(4.95, rel=0.15)
+
+
+def test_more_gpus_take_less_time() -> None:
+    s = subject(*H200, "trainer.batch_size=512")
+    more = subject(
+        *H200, "trainer.batch_size=512", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2",
+        "teacher.n_gpus_per_node=2",
+    )  # fmt: skip
+    one, two = stages_of(s), stages_of(more)
+    assert two.score == pytest.approx(one.score / 2)
+    assert one.update / 2 <= two.update < one.update
+    assert one.generate / 2 <= two.generate < one.generate
+
+
+def test_what_costs_time_does() -> None:
+    s = subject(*H200)
+    checkpointing = subject(*H200, "actor.gradient_checkpointing=true")
+    lora, epochs = subject(*H200, "actor.lora.r=8"), subject(*H200, "actor.update_epochs=2")
+    now = update_s(s, 1, 1)
+    assert update_s(checkpointing, 1, 1) == pytest.approx(now * 4 / 3, rel=0.1)
+    assert update_s(lora, 1, 1) < 0.8 * now
+    assert update_s(epochs, 1, 1) > 2 * now  # and the log-probabilities they start from
+    longer = subject(*H200, "rollout.max_response_length=512")
+    assert generate_s(longer, longer.config.rollout) > 1.8 * generate_s(s, s.config.rollout)
+
+
+def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:
+    slow, fast = (subject(*H200, f"plan.network_gb_s={g}") for g in ("0.1", "400"))
+    assert update_s(slow, 16, 2) > 5 * update_s(fast, 16, 2)
+    assert update_s(slow, 8, 1) == update_s(fast, 8, 1)
