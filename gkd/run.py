@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,18 @@ from gkd.cluster.placement import Placement, PlacementFault, place
 from gkd.cluster.session import Session
 from gkd.cluster.table import print_table
 from gkd.config import Config
+from gkd.errors import ConfigError
 from gkd.inputs import Inputs
 from gkd.observability import report
 from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
+from gkd.planning.require import require_memory
+from gkd.planning.subject import models_of
 from gkd.startup import start
 from gkd.trainer import Parts, RunLog, train
+
+log = logging.getLogger("gkd")
 
 
 def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: Console, started_s: float) -> None:
@@ -28,6 +34,7 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     saved = find(config, output) if config.trainer.resume else None
     (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
     placement = _placed(config, session, output)
+    _check_memory(config, placement)
     progress = Progress(out, config.trainer.total_steps)
     with progress:
         progress.doing("loading models")
@@ -39,10 +46,10 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     with progress, JsonLines(files[0]) as metrics, JsonLines(files[1]) as sampled:
         parts, checkpoints = system.parts, Checkpoints(config, output, started_s)
         samples = SampleLog(sampled, config.trainer.n_logged_samples, _decoder(inputs))
-        log = RunLog(metrics, samples, progress, checkpoints)
-        state = _first(parts, log) if saved is None else _restored(config, parts, log, *saved)
+        run_log = RunLog(metrics, samples, progress, checkpoints)
+        state = _first(parts, run_log) if saved is None else _restored(config, parts, run_log, *saved)
         try:
-            after = train(config, parts, log, state)
+            after = train(config, parts, run_log, state)
         except BaseException:
             checkpoints.rescue(parts.actor)
             raise
@@ -87,6 +94,27 @@ def _placed(config: Config, session: Session, output: Path) -> Placement:
     print_table(placement.reports)
     placement.write_json(output / "placement.json")
     return placement
+
+
+def _check_memory(config: Config, placement: Placement) -> None:
+    """Raise ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads."""
+    reports = placement.reports
+    sizes = {
+        group: min(found)
+        for group in placement.groups
+        if (found := [r.gpu_bytes for r in reports if r.group == group and r.gpu_bytes is not None])
+    }
+    if not sizes and len({report.node_id for report in reports}) > 1:
+        return  # whose memory groups on CPUs have depends on which of them are on one machine
+    try:
+        models = models_of(config)
+    except ConfigError as error:
+        log.info("whether the layout fits into memory is not known: %s", error)
+        return
+    if notes := [shape.note for shape in (models.student, models.teacher) if shape is not None and shape.note]:
+        log.info("whether the layout fits into memory is not known: %s", notes[0])
+        return
+    require_memory(config, models, sizes or None)
 
 
 def _decoder(inputs: Inputs) -> Callable[[list[int]], str]:

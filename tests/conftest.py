@@ -11,6 +11,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.vllm_engine.environment
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two lanes, each a process with the tests of its folders in order: they mostly wait, for Ray and vLLM to start.
 

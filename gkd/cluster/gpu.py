@@ -41,6 +41,21 @@ def nvml_uuids() -> list[str]:
     return [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in uuids]
 
 
+def smallest_memory(uuids: list[str]) -> int | None:
+    """Bytes that the smallest of these devices has, as the driver counts them; None where none of them is real."""
+    real = [uuid for uuid in uuids if not uuid.startswith("SIM-")]
+    if not real:
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in real]
+        return min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def tokens(value: str | None) -> list[str] | None:
     """Entries of a CUDA_VISIBLE_DEVICES value; None when it is not set, which means every device."""
     if value is None:

@@ -20,6 +20,8 @@ class DeviceReport:
     gpu_uuids: list[str]
     gpu_indices: list[int]
     """The numbers that ``gpus`` ranges call the devices by."""
+    gpu_bytes: int | None = None
+    """Memory of the smallest device; None where they are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)

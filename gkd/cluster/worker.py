@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from gkd.cluster.gpu import VISIBLE, devices_seen
+from gkd.cluster.gpu import VISIBLE, devices_seen, smallest_memory
 from gkd.cluster.report import DeviceReport
 from gkd.errors import RunFailed
 
@@ -53,6 +53,7 @@ class Worker:
             device_count=seen.count,
             gpu_uuids=seen.uuids,
             gpu_indices=seen.indices,
+            gpu_bytes=smallest_memory(seen.uuids),
         )
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]

@@ -1,7 +1,11 @@
-"""The check before a run: a layout that cannot fit ends it before anything loads."""
+"""The check before a run: a layout that cannot fit ends it before anything loads.
+
+The estimate is good to some per cent, so what misses by less than :data:`DOUBT` is warned of and may try.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,6 +15,9 @@ from gkd.planning import cards
 from gkd.planning.advice import shortage
 from gkd.planning.memory import memory_of
 from gkd.planning.subject import Models, Subject
+
+log = logging.getLogger("gkd")
+DOUBT = 0.1  # of what is there
 
 
 def require_memory(config: Config, models: Models, card_bytes_by_group: Mapping[str, float] | None) -> None:
@@ -34,5 +41,10 @@ def require_memory(config: Config, models: Models, card_bytes_by_group: Mapping[
     for name, subject in subjects.items():
         # On a CPU no group fits when one does not; the largest is the one to change.
         for memory in sorted(memory_of(subject), key=lambda memory: -memory.total):
-            if name in (None, memory.group) and not memory.fits:
-                raise ConfigError(f"{shortage(subject, memory.group)}; {override}")
+            if name not in (None, memory.group) or memory.fits:
+                continue
+            told = shortage(subject, memory.group)
+            if memory.lack or memory.margin < -DOUBT * memory.available:
+                raise ConfigError(f"{told}; {override}")
+            log.warning(told)
+            return

@@ -21,6 +21,8 @@ def nvmlShutdown(): pass
 def nvmlDeviceGetCount(): return 4
 def nvmlDeviceGetHandleByIndex(index): return index
 def nvmlDeviceGetUUID(index): return UUIDS[index]
+def nvmlDeviceGetHandleByUUID(uuid): return UUIDS.index(uuid)
+def nvmlDeviceGetMemoryInfo(index): return type("Memory", (), {"total": 80 << 30})
 """
 
 

@@ -95,6 +95,7 @@ CASES = {
         r"11 GPUs.* 8 .*nearest.*rollout\.n_gpus_per_node=6",
     ),
     "too many GPUs here": ({"trainer__n_gpus_per_node": "500"}, r"502 GPUs.*nearest"),
+    "more memory than there is": ({"plan__memory_gb": "2"}, r"needs \d.*GB.*plan\.check=false"),
     "response too long": ({"rollout__max_response_length": "64"}, r"rollout\.max_response_length=64.*64 positions"),
     "more than the teacher gives": (
         {"teacher__max_top_k": "4", "algorithm__loss__top_k": "10"},
