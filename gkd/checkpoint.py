@@ -92,14 +92,17 @@ def find(config: Config, output: Path) -> tuple[Path, State]:
     complete = _complete(directory)
     if not complete:
         raise ConfigError(f"trainer.resume=true: there is no complete checkpoint in {directory}")
-    told = json.loads((complete[-1] / "state.json").read_text(encoding="utf-8"))
+    try:
+        told = json.loads((complete[-1] / "state.json").read_text(encoding="utf-8"))
+        state, settings = State(**told["state"]), dict(told["settings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"trainer.resume=true: {complete[-1] / 'state.json'} cannot be read: {error}") from None
     here = _settings(config)
-    for key, value in told["settings"].items():
+    for key, value in settings.items():
         if here.get(key) != value:
             raise ConfigError(
                 f"trainer.resume=true: {complete[-1]} was made with {key}={value}, this is {here.get(key)}"
             )
-    state = State(**told["state"])
     if state.step >= config.trainer.total_steps:
         raise ConfigError(f"trainer.resume=true: all of trainer.total_steps={config.trainer.total_steps} are done")
     return complete[-1], state

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.status import Status
 
 LINE_EVERY_S = 10.0
@@ -23,11 +22,22 @@ def console() -> Console:
 
 def log_to(out: Console) -> None:
     """Send the project's own log records to the console, one line each."""
-    handler = RichHandler(console=out, show_time=False, show_path=False, show_level=False, markup=False)
     logger = logging.getLogger("gkd")
-    logger.handlers[:] = [handler]
+    logger.handlers[:] = [_Lines(out)]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+class _Lines(logging.Handler):
+    """Prints records on a console, above its live line where it has one."""
+
+    def __init__(self, out: Console) -> None:
+        super().__init__()
+        self.out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        self.out.print(record.getMessage())
 
 
 def clock(seconds: float) -> str:
