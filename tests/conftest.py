@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,15 +12,19 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.vllm_engine.environment
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Two lanes, each a process with the tests of its folders in order: they mostly wait, for Ray and vLLM to start.
 
-    Whole programs are one lane; the other has everything that shares a Ray and engines within the process.
+    Whole programs are one lane; the other has everything that shares a Ray and engines within its process.
     """
-    for item in items:
-        programs = item.nodeid.startswith(("tests/e2e/", "tests/launch/"))
-        item.add_marker(pytest.mark.xdist_group("programs" if programs else "library"))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "programs" if nodeid.startswith(("tests/e2e/", "tests/launch/")) else "library"
+
+    return Lanes(config, log)
 
 
 @pytest.fixture(scope="session")
