@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class ConfigError(Exception):
@@ -16,6 +18,14 @@ class RunFailed(Exception):
 
 class NotUpdated(RunFailed):
     """An update of the actor that failed before anything was changed: its weights are those before it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError, in one line, for arguments that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def guarded(program: Callable[[], int]) -> int:

@@ -5,7 +5,6 @@ Exit codes: 0 done; 1 the run failed; 2 what was asked cannot run; 130 and 143 e
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import itertools
@@ -19,7 +18,7 @@ if not __package__:  # `python gkd/main.py` would look for gkd beside this file
     print("error: start it from the project's directory as a module: python -m gkd.main +recipe=NAME", file=sys.stderr)
     sys.exit(2)
 
-from gkd.errors import ConfigError, guarded  # imports nothing that may be missing
+from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m gkd.main", description=__doc__, epilog=EPILOG)
+    parser = Parser("python -m gkd.main", description=__doc__, epilog=EPILOG)
     parser.add_argument("--settings", action="store_true", help="list every setting with its meaning")
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")

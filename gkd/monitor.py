@@ -7,7 +7,6 @@ memory of the run's processes by group. What the groups hold is what they themse
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from gkd.errors import ConfigError, guarded
+from gkd.errors import ConfigError, Parser, guarded
 from gkd.observability.hardware import Card, cards, host_free_gb, resident_gb
 from gkd.observability.progress import clock, console
 from gkd.observability.run_files import RunFiles
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m gkd.monitor", description=__doc__)
+    parser = Parser("python -m gkd.monitor", description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR", help="output directory of a run")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="show again and again, until Ctrl-C")
     options = parser.parse_args(arguments)

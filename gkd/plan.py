@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gkd.compose import compose
 from gkd.config import Config
-from gkd.errors import ConfigError, guarded
+from gkd.errors import ConfigError, Parser, guarded
 from gkd.planning import cards
 from gkd.planning.cards import Card
 from gkd.planning.measured import factors_of
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m gkd.plan", description=__doc__)
+    parser = Parser("python -m gkd.plan", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything the tables show")
     parser.add_argument(
         "--from", dest="run", metavar="RUN_DIR", help="take timings from an earlier run's metrics.jsonl"

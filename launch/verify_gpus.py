@@ -15,26 +15,21 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 if (ROOT / "gkd").is_dir():  # in a checkout, use its own gkd
     sys.path.insert(0, str(ROOT))
 
 from gkd.cluster.signals import exit_on_signals  # noqa: E402
-from gkd.errors import ConfigError, guarded  # noqa: E402
+from gkd.errors import ConfigError, Parser, guarded  # noqa: E402
 
 if TYPE_CHECKING:
     from gkd.cluster.placement import Placement
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see --help)")
-
-
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate-gpus", type=int, metavar="N", help="let Ray hand out N GPUs that are not there")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write one record a worker to this file")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings, such as trainer.gpus=0-1")

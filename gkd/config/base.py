@@ -39,9 +39,11 @@ GpuRange = Annotated[list[int] | None, BeforeValidator(parse_gpus)]
 
 
 class Settings(BaseModel):
-    """Base of every section: unknown keys are refused, values keep their YAML types, nothing changes afterwards."""
+    """Base of every section: unknown keys are refused, values keep their YAML types and are finite, nothing changes."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class Pool(Settings):

@@ -140,8 +140,8 @@ class Trainer(Pool):
     """The loop, and the actor's pool."""
 
     total_steps: int = Field(100, ge=1, description="optimizer steps")
-    batch_size: int = Field(64, ge=1, description="prompts a step")
-    seed: int = Field(0, ge=0, description="seed of data order, sampling and the built-in student")
+    batch_size: int = Field(64, ge=1, le=1 << 20, description="prompts a step")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of data order, sampling and the built-in student")
     save_every: int | None = Field(
         None, ge=1, description="write a checkpoint every so many steps; null: only when the run ends before its time"
     )
@@ -160,7 +160,7 @@ class Rollout(Engine):
     engine: Literal["vllm", "hf"] = Field("vllm", description="hf: transformers' generate, for models unknown to vLLM")
     n: int = Field(1, ge=1, description="samples a prompt")
     max_response_length: int = Field(256, ge=1, description="tokens a response may have, its end token included")
-    temperature: float = Field(1.0, gt=0, description="temperature the student is sampled at")
+    temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature the student is sampled at")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus the student is sampled from")
     timeout_s: float = Field(1800.0, gt=0, description="time a batch may take to be sampled and scored")
 

@@ -87,6 +87,9 @@ def _tokenise(rows: list[Row], key: str, values: list[Any], tokenizer: Any) -> t
     texts = [
         v if isinstance(v, str) else _template(row, key, v, tokenizer) for row, v in zip(rows, values, strict=True)
     ]
+    for row, text in zip(rows, texts, strict=True):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{row.place}: {key!r} holds half of a surrogate pair, which is no text")
     ids: list[list[int]] = [[]] * len(texts)
     # A template writes its special tokens itself, so they must not be added a second time.
     for templated in (False, True):
@@ -111,12 +114,9 @@ def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:
     asked = _asked(messages)
     if not asked:
         raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
-    from jinja2 import TemplateError
-
     try:
         return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
-    # A template computes with what the messages hold: content that is null makes it raise a TypeError.
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # a template computes with what the messages hold, and raises what it meets
         raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {' '.join(str(error).split())}") from None
 
 

@@ -54,6 +54,8 @@ def _reader(file: str) -> Callable[[Path], Iterator[Row]]:
         raise ConfigError(f"data file {file} does not exist")
     if path.is_dir():
         return _read_directory
+    if not path.is_file():
+        raise ConfigError(f"data file {file} is no file")
     if path.suffix in JSONL_SUFFIXES:
         return _read_jsonl
     if path.suffix == ".parquet":
@@ -77,16 +79,17 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 values = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                message = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
-                raise ConfigError(f"{place} is not JSON: {message}{_where(error)}") from None
+            except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+                raise ConfigError(f"{place} is not JSON: {_not_json(error)}") from None
             if not isinstance(values, dict):
                 raise ConfigError(f"{place} is not a JSON object but {_kind(values)}")
             yield Row(values, place)
 
 
-def _where(error: Exception) -> str:
-    return f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+def _not_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "nested too deep" if isinstance(error, RecursionError) else _one_line(error)
 
 
 def _kind(value: Any) -> str:
@@ -109,13 +112,13 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 def _read_directory(path: Path) -> Iterator[Row]:
     if (path / "dataset_dict.json").exists():
-        splits = ", ".join(json.loads((path / "dataset_dict.json").read_text())["splits"])
+        splits = ", ".join(sorted(part.name for part in path.iterdir() if part.is_dir()))
         raise ConfigError(f"data directory {path} holds several splits ({splits}): name one, such as {path}/train")
     import datasets
 
     try:
         rows = datasets.Dataset.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # datasets raises whatever it meets in its own files
         raise ConfigError(
             f"data directory {path} was not written by datasets' save_to_disk: {_one_line(error)}"
         ) from None

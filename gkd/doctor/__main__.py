@@ -17,20 +17,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gkd.doctor.finding import Finding, failed, ok
-from gkd.errors import guarded
+from gkd.errors import Parser, guarded
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the findings as they come; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m gkd.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("python -m gkd.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", metavar="HOST:PORT", help="a node of the cluster to check")
-    options = parser.parse_args(arguments)
-    return guarded(lambda: _main(options.address))
-
-
-def _main(address: str | None) -> int:
+    address = parser.parse_args(arguments).address
     counted: Counter[str] = Counter()
     for finding in _findings(address):
         counted[finding.level] += 1

@@ -23,9 +23,9 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, RunFailed, guarded
+from gkd.errors import ConfigError, Parser, RunFailed, guarded
 
 if TYPE_CHECKING:
     from gkd.cluster import local
@@ -34,11 +34,6 @@ START_TIMEOUT_S = 120.0
 CONNECT_TIMEOUT_S = 10.0
 PORT, DASHBOARD_PORT = 6379, 8265
 STARTED = "Ray runtime started."  # what `ray start` says last
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see ./launch/ray_cluster.sh --help)")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,7 +57,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         "./launch/ray_cluster.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="head|worker|wait|stop")

@@ -22,19 +22,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, guarded
+from gkd.errors import ConfigError, Parser, guarded
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
     from gkd.launch.jobs import Jobs
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see python launch/submit.py --help)")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,7 +59,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("launch/submit.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("launch/submit.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", metavar="http://HOST:8265", help="the dashboard of the cluster's head")
     parser.add_argument("--follow", action="store_true", help="print the job's log and end with its exit code")
     parser.add_argument("--status", nargs="?", const="", metavar="JOB", help="how a job, or every job, is")

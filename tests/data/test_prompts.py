@@ -200,3 +200,15 @@ def test_a_state_of_other_prompts_or_another_seed_is_refused() -> None:
         PromptStream(prompts(6), 0).restore(state)
     with pytest.raises(ConfigError, match="seed=0, this run seed=1"):
         PromptStream(prompts(5), 1).restore(state)
+
+
+def test_text_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a \\ud800 b"}\n')
+    with pytest.raises(ConfigError, match=r"a.jsonl line 2: 'prompt' holds half of a surrogate pair"):
+        load_prompts([str(tmp_path / "a.jsonl")], Data(), word_tokenizer())
+
+
+def test_a_template_that_fails_in_any_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    with pytest.raises(ConfigError, match=r"line 1: the chat template refuses 'messages': .*zero"):
+        load_prompts([str(tmp_path / "a.jsonl")], Data(), word_tokenizer(template="{{ 1 / 0 }}"))

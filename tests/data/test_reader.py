@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow
@@ -105,7 +106,7 @@ def test_directory_of_something_else(tmp_path: Path) -> None:
 def test_directory_of_several_splits(tmp_path: Path) -> None:
     rows = Dataset.from_list(ROWS)
     DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
-    assert error_of(tmp_path / "saved").endswith(f"(train, test): name one, such as {tmp_path}/saved/train")
+    assert error_of(tmp_path / "saved").endswith(f"(test, train): name one, such as {tmp_path}/saved/train")
 
 
 def test_lacking_key_names_line_setting_nearest_and_what_is_there(tmp_path: Path) -> None:
@@ -117,3 +118,29 @@ def test_lacking_key_names_line_setting_nearest_and_what_is_there(tmp_path: Path
         f"{file} line 1 has no key 'questoin' (data.prompt_key) (did you mean question?); "
         "the keys there are: question, answer"
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": ' + "1" * 5000 + "}", r"line 1 is not JSON: .*digits"),
+        ("[" * 100_000, r"line 1 is not JSON: nested too deep"),
+    ],
+)
+def test_json_that_python_will_not_read(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        list(read_rows(str(tmp_path / "a.jsonl")))
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="is no file"):
+        list(read_rows(str(tmp_path / "pipe.jsonl")))
+
+
+def test_splits_are_named_whatever_their_index_holds(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"several splits \(train\)"):
+        list(read_rows(str(tmp_path)))
