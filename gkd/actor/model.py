@@ -133,6 +133,18 @@ def load(
     return Student(lm)
 
 
+def write_model(lm: PreTrainedModel, path: str, state: dict[str, Tensor], dtype: torch.dtype, directory: str) -> None:
+    """Write ``state``, all of ``lm``'s weights, to ``directory`` as the kind of model that is in ``path``.
+
+    By an empty model of that kind: ``lm`` itself is sharded, and its layers may have adapters and 4-bit weights.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    empty.generation_config = lm.generation_config
+    empty.save_pretrained(directory, state_dict=state)
+
+
 def _without_dropout(lm: nn.Module) -> None:
     """A student that forgets at random is not the one that sampled: every log-probability would differ."""
     for module in lm.modules():

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from gkd.actor.balance import pack
 from gkd.actor.lora import save_adapter, without_adapter
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
-from gkd.actor.model import load, shard
+from gkd.actor.model import load, shard, write_model
 from gkd.actor.optimizer import adamw, learning_rate
 from gkd.actor.packing import collate
 from gkd.actor.state import load_state, save_state
@@ -260,7 +260,7 @@ class ActorWorker:
         state = {name: t.cpu() for name, t in self.student.full_tensors(source) if self.rank == 0}
         if self.rank == 0:
             Path(directory).mkdir(parents=True, exist_ok=True)
-            self.student.lm.save_pretrained(directory, state_dict=state)
+            write_model(self.student.lm, self.model_path, state, source, directory)
             AutoTokenizer.from_pretrained(self.model_path, local_files_only=True).save_pretrained(directory)
         if self.student.has_adapter:
             adapter = {name: t.cpu() for name, t in self.student.adapter_tensors()}

@@ -87,9 +87,10 @@ def test_a_reward_that_raises_or_hangs_costs_its_own_sample_only() -> None:
     futures = [pool.submit(judged("a b", n=n)) for n in (1, 2, 3, 4)]
     found = [{name.rpartition(":")[2]: f.exception(60) or f.result() for name, f in own.items()} for own in futures]
     assert time.monotonic() - began < 50
-    assert [row["words"] for row in found] == [2.0] * 4
-    assert [type(row["raises"]) for row in found] == [KeyError, float, KeyError, float]
+    assert [row["words"][0] for row in found] == [2.0] * 4
+    assert all(0 <= row["words"][1] < 1 for row in found)  # seconds
+    assert [type(row["raises"]) for row in found] == [KeyError, tuple, KeyError, tuple]
     assert isinstance(found[0]["hangs"], TimeoutError)
-    assert [row["hangs"] for row in found[1:]] == [0.5] * 3
+    assert [row["hangs"][0] for row in found[1:]] == [0.5] * 3
     assert all("the reward is nan" in str(row["not_a_number"]) for row in found)
     pool.close()

@@ -194,8 +194,8 @@ def test_another_protocol_is_a_configuration_error(connect: Connect) -> None:
     port = router.bind_to_random_port("tcp://127.0.0.1")
     client = connect(f"tcp://127.0.0.1:{port}")
     identity, *_ = router.recv_multipart()
-    router.send_multipart([identity, *wire.encode(wire.Welcome(2, "s", "model", "hash", 1, 1, 1, 1))])
-    with pytest.raises(ConfigError, match="speaks protocol 2, this side 1"):
+    router.send_multipart([identity, *wire.encode(wire.Welcome(wire.PROTOCOL + 1, "s", "model", "hash", 1, 1, 1, 1))])
+    with pytest.raises(ConfigError, match=f"speaks protocol {wire.PROTOCOL + 1}, this side {wire.PROTOCOL}"):
         client.connect(5)
     context.destroy(linger=0)
 
@@ -215,7 +215,7 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
             except zmq.Again:
                 continue
             body, _ = wire.decode(frames)
-            answer = wire.encode(wire.Welcome(1, "s", "liar", "hash", 32, 32, 100, 64))
+            answer = wire.encode(wire.Welcome(wire.PROTOCOL, "s", "liar", "hash", 32, 32, 100, 64))
             if isinstance(body, wire.Score):
                 answer = wire.encode(wire.Generated(body.id), np.zeros(3, np.int32))
             router.send_multipart([identity, *answer])
@@ -223,8 +223,8 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
     thread = threading.Thread(target=lie)
     thread.start()
     client = connect(f"tcp://127.0.0.1:{port}", serve().server.address)
-    client.connect(5)
     try:
+        client.connect(5)
         assert all_right([client.submit(a_score(i)) for i in range(6)])
         assert client.counts["lost"] >= 1
     finally:
