@@ -41,6 +41,10 @@ class Checkpoint:
             generation = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         except OSError:  # there is no generation_config.json
             generation = None
+        except Exception as error:  # transformers raises whatever it meets in it
+            raise ConfigError(
+                f"{setting}={path}: its generation_config.json cannot be read: {' '.join(str(error).split())[:200]}"
+            ) from None
         ends = [generation, config.eos_token_id, text.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
         eos = {int(i) for end in ends if end is not None for i in (end if isinstance(end, list) else [end])}
         n_tokens = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1

@@ -99,13 +99,22 @@ def _is_causal_lm(config: dict[str, Any]) -> bool:
 
 def _check_weights(directory: Path, name: str) -> None:
     index = directory / "model.safetensors.index.json"
+    files = sorted(directory.glob("*.safetensors"))
     if index.exists():
         shards = set(_read_json(index, name).get("weight_map", {}).values())
         lacking = sorted(shard for shard in shards if not (directory / shard).exists())
         if lacking:
             raise ConfigError(f"{name}: its index names {lacking[0]}, which is not there")
-    elif not any(directory.glob("*.safetensors")):
+    elif not files:
         raise ConfigError(f"{name}: has no safetensors weights")
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, "numpy"):  # reads the header, which says how long the file is
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{name}: {file.name} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def load_tokenizer(path: str, setting: str = "model.path") -> Any:

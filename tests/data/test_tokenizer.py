@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gkd.data.checkpoint import Checkpoint
 from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, resolve_model, tokenizer_hash
 from gkd.errors import ConfigError
 from tests.data.models import WORDS, save_model, word_tokenizer
@@ -142,3 +143,16 @@ def test_another_end_token_is_no_difference(good_model: Path, tmp_path: Path) ->
     """As between a base model and its chat model: every id means the same."""
     word_tokenizer(WORDS, "d").save_pretrained(tmp_path / "chat")
     check_same_tokenizer(str(good_model), str(tmp_path / "chat"))
+
+
+@pytest.mark.parametrize("kept", [0, 20, -1])
+def test_broken_weights(kept: int, model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert complaint(model).startswith("model.safetensors cannot be read: ")
+
+
+def test_broken_generation_settings(model: Path) -> None:
+    (model / "generation_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"its generation_config\.json cannot be read"):
+        Checkpoint.read(str(model), "model.path")
