@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import itertools
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -70,6 +72,7 @@ def run(config: Config) -> None:
     log_to(out)
     exit_on_signals()
     output = _output_dir(config)
+    claim = _claim(output)
     try:
         inputs = find_inputs(config, out.print)
         out.print("starting Ray and reserving GPUs")
@@ -81,6 +84,8 @@ def run(config: Config) -> None:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
             output.rmdir()
         raise
+    finally:
+        os.close(claim)
 
 
 def _output_dir(config: Config) -> Path:
@@ -103,6 +108,22 @@ def _output_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
     return path
+
+
+def _claim(path: Path) -> int:
+    """Hold ``path`` for this run, until the descriptor is closed or the process ends, however that is.
+
+    Raises ConfigError when another run holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"trainer.output_dir={path}: another run is writing there now") from None
+    except OSError:  # some network file systems have no locks; two runs at once are then up to the user
+        pass
+    return descriptor
 
 
 def _new_directory(path: Path) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -129,3 +131,14 @@ def test_a_few_long_prompts_are_counted_and_left_out(files: Path, capfd: pytest.
 def test_a_recipe_has_to_be_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "+recipe=" in capfd.readouterr().err
+
+
+def test_a_directory_that_another_run_holds(files: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        assert main(command(files, trainer__output_dir=str(tmp_path))) == 2
+    finally:
+        os.close(held)
+    assert "another run is writing there now" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
