@@ -29,7 +29,7 @@ from gkd.algorithms.objective import logprobs, objective
 from gkd.cluster.failure import one_line
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.config import Algorithm, Config, Loss
-from gkd.errors import NotUpdated
+from gkd.errors import NotUpdated, RunFailed
 from gkd.losses.targets import check_targets
 from gkd.observability.memory import memory_here
 from gkd.sample import Lesson, Scored
@@ -151,8 +151,8 @@ class ActorWorker:
     def _fitting(self, lessons: Sequence[Lesson], run: Callable[[], Result]) -> Result:
         """``run``, and when memory runs out again in smaller micro-batches, from now on.
 
-        Raises NotUpdated when one sequence alone is too much, and where there are several ranks: the others wait in
-        the middle of a collective and cannot go back.
+        Raises NotUpdated when one sequence alone is too much, and RunFailed where there are several ranks: the others
+        wait in the middle of a collective and can neither go back nor take part in saving anything.
         """
         while True:
             self.optimizer.zero_grad(set_to_none=True)
@@ -168,8 +168,11 @@ class ActorWorker:
                 torch.cuda.empty_cache()
             lengths = [lesson.record.n_tokens for lesson in lessons]
             smaller = smaller_budget(self._budget, lengths, pack(lengths, self._budget))
-            if smaller is None or self.world > 1:
-                raise NotUpdated(out_of_memory_text(self.config, self.world, max(lengths), self._budget, reason))
+            told = out_of_memory_text(self.config, self.world, max(lengths), self._budget, reason)
+            if self.world > 1:
+                raise RunFailed(told)
+            if smaller is None:
+                raise NotUpdated(told)
             self._budget = smaller
 
     def _accumulate(
