@@ -51,6 +51,10 @@ def guarded(program: Callable[[], int]) -> int:
             file=sys.stderr,
         )
         return 2
+    except OSError as error:  # a full disk, a directory that is gone
+        where = f": {error.filename}" if error.filename else ""
+        print(f"failed: {error.strerror or error}{where}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130

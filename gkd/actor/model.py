@@ -18,6 +18,7 @@ from gkd.actor.lora import add_adapter, is_adapter, merged
 from gkd.actor.packing import MicroBatch
 from gkd.actor.quantize import dequantized, loading, packed_parameters
 from gkd.config import Lora
+from gkd.errors import ConfigError
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -113,17 +114,21 @@ def load(
     """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
 
     With ``lora.quantize`` the weights under the adapter are 4-bit, on ``device``, and computed with in ``dtype``.
-    Nothing is looked up on a hub. Raises ConfigError for adapters that the model cannot have.
+    Nothing is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the
+    model cannot have.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    lm = AutoModelForCausalLM.from_pretrained(
+    lm, found = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         dtype=torch.float32,
         attn_implementation=_attention(config),
         local_files_only=True,
+        output_loading_info=True,
         **(loading(device, dtype) if lora is not None and lora.quantize else {}),
     )
+    if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+        raise ConfigError(f"model.path={path}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()  # which gradient checkpointing asks for

@@ -8,6 +8,7 @@ import pytest
 import ray
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from gkd.actor.lora import without_adapter
@@ -109,6 +110,15 @@ def test_targets_that_cannot_be_adapted(targets: list[str], message: str, tmp_pa
     base("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, lora=Lora(r=4, target_modules=targets))
+
+
+def test_weights_that_are_not_all_there(tmp_path: Path) -> None:
+    base("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"its weights lack model.layers.1.mlp.up_proj.weight \(1 tensors in all\)"):
+        load(tmp_path)
 
 
 def test_two_ranks_one_rank_and_what_they_write(local_ray: None, tmp_path: Path) -> None:
