@@ -20,6 +20,17 @@ class NotUpdated(RunFailed):
     """An update of the actor that failed before anything was changed: its weights are those before it."""
 
 
+class OutOfMemory(NotUpdated):
+    """A batch that does not fit in micro-batches of as many tokens as they had.
+
+    ``budget`` is what to try instead; None: one sequence alone is too much.
+    """
+
+    def __init__(self, message: str, budget: int | None = None) -> None:
+        super().__init__(message)
+        self.budget = budget
+
+
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError, in one line, for arguments that it does not know."""
 

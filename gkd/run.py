@@ -38,7 +38,7 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     progress = Progress(out, config.trainer.total_steps)
     with progress:
         progress.doing("loading models")
-        system = start(config, inputs, placement.groups)
+        system = start(config, inputs, placement)
     files = output / "metrics.jsonl", output / "samples.jsonl"
     if saved is not None:
         for file in files:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.group import Group, Pending, gather
+from gkd.cluster.placement import Placement
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.inputs import Inputs
@@ -26,18 +27,18 @@ class System:
     teachers: dict[str, TeacherClient]
 
 
-def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System:
+def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     """Build every worker, load every model, connect rollout to teacher and reference.
 
     Raises ConfigError where student and teacher do not fit together, RunFailed where a worker does not come up.
     """
-    limit = config.cluster.start_timeout_s
+    limit, groups = config.cluster.start_timeout_s, placement.groups
     _require_engines_run(config, groups)
-    actor, rollout = groups["actor"], groups["rollout"].engines(config.rollout.tensor_parallel_size, limit)
+    rollout = groups["rollout"].engines(config.rollout.tensor_parallel_size, limit)
+    actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"))
     judges = Judges.of(config, inputs, groups, rollout)
-    gather([_build_actor(config, inputs, actor), _build_rollout(config, inputs, rollout), *judges.build()], limit)
-    actor_group = ActorGroup(actor, config)
-    actor_group.load()
+    gather([actor.submit_build(), _build_rollout(config, inputs, rollout), *judges.build()], limit)
+    actor.load()
     asking, serving = judges.asking(len(rollout)), judges.serve()
     teachers = {name: TeacherClient(**how) for name, how in asking.items() if name.startswith("teacher")}
     for client in teachers.values():
@@ -45,26 +46,20 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
     rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
     rollout_group = RolloutGroup(rollout, config, serving)
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
-        rollout_group.receive(actor_group.publish(), config.weights.timeout_s)
-    validation = Validation(config, inputs, rollout_group, actor_group, teachers)
+        rollout_group.receive(actor.publish(), config.weights.timeout_s)
+    validation = Validation(config, inputs, rollout_group, actor, teachers)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     measured = tuple(judges.groups.values())
-    parts = Parts(stream, rollout_group, actor_group, validation, measured, n_gpus, inputs.model.vocabulary)
+    parts = Parts(stream, rollout_group, actor, validation, measured, n_gpus, inputs.model.vocabulary)
     return System(parts, teachers)
 
 
-def _require_engines_run(config: Config, groups: Mapping[str, Group]) -> None:
+def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:
     """Raise ConfigError where vLLM is to run on a device that the installed build is not for."""
     without_vllm = {"actor", "reward_model", *(["rollout"] if config.rollout.engine == "hf" else [])}
     for report in [report for name, group in groups.items() if name not in without_vllm for report in group.reports]:
         require_device(report.device, str(report))
-
-
-def _build_actor(config: Config, inputs: Inputs, group: Group) -> Pending:
-    world = len(group)
-    args = [(config, inputs.student, rank, world, group.reports[rank].device) for rank in range(world)]
-    return group.submit_build("gkd.actor.worker:ActorWorker", args, environment=_environment(group, config))
 
 
 def _build_rollout(config: Config, inputs: Inputs, group: Group) -> Pending:
@@ -72,8 +67,5 @@ def _build_rollout(config: Config, inputs: Inputs, group: Group) -> Pending:
         (config, inputs.student, inputs.model, inputs.max_length, rank, group.reports[rank].device)
         for rank in range(len(group))
     ]
-    return group.submit_build("gkd.rollout.worker:RolloutWorker", args, environment=_environment(group, config))
-
-
-def _environment(group: Group, config: Config) -> dict[str, str]:
-    return environment(group.reports[0].device, config.cluster.cpu_threads)
+    threads = environment(group.reports[0].device, config.cluster.cpu_threads)
+    return group.submit_build("gkd.rollout.worker:RolloutWorker", args, environment=threads)

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gkd.actor.balance import share
 from gkd.algorithms.aggregation import token_weights
-from gkd.cluster.group import Group
+from gkd.cluster.group import Group, Pending, gather, settle
 from gkd.config import Config, Loss
-from gkd.errors import NotUpdated
+from gkd.errors import NotUpdated, OutOfMemory
 from gkd.sample import Lesson, Record
+from gkd.vllm_engine import environment
 from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
 
 
 class ActorGroup:
-    """Splits every batch over the ranks and has all of them act together."""
+    """Splits every batch over the ranks and has all of them act together.
 
-    def __init__(self, group: Group, config: Config) -> None:
-        self.group, self.config, self.version = group, config, 0
+    ``restart`` ends the ranks' processes, whatever they wait for, and returns new ones in their place.
+    """
+
+    def __init__(self, group: Group, config: Config, model_path: str, restart: Callable[[], Group]) -> None:
+        self.group, self.config, self.model_path, self.version = group, config, model_path, 0
+        self._restart = restart
         self.settled = True
         """Whether the weights are those of a whole step."""
-        self._budget = float(config.actor.max_tokens_per_micro_batch)
+        self._budget = self._told = config.actor.max_tokens_per_micro_batch
+
+    def submit_build(self) -> Pending:
+        """Start building every rank, without a model yet."""
+        world, device = len(self.group), self.group.reports[0].device
+        args = [(self.config, self.model_path, rank, world, device) for rank in range(world)]
+        threads = environment(device, self.config.cluster.cpu_threads)
+        return self.group.submit_build("gkd.actor.worker:ActorWorker", args, environment=threads)
 
     def load(self) -> int:
         """Have the ranks meet and read the student; returns its number of parameters."""
@@ -58,17 +70,17 @@ class ActorGroup:
             self.settled = not rows
             raise
         self.version += 1
-        self._tell_of_memory(rows[-1].pop("actor/micro_batch_tokens"), step)
+        self._tell_of_memory(step)
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[-1]}
 
-    def _tell_of_memory(self, budget: float, step: int) -> None:
-        if budget < self._budget:
+    def _tell_of_memory(self, step: int) -> None:
+        if self._budget < self._told:
             log.warning(
                 "step %d: memory ran out and the update was done again in micro-batches of at most %d tokens, with the "
                 "same gradient; actor.max_tokens_per_micro_batch=%d from the start would save the time",
-                step, budget, budget,
+                step, self._budget, self._budget,
             )  # fmt: skip
-            self._budget = budget
+            self._told = self._budget
 
     def evaluate(self, records: Sequence[Record]) -> dict[str, float]:
         """Distillation metrics of a batch under the current weights, at temperature 1, without training on it."""
@@ -92,7 +104,34 @@ class ActorGroup:
         return share([lesson.record.n_tokens for lesson in lessons], len(self.group))
 
     def _call(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
-        return self.group.call_each(method, args, timeout_s=self.config.trainer.update_timeout_s)
+        """Call ``method`` of every rank; where memory runs out, again in smaller micro-batches, from now on.
+
+        Raises OutOfMemory, with nothing changed and all ranks at hand, when one sequence alone is too much.
+        """
+        while True:
+            try:
+                return self.group.call_each(method, args, timeout_s=self.config.trainer.update_timeout_s)
+            except OutOfMemory as failure:
+                self._budget = failure.budget or self._budget
+                if len(self.group) > 1:
+                    self._start_again()
+                self.group.call("take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
+                if failure.budget is None:
+                    raise
+
+    def _start_again(self) -> None:
+        """New processes in place of all ranks, which go on with the weights and optimizer state of the old ones.
+
+        Where one rank ran out of memory the others wait for it in a collective, and only their end gets them out of it.
+        """
+        log.warning("memory ran out in one of %d actor ranks: all of them are started again", len(self.group))
+        limit = self.config.cluster.start_timeout_s
+        kept = self.group.submit_control("keep", what="handing on what the ranks have")
+        settle(kept, limit)
+        self.group = self._restart()
+        gather([self.submit_build()], limit)
+        self.load()
+        self.group.call_each("take_over", [[ref] for ref in kept.refs], timeout_s=limit)
 
     def publish(self) -> Push:
         """The current weights, ready to be fetched."""

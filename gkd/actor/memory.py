@@ -27,25 +27,26 @@ def smaller_budget(budget: int, lengths: Sequence[int], parts: Sequence[Sequence
     return max(1, min(budget, sum(lengths[i] for i in largest)) // 2)
 
 
-def out_of_memory_text(config: Config, world: int, longest: int, budget: int, reason: str) -> str:
+def out_of_memory_text(config: Config, world: int, longest: int | None, budget: int, reason: str) -> str:
     """What to say when an update does not fit: one line with three levels of advice, worked out for ``config``.
 
-    ``longest``: tokens of the longest sequence; ``budget``: tokens of a micro-batch that was too much.
+    ``longest``: tokens of the longest sequence, None where it is the optimizer that does not fit; ``budget``: tokens of
+    a micro-batch.
     """
     told = "; ".join(
         f"({number}) {what}: {' '.join(overrides)}"
         for number, (what, overrides) in enumerate(_levels(config, world, longest, budget), start=1)
         if overrides
     )
-    at_most = f"with micro-batches of {budget} tokens" if world > 1 else f"even with one sequence of {longest} tokens"
+    at_most = "in the optimizer's step" if longest is None else f"even with one sequence of {longest} tokens"
     return f"the update does not fit into memory, {at_most}; what would help, from the cheapest: {told} ({reason})"
 
 
-def _levels(config: Config, world: int, longest: int, budget: int) -> list[tuple[str, list[str]]]:
+def _levels(config: Config, world: int, longest: int | None, budget: int) -> list[tuple[str, list[str]]]:
     """Overrides not in force yet, by what they cost: only time, memory elsewhere, or another training."""
     actor, rollout = config.actor, config.rollout
     same = []
-    if budget > longest:
+    if longest is not None and budget > longest:
         same.append(f"actor.max_tokens_per_micro_batch={max(longest, budget // 2)}")
     if not actor.gradient_checkpointing:
         same.append("actor.gradient_checkpointing=true")

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+Part = list[dict[str, NDArray[np.float32]]]
+"""Of every parameter that is trained, in the optimizer's order: this rank's part of its weight and of its state."""
+
+_WEIGHT = "weight"
 
 # What is not trained, as the model beside an adapter, is where it was read from.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -28,6 +37,41 @@ def load_state(model: nn.Module, optimizer: Optimizer, directory: str) -> None:
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
     )
+
+
+@torch.no_grad()
+def part_of(optimizer: Optimizer, device: torch.device) -> Part:
+    """What one rank holds, copied. No collective: for ranks that are in the middle of one that never ends."""
+    # On the stream that computes, the copies would wait for the collective.
+    own = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(own):
+        return [
+            {name: _local(t).cpu().numpy().copy() for name, t in ({_WEIGHT: p} | optimizer.state.get(p, {})).items()}
+            for p in _parameters(optimizer)
+        ]
+
+
+@torch.no_grad()
+def put_part(optimizer: Optimizer, part: Part) -> None:
+    """Put back in place what :func:`part_of` copied from a rank that is sharded alike."""
+    for p, kept in zip(_parameters(optimizer), part, strict=True):
+        values = {name: torch.tensor(value) for name, value in kept.items()}
+        _local(p).copy_(values.pop(_WEIGHT))
+        for name, value in values.items():
+            if value.ndim:
+                optimizer.state[p][name] = torch.zeros_like(p)
+                _local(optimizer.state[p][name]).copy_(value)
+            else:  # the number of steps, which is of the whole parameter
+                optimizer.state[p][name] = value
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

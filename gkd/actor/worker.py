@@ -7,7 +7,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +24,12 @@ from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budge
 from gkd.actor.model import load, shard, write_model
 from gkd.actor.optimizer import adamw, learning_rate
 from gkd.actor.packing import collate
-from gkd.actor.state import load_state, save_state
+from gkd.actor.state import Part, load_state, part_of, put_part, save_state
 from gkd.algorithms.objective import logprobs, objective
 from gkd.cluster.failure import one_line
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.config import Algorithm, Config, Loss
-from gkd.errors import NotUpdated, RunFailed
+from gkd.errors import NotUpdated, OutOfMemory, RunFailed
 from gkd.losses.targets import check_targets
 from gkd.observability.memory import memory_here
 from gkd.sample import Lesson, Scored
@@ -37,7 +37,17 @@ from gkd.vllm_engine import Device
 from gkd.weights import object_store
 
 Metrics = dict[str, float]
+Places = dict[tuple[Any, int], Tensor]
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a rank has: its part of weights and optimizer state, and the log-probabilities it remembers."""
+
+    part: Part
+    old: Places
+    reference: Places
 
 
 class ActorWorker:
@@ -53,8 +63,8 @@ class ActorWorker:
         if device == "cpu":
             torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
         self._budget = config.actor.max_tokens_per_micro_batch
-        self._old: dict[tuple[Any, int], Tensor] = {}
-        self._reference: dict[tuple[Any, int], Tensor] = {}
+        self._old: Places = {}
+        self._reference: Places = {}
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: open the rendezvous on a port this process chooses; returns host and port."""
@@ -103,7 +113,7 @@ class ActorWorker:
                 self._reference |= self._fitting(lessons, lambda: self._logprobs(lessons))
 
     @torch.no_grad()
-    def _logprobs(self, lessons: Sequence[Lesson]) -> dict[tuple[Any, int], Tensor]:
+    def _logprobs(self, lessons: Sequence[Lesson]) -> Places:
         """Of every sample's response tokens, by the sample's place."""
         scored, found = self._fetch(lessons), {}
         for part in self._turns([lesson.record.n_tokens for lesson in lessons]):
@@ -118,7 +128,7 @@ class ActorWorker:
         """One optimizer step on this rank's share of a batch of ``n_positions`` response tokens over all ranks.
 
         ``weights``: that of each token of each lesson in the batch's loss. Returns the metrics of the whole batch.
-        Raises NotUpdated, with nothing changed, on a gradient that is not finite and where memory does not suffice.
+        Raises NotUpdated on a gradient that is not finite and OutOfMemory as :meth:`_fitting`, with nothing changed.
         """
         algorithm = self.config.algorithm
         metrics = self._fitting(lessons, lambda: self._accumulate(lessons, weights, n_positions, algorithm, train=True))
@@ -129,13 +139,15 @@ class ActorWorker:
         lr = learning_rate(self.config.actor, step - 1, self.config.trainer.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        return {
-            **metrics,
-            "actor/grad_norm": grad_norm,
-            "actor/lr": lr,
-            "actor/micro_batch_tokens": float(self._budget),
-        }
+        try:
+            self.optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise RunFailed(
+                    out_of_memory_text(self.config, self.world, None, self._budget, one_line(error))
+                ) from None
+            raise
+        return {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
 
     def evaluate(self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, loss: Loss) -> Metrics:
         """The distillation metrics of a batch without training on it; arguments as for :meth:`update`."""
@@ -149,31 +161,37 @@ class ActorWorker:
             self.student.train()
 
     def _fitting(self, lessons: Sequence[Lesson], run: Callable[[], Result]) -> Result:
-        """``run``, and when memory runs out again in smaller micro-batches, from now on.
+        """``run``. Raises OutOfMemory when its micro-batches do not fit, with nothing changed.
 
-        Raises NotUpdated when one sequence alone is too much, and RunFailed where there are several ranks: the others
-        wait in the middle of a collective and can neither go back nor take part in saving anything.
+        Other ranks are then in the middle of a collective, and can neither go back nor take part in saving anything.
         """
-        while True:
-            self.optimizer.zero_grad(set_to_none=True)
-            try:
-                return run()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = one_line(error)
-            # Only here is what the failed attempt held free: its frames are gone with the error.
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            lengths = [lesson.record.n_tokens for lesson in lessons]
-            smaller = smaller_budget(self._budget, lengths, pack(lengths, self._budget))
-            told = out_of_memory_text(self.config, self.world, max(lengths), self._budget, reason)
-            if self.world > 1:
-                raise RunFailed(told)
-            if smaller is None:
-                raise NotUpdated(told)
-            self._budget = smaller
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            return run()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = one_line(error)
+        # Only here is what the failed attempt held free: its frames are gone with the error.
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        lengths = [lesson.record.n_tokens for lesson in lessons]
+        smaller = smaller_budget(self._budget, lengths, pack(lengths, self._budget))
+        raise OutOfMemory(out_of_memory_text(self.config, self.world, max(lengths), self._budget, reason), smaller)
+
+    def take_at_most(self, budget: int) -> None:
+        """Give micro-batches at most so many tokens from now on, where several sequences would share one."""
+        self._budget = budget
+
+    def keep(self) -> Kept:
+        """What a new process in place of this one needs; also while this rank waits in a collective."""
+        return Kept(part_of(self.optimizer, self.device), self._old, self._reference)
+
+    def take_over(self, kept: Kept) -> None:
+        """Go on with what the process before this one had."""
+        put_part(self.optimizer, kept.part)
+        self._old, self._reference = kept.old, kept.reference
 
     def _accumulate(
         self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, algorithm: Algorithm, train: bool

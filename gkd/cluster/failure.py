@@ -7,7 +7,7 @@ import re
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from gkd.errors import ConfigError, NotUpdated, RunFailed
+from gkd.errors import ConfigError, NotUpdated, OutOfMemory, RunFailed
 
 
 class WorkerDied(RunFailed):
@@ -29,6 +29,8 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     A ConfigError or RunFailed raised inside the worker comes out as that type with its own message.
     """
     cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, OutOfMemory):
+        return OutOfMemory(str(cause), cause.budget)
     for kind in (ConfigError, NotUpdated, RunFailed):
         if isinstance(cause, kind):
             return kind(str(cause))

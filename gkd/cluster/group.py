@@ -85,8 +85,11 @@ class Group:
 
         ``keep_deaths`` as in :func:`gather`.
         """
-        refs = [worker.control.remote(method, *args) for worker in self.workers]
-        return gather([self._pending(what or method, refs)], timeout_s, keep_deaths=keep_deaths)[0]
+        return gather([self.submit_control(method, *args, what=what)], timeout_s, keep_deaths=keep_deaths)[0]
+
+    def submit_control(self, method: str, *args: Any, what: str | None = None) -> Pending:
+        """Start what :meth:`control` waits for."""
+        return self._pending(what or method, [worker.control.remote(method, *args) for worker in self.workers])
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Ray's generator of references to what a generator method of one worker's object yields.
@@ -147,6 +150,17 @@ def gather(calls: Sequence[Pending], timeout_s: float, *, keep_deaths: bool = Fa
                     raise failure from error
                 results[ref] = failure
     return [[results[ref] for ref in call.refs] for call in calls]
+
+
+def settle(call: Pending, timeout_s: float) -> None:
+    """Wait until a call is done, without fetching what it returns: that may be handed on by reference.
+
+    What went wrong, if anything did, is told to whoever uses the references. Raises RunFailed after ``timeout_s``.
+    """
+    _, late = ray.wait(list(call.refs), num_returns=len(call.refs), timeout=timeout_s, fetch_local=False)
+    if late:
+        owner = dict(zip(call.refs, call.workers, strict=True))
+        raise RunFailed(_timeout_text([call], set(late), owner, timeout_s))
 
 
 def memory_of(group: Group) -> dict[str, float]:

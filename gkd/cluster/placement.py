@@ -10,9 +10,9 @@ from gkd.cluster.check import faults
 from gkd.cluster.group import Group
 from gkd.cluster.layout import asks_of
 from gkd.cluster.report import Report
-from gkd.cluster.reserve import Claim, reserve
+from gkd.cluster.reserve import Claim, reserve, start_again
 from gkd.cluster.session import Session
-from gkd.config import GROUPS, Config
+from gkd.config import GROUPS, Cluster, Config
 from gkd.errors import RunFailed
 
 
@@ -21,6 +21,19 @@ class Placement:
     """Who got which GPU: groups by name, in the order actor, rollout, teacher."""
 
     groups: dict[str, Group]
+    claims: dict[str, list[Claim]]
+    node_names: dict[str, str]
+    session: Session
+    cluster: Cluster
+
+    def restart(self, group: str) -> Group:
+        """End the workers of a group, whatever they are doing, and start new ones on the same GPUs.
+
+        Raises RunFailed when that is not possible.
+        """
+        self.claims[group] = start_again(self.session, self.claims[group], self.cluster)
+        self.groups[group] = _group(group, self.claims[group], self.node_names)
+        return self.groups[group]
 
     @property
     def reports(self) -> list[Report]:
@@ -48,7 +61,8 @@ def place(config: Config, session: Session) -> Placement:
     """
     claims, names = reserve(session, asks_of(config), config.cluster)
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
-    placement = Placement({group: _group(group, claims[group], names) for group in pools})
+    groups = {group: _group(group, claims[group], names) for group in pools}
+    placement = Placement(groups, claims, names, session, config.cluster)
     found = faults(placement.reports, {group: pool.gpus for group, pool in pools.items()}, config.may_share())
     if found:
         raise PlacementFault(found, placement)

@@ -54,6 +54,8 @@ class Claim:
     worker: Any
     bundle: _Bundle
     device: DeviceReport
+    resources: dict[str, float]
+    """What Ray counts for the worker: ``num_gpus`` and ``num_cpus``."""
 
 
 class _Missed(Exception):
@@ -97,6 +99,23 @@ def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[di
         nodes = read_nodes(indices)  # nodes come and go
 
 
+def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> list[Claim]:
+    """New workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
+
+    Raises RunFailed when one does not start, its node has left, or it sees another GPU.
+    """
+    session.release([claim.worker for claim in claims], [])
+    try:
+        found = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
+    except _Missed as error:
+        raise RunFailed(f"workers could not be started again: {error}") from None
+    for old, new in zip(claims, found, strict=True):
+        if new.device.gpu_uuids != old.device.gpu_uuids:
+            seen, expected = (", ".join(claim.device.gpu_uuids) for claim in (new, old))
+            raise RunFailed(f"a worker started again (pid {new.device.pid}) has GPU {seen} instead of {expected}")
+    return found
+
+
 def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
     """GPUs to take on each node with exact slots: all that are free, so that the wanted ones are among them.
 
@@ -131,7 +150,9 @@ def _attempt(
     workers_before, groups_before = len(session.workers), len(session.placement_groups)
     try:
         bundles = _take(session, slots, look_at, cluster.cpus_per_worker)
-        claims = _start_workers(session, bundles, cluster, share)
+        specs = [bundle.placement_group.bundle_specs[bundle.index] for bundle in bundles]
+        resources = [{"num_gpus": share, "num_cpus": spec.get("CPU", 0.0)} for spec in specs]
+        claims = _start_workers(session, list(zip(bundles, resources, strict=True)), cluster)
         available: dict[str, list[int]] = {}
         holders: dict[tuple[str, int], list[Claim]] = {}
         for claim in claims:
@@ -194,25 +215,18 @@ def _wait_ready(groups: list[Any]) -> list[Any]:
 
 
 def _start_workers(
-    session: Session, bundles: Sequence[_Bundle], cluster: Cluster, share: float, guests: bool = False
+    session: Session, wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
 ) -> list[Claim]:
-    """A worker with a ``share`` of the GPU in every bundle, all starting at the same time, and what each sees.
-
-    ``guests``: they come into bundles that have a worker; their CPUs are reserved elsewhere.
-    """
+    """Workers with these resources out of these bundles, all starting at the same time, and what each sees."""
     workers = []
-    for bundle in bundles:
-        cpus = 0.0 if guests else bundle.placement_group.bundle_specs[bundle.index].get("CPU", 0.0)
-        worker = RemoteWorker.options(
-            num_gpus=share,
-            num_cpus=cpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index),
-        ).remote()
+    for bundle, resources in wanted:
+        strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)
+        worker = RemoteWorker.options(**resources, scheduling_strategy=strategy).remote()
         session.workers.append(worker)
         workers.append(worker)
     refs = [worker.report.remote() for worker in workers]
     _, late = ray.wait(refs, num_returns=len(refs), timeout=cluster.start_timeout_s)
-    devices = dict(zip(refs, bundles, strict=True))
+    devices = {ref: bundle for ref, (bundle, _) in zip(refs, wanted, strict=True)}
     if late:
         raise RunFailed(f"{len(late)} of {len(refs)} workers did not start within {cluster.start_timeout_s:g} s")
     reports = []
@@ -225,7 +239,10 @@ def _start_workers(
             raise explain(error, "a worker that was just starting") from error
         except Exception as error:
             raise explain(error, "a worker that was just starting") from error
-    return [Claim(worker, bundle, report) for worker, bundle, report in zip(workers, bundles, reports, strict=True)]
+    return [
+        Claim(worker, bundle, report, resources)
+        for worker, (bundle, resources), report in zip(workers, wanted, reports, strict=True)
+    ]
 
 
 def _by_ask(asks: Sequence[Ask], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:
@@ -248,6 +265,8 @@ def _with_guests(
             wanted[guest.group] = [hosts[ask.group][rank].bundle for rank in ranks]
     if not wanted:
         return hosts
-    bundles = [bundle for group in wanted.values() for bundle in group]
-    claims = iter(_start_workers(session, bundles, cluster, share, guests=True))
+    # They come into bundles that have a worker; their CPUs are reserved elsewhere.
+    resources = {"num_gpus": share, "num_cpus": 0.0}
+    bundles = [(bundle, resources) for group in wanted.values() for bundle in group]
+    claims = iter(_start_workers(session, bundles, cluster))
     return hosts | {group: [next(claims) for _ in own] for group, own in wanted.items()}

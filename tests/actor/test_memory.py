@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.balance import pack
+from gkd.actor.group import ActorGroup
 from gkd.actor.memory import out_of_memory_text, smaller_budget
+from gkd.cluster.group import gather
+from gkd.cluster.placement import place
+from gkd.cluster.session import connect
 from gkd.config import Config, load
+from gkd.errors import OutOfMemory
+from gkd.weights import object_store
 from tests.actor import models
-from tests.actor.test_ranks import Ranks, put
+from tests.actor.test_ranks import put
 
 SETTINGS = {"lr": 1e-6, "max_tokens_per_micro_batch": 30_000, "loss_chunk": 256}
 
@@ -33,46 +43,82 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-@pytest.fixture
-def worker(local_ray: None, path: str) -> Iterator[Ranks]:
-    found = Ranks(path, 1, config())
-    yield found
-    found.end()
+@contextmanager
+def actor_of(path: str, world: int, settings: Config) -> Iterator[ActorGroup]:
+    """A placed and loaded actor, as a run has it."""
+    trainer = settings.trainer.model_copy(update={"n_gpus_per_node": world})
+    settings = settings.model_copy(update={"trainer": trainer})
+    with connect(settings) as session:
+        placement = place(settings, session)
+        actor = ActorGroup(placement.groups["actor"], settings, path, partial(placement.restart, "actor"))
+        gather([actor.submit_build()], 120)
+        actor.load()
+        yield actor
 
 
-def leave(worker: Ranks, megabytes: int) -> None:
-    """Let the process have only so much more than it has now."""
+def leave(actor: ActorGroup, megabytes: int) -> None:
+    """Let the last rank's process have only so much more than it has now."""
 
     def limit(_: object) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + (megabytes << 20)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
-    ray.get(worker.workers[0].__ray_call__.remote(limit), timeout=60)
+    ray.get(actor.group.workers[-1].__ray_call__.remote(limit), timeout=60)
 
 
-def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradient(worker: Ranks) -> None:
-    batch = put(models.scored(200, k=4, lengths=(80, 100)))
-    leave(worker, 400)
-    found = worker.run("update", batch, 1)
-    budget = found.pop("actor/micro_batch_tokens")
-    assert budget < 15_000
-    again = worker.run("update", batch, 1)
-    assert again["actor/micro_batch_tokens"] == budget  # not tried with more again
-    worker.end()
-    plain = Ranks(worker.path, 1, config(max_tokens_per_micro_batch=2_000))
-    expected = plain.run("update", batch, 1)
-    plain.end()
-    assert expected.pop("actor/micro_batch_tokens") == 2_000
-    assert found == pytest.approx(expected, rel=1e-4)
+def weights(actor: ActorGroup) -> dict[str, Tensor]:
+    return {name: t for piece in object_store.receive(actor.publish(), 60) for name, t in piece.items()}
 
 
-def test_one_sequence_that_does_not_fit_ends_with_advice_and_changes_nothing(worker: Ranks) -> None:
-    before = worker.weights()
-    leave(worker, 60)
-    with pytest.raises(ray.exceptions.RayTaskError, match=r"even with one sequence of \d+ tokens; what would help"):
-        worker.run("update", put(models.scored(2, k=4, lengths=(12_000, 12_001))), 1)
-    after = worker.weights()
+def pids(actor: ActorGroup) -> set[int]:
+    return {report.pid for report in actor.group.reports}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradient(
+    local_ray: None, path: str, world: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two updates before memory runs out, so that there are moments, and two after it."""
+    batch, small = put(models.scored(200 * world, k=4, lengths=(80, 100))), put(models.scored(8, k=4, lengths=(8, 9)))
+    settings = config(update_epochs=2)
+    with actor_of(path, world, settings) as actor:
+        started = pids(actor)
+        actor.update(small, 1)
+        leave(actor, 400)
+        found = actor.update(batch, 2)
+        told = [
+            record.getMessage() for record in caplog.records if "done again in micro-batches" in record.getMessage()
+        ]
+        again = actor.update(batch, 3)
+        assert "step 2: memory ran out" in "".join(told)
+        assert len(told) == sum("done again in micro" in record.getMessage() for record in caplog.records)  # said once
+        assert pids(actor).isdisjoint(started) == (world > 1)  # what waits for another rank is ended
+        assert actor.version == 3
+        after = weights(actor)
+    with actor_of(path, 1, config(update_epochs=2, max_tokens_per_micro_batch=2_000)) as plain:
+        plain.update(small, 1)
+        expected = plain.update(batch, 2), plain.update(batch, 3)
+        same = weights(plain)
+    assert found == pytest.approx(expected[0], rel=1e-4)
+    assert again == pytest.approx(expected[1], rel=1e-4)
+    assert all(torch.allclose(after[name], same[name], rtol=0, atol=1e-7) for name in same)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_sequence_that_does_not_fit_ends_with_advice_and_changes_nothing(
+    local_ray: None, path: str, world: int, tmp_path: Path
+) -> None:
+    with actor_of(path, world, config()) as actor:
+        actor.update(put(models.scored(8, k=4, lengths=(8, 9))), 1)
+        before = weights(actor)
+        leave(actor, 60)
+        with pytest.raises(OutOfMemory, match=r"even with one sequence of \d+ tokens; what would help"):
+            actor.update(put(models.scored(2, k=4, lengths=(12_000, 12_001))), 2)
+        assert actor.settled
+        actor.save_state(str(tmp_path / "actor"))  # the ranks can still do things together
+        assert (tmp_path / "actor" / ".metadata").exists()
+        after = weights(actor)
     assert all(before[name].equal(after[name]) for name in before)
 
 
