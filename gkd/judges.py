@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from gkd.inputs import Inputs
 from gkd.teacher.address import Key, external_addresses
 from gkd.vllm_engine import environment
 
+SLACK_S = 10.0
 NAMES = ("teacher", "reference", "reward_model")
 
 
@@ -40,9 +42,9 @@ class Judges:
                 found[name] = groups[name].engines(tensor_parallel, limit)
         return Judges(config, inputs, found, _key(config, rollout, found))
 
-    def build(self) -> list[Pending]:
-        """Start loading their models."""
-        return [self._build(name, group) for name, group in self.groups.items()]
+    def builds(self) -> dict[str, Callable[[], Pending]]:
+        """By group, how to start loading its models."""
+        return {name: partial(self._build, name, group) for name, group in self.groups.items()}
 
     def _build(self, name: str, group: Group) -> Pending:
         settings, models = _settings(self.config, name), self._models(name)
@@ -60,12 +62,32 @@ class Judges:
                 report.device,
                 report.ip if self.key else "127.0.0.1",
                 self.key,
+                name in self.sleeping(),
             )
             for rank, report in enumerate(group.reports)
         ]
         threads = environment(group.reports[0].device, self.config.cluster.cpu_threads)
         worker = "RewardModelWorker" if name == "reward_model" else "TeacherWorker"
         return group.submit_build(f"gkd.teacher.worker:{worker}", args, environment=threads)
+
+    def sleeping(self) -> list[str]:
+        """Groups that give their memory to the actor while it works."""
+        turns = self.config.cluster.take_turns is True
+        return [name for name in self.groups if turns and name in self.config.on_the_actors_gpus()]
+
+    def give_back(self) -> None:
+        """Have the engines on the actor's GPUs leave these to it."""
+        self._all_do("give_back", "giving memory back")
+
+    def take_back(self, weights_only: bool = False) -> None:
+        """Have them be as before. They are given no new weights."""
+        self._all_do("take_back", "taking memory again")
+
+    def _all_do(self, method: str, what: str) -> None:
+        limit = self.config.weights.timeout_s
+        for name in self.sleeping():
+            # One that died is missed where it is asked to judge.
+            self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, what=what, keep_deaths=True)
 
     def _models(self, name: str) -> list[str]:
         """Which of ``inputs.judges`` the engines of a group serve, dealt out in turn."""

@@ -21,7 +21,7 @@ from gkd.observability import report
 from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
-from gkd.planning.require import require_memory
+from gkd.planning.require import require_memory, turns_needed
 from gkd.planning.subject import models_of
 from gkd.startup import start
 from gkd.trainer import Parts, RunLog, train
@@ -34,7 +34,7 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     saved = find(config, output) if config.trainer.resume else None
     (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
     placement = _placed(config, session, output)
-    _check_memory(config, placement)
+    config = _with_turns(config, placement)
     progress = Progress(out, config.trainer.total_steps)
     with progress:
         progress.doing("loading models")
@@ -96,8 +96,20 @@ def _placed(config: Config, session: Session, output: Path) -> Placement:
     return placement
 
 
-def _check_memory(config: Config, placement: Placement) -> None:
-    """Raise ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads."""
+def _with_turns(config: Config, placement: Placement) -> Config:
+    """``config`` with cluster.take_turns decided.
+
+    Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
+    """
+    turns = _check_memory(config, placement)
+    if turns and config.cluster.take_turns == "auto":
+        log.info("the groups on the actor's GPUs take turns (cluster.take_turns): side by side they do not fit")
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"take_turns": turns})})
+
+
+def _check_memory(config: Config, placement: Placement) -> bool:
+    """Raise ConfigError for a layout that cannot fit; returns whether groups take turns."""
+    asked = config.cluster.take_turns is True
     reports = placement.reports
     sizes = {
         group: min(found)
@@ -105,16 +117,17 @@ def _check_memory(config: Config, placement: Placement) -> None:
         if (found := [r.gpu_bytes for r in reports if r.group == group and r.gpu_bytes is not None])
     }
     if not sizes and len({report.node_id for report in reports}) > 1:
-        return  # whose memory groups on CPUs have depends on which of them are on one machine
+        return asked  # whose memory groups on CPUs have depends on which of them are on one machine
     try:
         models = models_of(config)
     except ConfigError as error:
         log.info("whether the layout fits into memory is not known: %s", error)
-        return
+        return asked
     if notes := [shape.note for shape in (models.student, models.teacher) if shape is not None and shape.note]:
         log.info("whether the layout fits into memory is not known: %s", notes[0])
-        return
+        return asked
     require_memory(config, models, sizes or None)
+    return asked or turns_needed(config, models, sizes or None)
 
 
 def _decoder(inputs: Inputs) -> Callable[[list[int]], str]:

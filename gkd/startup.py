@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.placement import Placement
+from gkd.cluster.turns import Turns
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.inputs import Inputs
@@ -35,16 +37,26 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     limit, groups = config.cluster.start_timeout_s, placement.groups
     _require_engines_run(config, groups)
     rollout = groups["rollout"].engines(config.rollout.tensor_parallel_size, limit)
-    actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"))
+    turns = Turns()
+    actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), turns)
     judges = Judges.of(config, inputs, groups, rollout)
-    gather([actor.submit_build(), _build_rollout(config, inputs, rollout), *judges.build()], limit)
-    actor.load()
+    builds: dict[str, Callable[[], Pending]] = {
+        "actor": actor.submit_build,
+        "rollout": partial(_build_rollout, config, inputs, rollout),
+        **judges.builds(),
+    }
+    for wave in waves({name: groups[name] for name in builds}):
+        gather([builds[name]() for name in wave], limit)
     asking, serving = judges.asking(len(rollout)), judges.serve()
     teachers = {name: TeacherClient(**how) for name, how in asking.items() if name.startswith("teacher")}
     for client in teachers.values():
         client.connect()
     rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
-    rollout_group = RolloutGroup(rollout, config, serving)
+    rollout_group = RolloutGroup(rollout, config, serving, turns)
+    if config.cluster.take_turns is True:
+        turns.actor, turns.judging = actor, [judges]
+        turns.sampling = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
+    actor.load()
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
         rollout_group.receive(actor.publish(), config.weights.timeout_s)
     validation = Validation(config, inputs, rollout_group, actor, teachers)
@@ -53,6 +65,24 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     measured = tuple(judges.groups.values())
     parts = Parts(stream, rollout_group, actor, validation, measured, n_gpus, inputs.model.vocabulary)
     return System(parts, teachers)
+
+
+def waves(groups: Mapping[str, Group]) -> list[list[str]]:
+    """Which groups may start at the same time: those on one GPU one after the other, as vLLM measures what is free.
+
+    Simulated GPUs have nothing that could be measured; and the actor takes no memory before it loads.
+    """
+    found: list[list[str]] = [[]]
+    for name, group in groups.items():
+        own = {uuid for r in group.reports if r.device == "cuda" and name != "actor" for uuid in r.gpu_uuids}
+        for wave in found:
+            others = {uuid for other in wave for r in groups[other].reports for uuid in r.gpu_uuids if other != "actor"}
+            if not own & others:
+                wave.append(name)
+                break
+        else:
+            found.append([name])
+    return found
 
 
 def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:

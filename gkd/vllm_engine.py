@@ -68,13 +68,15 @@ def engine_arguments(
     prefix_caching: bool = True,
     seeded: bool = False,
     seed: int = 0,
+    sleeps: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for the engine of a pool.
 
     Prompts go in and come out as token ids, so no tokenizer is loaded. ``max_model_len`` None is the model's own
     length, or as much of it as the key-value cache takes. ``logprobs_mode`` "processed_logprobs" are those of the
     distribution that was sampled from (temperature and top_p applied), "raw_logprobs" the model's. Any number of
-    log-probabilities may be asked for. ``seeded``: requests carry seeds.
+    log-probabilities may be asked for. ``seeded``: requests carry seeds. ``sleeps``: it is to give its memory back at
+    times, which an engine on a CPU has no need of.
     """
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -92,6 +94,8 @@ def engine_arguments(
         "seed": seed,
         "disable_log_stats": True,
     }
+    if sleeps and device == "cuda":
+        arguments["enable_sleep_mode"] = True
     if max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = max_num_batched_tokens
     if seeded and device == "cpu":
@@ -101,6 +105,18 @@ def engine_arguments(
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_gb * GIB
     return arguments
+
+
+def sleep(llm_engine: Any, device: Device) -> None:
+    """Have an idle engine move its weights to the host and forget its cache; on a CPU there is nowhere to move."""
+    if device == "cuda":
+        llm_engine.sleep(level=1)
+
+
+def wake(llm_engine: Any, device: Device, weights_only: bool = False) -> None:
+    """Have an engine that sleeps be as before; ``weights_only``: without a cache, so that it can load but not run."""
+    if device == "cuda":
+        llm_engine.wake_up(["weights"] if weights_only else None)
 
 
 def installed_device() -> Device:

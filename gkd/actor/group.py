@@ -9,6 +9,7 @@ from typing import Any
 from gkd.actor.balance import share
 from gkd.algorithms.aggregation import token_weights
 from gkd.cluster.group import Group, Pending, gather, settle
+from gkd.cluster.turns import Turns
 from gkd.config import Config, Loss
 from gkd.errors import NotUpdated, OutOfMemory
 from gkd.sample import Lesson, Record
@@ -24,11 +25,14 @@ class ActorGroup:
     ``restart`` ends the ranks' processes, whatever they wait for, and returns new ones in their place.
     """
 
-    def __init__(self, group: Group, config: Config, model_path: str, restart: Callable[[], Group]) -> None:
+    def __init__(
+        self, group: Group, config: Config, model_path: str, restart: Callable[[], Group], turns: Turns
+    ) -> None:
         self.group, self.config, self.model_path, self.version = group, config, model_path, 0
-        self._restart = restart
+        self._restart, self.turns = restart, turns
         self.settled = True
         """Whether the weights are those of a whole step."""
+        self._loaded = False
         self._budget = self._told = config.actor.max_tokens_per_micro_batch
 
     def submit_build(self) -> Pending:
@@ -40,10 +44,12 @@ class ActorGroup:
 
     def load(self) -> int:
         """Have the ranks meet and read the student; returns its number of parameters."""
+        self.turns.for_actor()
         limit = self.config.cluster.start_timeout_s
         host, port = self.group.only([0]).call("open_store", timeout_s=limit, what="opening the rendezvous")[0]
         self.group.call("join", host, port, timeout_s=limit, what="meeting the other ranks")
         found: list[int] = self.group.call("load", timeout_s=limit, what="loading the student")
+        self._loaded = True
         return found[0]
 
     def update(self, lessons: Sequence[Lesson], step: int) -> dict[str, float]:
@@ -108,6 +114,7 @@ class ActorGroup:
 
         Raises OutOfMemory, with nothing changed and all ranks at hand, when one sequence alone is too much.
         """
+        self.turns.for_actor()
         while True:
             try:
                 return self.group.call_each(method, args, timeout_s=self.config.trainer.update_timeout_s)
@@ -135,23 +142,36 @@ class ActorGroup:
 
     def publish(self) -> Push:
         """The current weights, ready to be fetched."""
+        self.turns.for_actor()
         limit = self.config.weights.timeout_s
         push: Push = self.group.call("publish", self.version, timeout_s=limit)[0]
         self.settled = True
         return push
 
+    def give_back(self) -> None:
+        """Have all ranks move what they hold to the host."""
+        self.group.call("give_back", timeout_s=self.config.weights.timeout_s, what="giving memory back")
+
+    def take_back(self, weights_only: bool = False) -> None:
+        """Have all ranks be as before."""
+        if self._loaded:
+            self.group.call("take_back", timeout_s=self.config.weights.timeout_s, what="taking memory again")
+
     def save_state(self, directory: str) -> None:
         """Write weights and optimizer state to go on from."""
+        self.turns.for_actor()
         limit = self.config.trainer.save_timeout_s
         self.group.call("save_state", directory, timeout_s=limit, what="writing a checkpoint")
 
     def load_state(self, directory: str, version: int) -> None:
         """Go on from what :meth:`save_state` wrote, with ``version`` as that of the weights."""
+        self.turns.for_actor()
         limit = self.config.trainer.save_timeout_s
         self.group.call("load_state", directory, timeout_s=limit, what="reading the checkpoint")
         self.version = version
 
     def save(self, directory: str) -> None:
         """Write the student in Hugging Face format."""
+        self.turns.for_actor()
         limit = self.config.trainer.save_timeout_s
         self.group.call("save", directory, timeout_s=limit, what="writing the student")

@@ -65,6 +65,15 @@ def put_part(optimizer: Optimizer, part: Part) -> None:
                 optimizer.state[p][name] = value
 
 
+@torch.no_grad()
+def move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    """Move weights and optimizer state of one rank to ``device``. No collective."""
+    model.to(device)
+    for p in _parameters(optimizer):
+        state = optimizer.state.get(p, {})
+        state.update({name: value.to(device) for name, value in state.items() if value.ndim})
+
+
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 

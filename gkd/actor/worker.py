@@ -24,7 +24,7 @@ from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budge
 from gkd.actor.model import load, shard, write_model
 from gkd.actor.optimizer import adamw, learning_rate
 from gkd.actor.packing import collate
-from gkd.actor.state import Part, load_state, part_of, put_part, save_state
+from gkd.actor.state import Part, load_state, move, part_of, put_part, save_state
 from gkd.algorithms.objective import logprobs, objective
 from gkd.cluster.failure import one_line
 from gkd.cluster.fetch import fetch_samples, places_of
@@ -147,6 +147,7 @@ class ActorWorker:
                     out_of_memory_text(self.config, self.world, None, self._budget, one_line(error))
                 ) from None
             raise
+        self.optimizer.zero_grad(set_to_none=True)  # their memory is of use to whoever works next
         return {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
 
     def evaluate(self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, loss: Loss) -> Metrics:
@@ -296,6 +297,20 @@ class ActorWorker:
     def load_state(self, directory: str) -> None:
         """Go on from what :meth:`save_state` wrote. A collective."""
         load_state(self.student, self.optimizer, directory)
+
+    def give_back(self) -> None:
+        """Move weights and optimizer state to the host, unless they live there."""
+        self._move("cpu")
+
+    def take_back(self) -> None:
+        """Move them back."""
+        self._move(self.device)
+
+    def _move(self, device: Device | torch.device) -> None:
+        if not self.config.actor.offload_optimizer:
+            move(self.student, self.optimizer, torch.device(device))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, float]:
         """Memory of this rank."""

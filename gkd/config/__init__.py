@@ -189,6 +189,18 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
+    def _turns_can_be_taken(self) -> Config:
+        if self.cluster.take_turns is not True:
+            return self
+        if not self.on_the_actors_gpus():
+            raise ValueError("cluster.take_turns=true: no group shares GPUs with the actor (share_with)")
+        if self.actor.lora.quantize is not None:
+            raise ValueError(
+                f"cluster.take_turns=true: actor.lora.quantize={self.actor.lora.quantize} stays on its GPU"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _policy_gradient_is_on_policy(self) -> Config:
         loss, rollout = self.algorithm.loss, self.rollout
         if loss.name == "sampled_reverse_kl" and not rollout.temperature == loss.temperature == rollout.top_p == 1.0:
@@ -273,6 +285,12 @@ class Config(Settings):
         hosts = self.hosts()
         crowds = [{host, *(guest for guest, its in hosts.items() if its == host)} for host in set(hosts.values())]
         return {frozenset(pair) for crowd in crowds for pair in combinations(sorted(crowd), 2)}
+
+    def on_the_actors_gpus(self) -> list[str]:
+        """Groups besides the actor that work on its GPUs, in the order of :meth:`pools`."""
+        shared = self.may_share()
+        groups = (GROUPS.get(section, section) for section, _ in self.pools())
+        return [group for group in groups if frozenset(("actor", group)) in shared]
 
     @property
     def asks_reference(self) -> bool:

@@ -266,4 +266,8 @@ class Cluster(Settings):
     )
     cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved with each worker's GPU")
     reserve_timeout_s: float = Field(300.0, gt=0, description="time to wait for GPUs and CPUs to become free")
+    take_turns: Literal["auto"] | bool = Field(
+        "auto", description="engines on the actor's GPUs and the actor give their memory to whichever works: vLLM "
+        "sleeps, the actor's weights and optimizer state go to the host; auto: where they do not fit side by side"
+    )  # fmt: skip
     start_timeout_s: float = Field(900.0, gt=0, description="time workers have to start and to load their models")

@@ -152,6 +152,8 @@ def _seconds(subject: Subject) -> float:
 def _knobs(subject: Subject, group: str) -> list[Knob]:
     section = next(section for section, _ in subject.config.pools() if GROUPS.get(section, section) == group)
     found = _actor_knobs(subject) if group == "actor" else _engine_knobs(subject, section)
+    if group in ("actor", *subject.config.on_the_actors_gpus()):
+        found = [*found, *_turns(subject)]
     return [knob for knob in found if knob.values]
 
 
@@ -188,6 +190,13 @@ def _more_gpus(config: Config) -> Knob:
     others = sum(pool.n_gpus_per_node for name, pool in config.pools() if name != "trainer")
     free = per_node - others
     return Knob("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
+
+
+def _turns(subject: Subject) -> list[Knob]:
+    """Having the memory in turn, where that is ruled out and would be possible."""
+    config = subject.config
+    possible = config.on_the_actors_gpus() and config.actor.lora.quantize is None and not subject.card.is_cpu
+    return [Knob("cluster.take_turns", 1, (True,))] if possible and config.cluster.take_turns is False else []
 
 
 def _engine_knobs(subject: Subject, section: str) -> list[Knob]:

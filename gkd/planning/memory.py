@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gkd.config import GROUPS, Engine, Pool
+from gkd.config import GROUPS, Config, Engine, Pool
 from gkd.planning.actor_memory import MicroBatch, Training, worst
 from gkd.planning.cards import GIB
 from gkd.planning.items import GroupMemory
@@ -18,21 +18,51 @@ FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without b
 def memory_of(subject: Subject) -> list[GroupMemory]:
     """Every group's, in the order GPUs are handed out.
 
-    On a CPU each has what the others leave of the machine's memory, on a GPU what those it shares it with leave.
+    On a CPU each has what the others leave of the machine's memory, on a GPU what those it shares it with leave: all of
+    what they have, or, where they take turns, what they keep while they do not work.
     """
     found = [group_memory(subject, GROUPS.get(section, section), pool) for section, pool in subject.config.pools()]
     if not subject.card.is_cpu:
-        return [replace(group, available=_left_by_others(subject, group, found)) for group in found]
+        side_by_side = [
+            replace(group, available=_left_by_others(subject, group, found, turns=False)) for group in found
+        ]
+        if not _turns_wanted(subject.config, side_by_side):
+            return side_by_side
+        return [replace(group, available=_left_by_others(subject, group, found, turns=True)) for group in found]
     engines = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in subject.config.pools()]
     whole = [group.total * group.n_gpus / tp for group, tp in zip(found, engines, strict=True)]
     return [replace(group, available=subject.card.memory - sum(whole) + group.total) for group in found]
 
 
-def _left_by_others(subject: Subject, group: GroupMemory, found: list[GroupMemory]) -> float:
+def takes_turns(subject: Subject) -> bool:
+    """Whether the actor and the engines on its GPUs are there one at a time (cluster.take_turns)."""
+    if subject.card.is_cpu:
+        return False
+    found = [group_memory(subject, GROUPS.get(section, section), pool) for section, pool in subject.config.pools()]
+    side_by_side = [replace(group, available=_left_by_others(subject, group, found, turns=False)) for group in found]
+    return _turns_wanted(subject.config, side_by_side)
+
+
+def _turns_wanted(config: Config, side_by_side: list[GroupMemory]) -> bool:
+    engines = config.on_the_actors_gpus()
+    if not engines or config.actor.lora.quantize is not None:
+        return False
+    if config.cluster.take_turns != "auto":
+        return config.cluster.take_turns
+    return any(not memory.fits for memory in side_by_side if memory.group in ("actor", *engines))
+
+
+def _left_by_others(subject: Subject, group: GroupMemory, found: list[GroupMemory], turns: bool) -> float:
     """What a card has for a group besides those that share its GPUs (``share_with``)."""
     shared = subject.config.may_share()
     others = [other for other in found if frozenset((group.group, other.group)) in shared]
-    return subject.card.memory - sum(other.total for other in others)
+    away = {other.group for other in others if turns and "actor" in (group.group, other.group)}
+    return subject.card.memory - sum(_kept(other) if other.group in away else other.total for other in others)
+
+
+def _kept(memory: GroupMemory) -> float:
+    """What a group that does not work keeps: its process on the card, and captured graphs."""
+    return sum(memory.items.get(name, 0.0) for name in ("context, CUDA graphs", "context, collectives", "process"))
 
 
 def group_memory(subject: Subject, group: str, pool: Pool) -> GroupMemory:

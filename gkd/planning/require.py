@@ -13,7 +13,7 @@ from gkd.config import Config
 from gkd.errors import ConfigError
 from gkd.planning import cards
 from gkd.planning.advice import shortage
-from gkd.planning.memory import memory_of
+from gkd.planning.memory import memory_of, takes_turns
 from gkd.planning.subject import Models, Subject
 
 log = logging.getLogger("gkd")
@@ -30,15 +30,7 @@ def require_memory(config: Config, models: Models, card_bytes_by_group: Mapping[
     if not config.plan.check:
         return
     override = "plan.check=false starts it all the same"
-    if card_bytes_by_group is None:
-        subjects: dict[str | None, Subject] = {None: Subject(config, models, cards.cpu(config.plan))}
-    else:
-        # The card's speed only orders the advice.
-        card = cards.gpu(config.plan)
-        subjects = {
-            group: Subject(config, models, replace(card, memory=size)) for group, size in card_bytes_by_group.items()
-        }
-    for name, subject in subjects.items():
+    for name, subject in _subjects(config, models, card_bytes_by_group).items():
         # On a CPU no group fits when one does not; the largest is the one to change.
         for memory in sorted(memory_of(subject), key=lambda memory: -memory.total):
             if name not in (None, memory.group) or memory.fits:
@@ -48,3 +40,18 @@ def require_memory(config: Config, models: Models, card_bytes_by_group: Mapping[
                 raise ConfigError(f"{told}; {override}")
             log.warning(told)
             return
+
+
+def turns_needed(config: Config, models: Models, card_bytes_by_group: Mapping[str, float] | None) -> bool:
+    """Whether the actor and the engines on its GPUs take turns there; arguments as of :func:`require_memory`."""
+    return any(takes_turns(subject) for subject in _subjects(config, models, card_bytes_by_group).values())
+
+
+def _subjects(
+    config: Config, models: Models, card_bytes_by_group: Mapping[str, float] | None
+) -> dict[str | None, Subject]:
+    """What to plan, by the group whose card it is on; None: all on a CPU."""
+    if card_bytes_by_group is None:
+        return {None: Subject(config, models, cards.cpu(config.plan))}
+    card = cards.gpu(config.plan)  # its speed only orders the advice
+    return {group: Subject(config, models, replace(card, memory=size)) for group, size in card_bytes_by_group.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from gkd.planning.advice import LEVEL_NAMES, Advice, advice, by_memory
 from gkd.planning.items import GroupMemory
 from gkd.planning.measured import Factors
-from gkd.planning.memory import memory_of
+from gkd.planning.memory import memory_of, takes_turns
 from gkd.planning.pipeline import Step, step_of
 from gkd.planning.split import Split, best_splits
 from gkd.planning.stages import Stages, stages_of
@@ -39,6 +39,9 @@ class Result:
         if self.factors is None:
             found.append("times are estimates from operations, bytes and links; --from RUN_DIR takes measured ones")
         plan = config.plan
+        if takes_turns(self.subject):
+            engines = ", ".join(config.on_the_actors_gpus())
+            found.append(f"actor and {engines} take turns (cluster.take_turns); moving them is not in the step's time")
         if plan.response_length is None:
             found.append("every text is taken to be as long as its limit; plan.prompt_length, plan.response_length")
         if config.algorithm.needs_teacher and config.teacher.server_ip is not None:

@@ -34,5 +34,11 @@ class SamplingEngine(Protocol):
     def busy(self) -> bool:
         """Whether requests are unfinished."""
 
+    def sleep(self) -> None:
+        """Give memory back while idle."""
+
+    def wake(self, weights_only: bool) -> None:
+        """Take it again; ``weights_only``: as far as :meth:`load_weights` needs."""
+
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
         """Replace the weights while idle."""

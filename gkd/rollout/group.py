@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from gkd.cluster.failure import WorkerDied, explain
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.cluster.group import Group, Pending, memory_of
+from gkd.cluster.turns import Turns
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.sample import Job, Judging, Record, Request, Scored
@@ -21,6 +22,7 @@ from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
+SLACK_S = 10.0
 
 
 class RolloutGroup:
@@ -32,8 +34,8 @@ class RolloutGroup:
     run fails at once instead of after a deadline.
     """
 
-    def __init__(self, group: Group, config: Config, serving: Mapping[str, Pending]) -> None:
-        self.group, self.config = group, config
+    def __init__(self, group: Group, config: Config, serving: Mapping[str, Pending], turns: Turns) -> None:
+        self.group, self.config, self.turns = group, config, turns
         # What serves until it fails, by reference: the group it belongs to, and its name for messages.
         self._judges = {
             ref: (name, who)
@@ -51,6 +53,7 @@ class RolloutGroup:
         Returns one record a request, in the order of ``requests``. Raises RunFailed when ``timeout_s`` is over or no
         engine is left.
         """
+        self.turns.for_engines()
         first = self._next_key
         self._next_key += len(requests)
         jobs = {first + i: Job(first + i, r, judging) for i, r in enumerate(requests)}
@@ -151,6 +154,7 @@ class RolloutGroup:
 
     def receive(self, push: Push, timeout_s: float) -> None:
         """Have every living engine load a version of the weights before it samples again."""
+        self.turns.for_push()
         asked = list(self.alive)
         what = f"loading weights version {push.version}"
         told = self.group.only(asked).control("receive", push, timeout_s=timeout_s, what=what, keep_deaths=True)
@@ -159,6 +163,22 @@ class RolloutGroup:
                 self._lose(engine, version)
             elif version != push.version:
                 raise RunFailed(f"{self.group.reports[engine]} serves weights {version} instead of {push.version}")
+
+    def give_back(self) -> None:
+        """Have every living engine leave its GPU to others."""
+        self._all_do("give_back", "giving memory back")
+
+    def take_back(self, weights_only: bool = False) -> None:
+        """Have every living engine be as before, ``weights_only``: as far as :meth:`receive` needs."""
+        self._all_do("take_back", "taking memory again", weights_only)
+
+    def _all_do(self, method: str, what: str, *args: bool) -> None:
+        asked = list(self.alive)
+        limit = self.config.weights.timeout_s + SLACK_S  # they name what they wait for
+        told = self.group.only(asked).control(method, *args, timeout_s=limit, what=what, keep_deaths=True)
+        for engine, answer in zip(asked, told, strict=True):
+            if isinstance(answer, WorkerDied):
+                self._lose(engine, answer)
 
     def memory(self) -> dict[str, float]:
         """memory/rollout/* of the fullest engine."""

@@ -113,6 +113,16 @@ class HFEngine:
             "stop" if len(ends) else "length",
         )
 
+    def sleep(self) -> None:
+        """Move the model to the host."""
+        self.model.to("cpu")
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def wake(self, weights_only: bool) -> None:
+        """Move it back. There is nothing but weights."""
+        self.model.to(self.device)
+
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
         """Copy every tensor into the model by name; raises RuntimeError for a name it does not have."""
         own = self.model.state_dict()

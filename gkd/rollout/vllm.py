@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from gkd.data.checkpoint import Checkpoint
 from gkd.rollout.engine import Finished
 from gkd.sample import Request
-from gkd.vllm_engine import SetShape, Shape
+from gkd.vllm_engine import Device, SetShape, Shape, sleep, wake
 from gkd.weights import vllm_backend
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class VLLMEngine:
     log-probabilities of the distribution that is sampled from (``logprobs_mode="processed_logprobs"``).
     """
 
-    def __init__(self, llm: LLM, model: Checkpoint) -> None:
-        self.llm, self.engine, self.eos_ids = llm, llm.llm_engine, model.eos_ids
+    def __init__(self, llm: LLM, model: Checkpoint, device: Device = "cpu") -> None:
+        self.llm, self.engine, self.eos_ids, self.device = llm, llm.llm_engine, model.eos_ids, device
         if 0 < model.n_tokens < model.vocabulary:
             # A padded row has some probability, however small, and no teacher and no tokenizer knows its id.
             llm.apply_model(SetShape(Shape(rows=model.n_tokens)))
@@ -70,6 +70,14 @@ class VLLMEngine:
                     )
                 )
         return finished
+
+    def sleep(self) -> None:
+        """Give memory back while idle."""
+        sleep(self.engine, self.device)
+
+    def wake(self, weights_only: bool) -> None:
+        """Take it again; ``weights_only``: as far as :meth:`load_weights` needs."""
+        wake(self.engine, self.device, weights_only)
 
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
         """Replace the weights while idle and forget every cached prefix."""

@@ -77,6 +77,33 @@ class RolloutWorker:
                 "(weights.timeout_s)"
             ) from None
 
+    def give_back(self) -> None:
+        """Give the engine's memory back once it is idle. Raises RunFailed past the deadline."""
+        self._when_idle(self.engine.sleep, "give its memory back")
+
+    def take_back(self, weights_only: bool) -> None:
+        """Take it again; ``weights_only``: as far as :meth:`receive` needs. Raises RunFailed past the deadline."""
+        self._when_idle(lambda: self.engine.wake(weights_only), "take its memory again")
+
+    def _when_idle(self, act: Callable[[], None], what: str) -> None:
+        done: Future[None] = Future()
+
+        def command() -> None:
+            try:
+                while self.engine.busy():
+                    self._step()
+                act()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._commands.put(command)
+        limit = self.config.weights.timeout_s
+        try:
+            done.result(limit)
+        except TimeoutError:
+            raise RunFailed(f"rollout rank {self.rank} did not {what} within {limit:g} s (weights.timeout_s)") from None
+
     def memory(self) -> dict[str, float]:
         """Memory of this engine's process."""
         return memory_here()
@@ -274,6 +301,7 @@ def _engine(
         logprobs_mode="processed_logprobs",
         seeded=True,
         seed=config.trainer.seed + rank,
+        sleeps=config.cluster.take_turns is True and "rollout" in config.on_the_actors_gpus(),
     )
     llm = LLM(**arguments, weight_transfer_config={"backend": vllm_plugin.register()})
-    return VLLMEngine(llm, model)
+    return VLLMEngine(llm, model, device)

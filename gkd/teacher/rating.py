@@ -50,6 +50,16 @@ class ClassifierEngine:
         values = self.rate([request.token_ids for _, request in batch])
         yield from zip((key for key, _ in batch), values, strict=True)
 
+    def sleep(self) -> None:
+        """Move the model to the host."""
+        self.model.to("cpu")
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move it back."""
+        self.model.to(self.device)
+
     def close(self) -> None:
         """Nothing outlives this process."""
 

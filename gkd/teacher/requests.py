@@ -170,5 +170,11 @@ class Engine(Protocol):
     def step(self) -> Iterable[tuple[int, Answer | Refused]]:
         """Work for a while; the keys and answers of requests that it finished, or could not take on after all."""
 
+    def sleep(self) -> None:
+        """Leave the GPU to others, while idle."""
+
+    def wake(self) -> None:
+        """Be as before."""
+
     def close(self) -> None:
         """Give back memory and processes."""

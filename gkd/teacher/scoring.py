@@ -27,7 +27,7 @@ from gkd.data.checkpoint import Checkpoint
 from gkd.errors import ConfigError, RunFailed
 from gkd.sample import Target
 from gkd.teacher.requests import Answer, Generate, Limits, Refused, Request, Score
-from gkd.vllm_engine import GIB, Device, SetShape, Shape, engine_arguments
+from gkd.vllm_engine import GIB, Device, SetShape, Shape, engine_arguments, sleep, wake
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +49,9 @@ class VllmEngine:
     """Scores and continues token sequences with the model in ``path``; an engine as in requests.Engine.
 
     ``checkpoint`` describes that model. Requests of one temperature and vocabulary run together; others wait until
-    those are done. The process' environment is that of :func:`gkd.vllm_engine.environment`. Raises ConfigError when
-    ``settings.max_model_len`` is more than the model has, RunFailed when vLLM does not start on it.
+    those are done. ``sleeps``: it will be asked to. The process' environment is that of
+    :func:`gkd.vllm_engine.environment`. Raises ConfigError when ``settings.max_model_len`` is more than the model has,
+    RunFailed when vLLM does not start on it.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class VllmEngine:
         *,
         dtype: Literal["float32", "bfloat16"],
         max_num_batched_tokens: int | None = None,
+        sleeps: bool = False,
     ) -> None:
         from vllm import LLM
 
@@ -79,7 +81,9 @@ class VllmEngine:
             max_model_len=None if longest is None else longest + 1,
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=False,
+            sleeps=sleeps,
         )
+        self._device = device
         try:
             self.llm_engine = LLM(**arguments).llm_engine
         except Exception as error:
@@ -119,6 +123,14 @@ class VllmEngine:
                 yield key, _target(running.request, running.rows)
             else:
                 yield key, np.asarray(output.outputs[0].token_ids, np.int32)
+
+    def sleep(self) -> None:
+        """Leave the GPU to others, while idle."""
+        sleep(self.llm_engine, self._device)
+
+    def wake(self) -> None:
+        """Be as before."""
+        wake(self.llm_engine, self._device)
 
     def close(self) -> None:
         """Give back memory and processes."""

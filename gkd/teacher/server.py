@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import count
 
 from gkd.errors import RunFailed
@@ -28,6 +31,8 @@ class TeacherServer:
         self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key)
         self._jobs: dict[int, Job] = {}
         self._keys = count()
+        self._asleep = False
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
 
     @property
     def address(self) -> str:
@@ -62,11 +67,44 @@ class TeacherServer:
             self._jobs.clear()
             self._frontend.close(code, message)
 
+    def sleep(self) -> Future[None]:
+        """From another thread: have the engine leave its GPU to others once it is idle. Requests wait meanwhile."""
+        return self._when_idle(self._engine.sleep, True)
+
+    def wake(self) -> Future[None]:
+        """From another thread: have it be as before."""
+        return self._when_idle(self._engine.wake, False)
+
+    def _when_idle(self, act: Callable[[], None], asleep: bool) -> Future[None]:
+        done: Future[None] = Future()
+
+        def command() -> None:
+            try:
+                act()
+                self._asleep = asleep
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._commands.put(command)
+        return done
+
     def close(self) -> None:
         """Stop answering and give back the address."""
         self._frontend.close()
 
+    def _command(self) -> bool:
+        """Do what another thread asked for, if it did; while asleep nothing else can come, so it is waited for."""
+        try:
+            command = self._commands.get(block=self._asleep, timeout=IDLE_POLL_S)
+        except queue.Empty:
+            return False
+        command()
+        return True
+
     def _turn(self) -> None:
+        if not self._jobs and (self._command() or self._asleep):
+            return
         room = self._engine.limits.capacity - len(self._jobs)
         for job in self._frontend.take(room, 0 if self._jobs else IDLE_POLL_S):
             key = next(self._keys)

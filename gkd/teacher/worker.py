@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from typing import Literal
 
 from gkd.config import RewardModel, Scorer
 from gkd.data.checkpoint import Checkpoint
 from gkd.data.tokenizer import load_tokenizer
+from gkd.errors import RunFailed
 from gkd.observability.memory import memory_here
 from gkd.teacher.address import Key
 from gkd.teacher.requests import Engine
@@ -34,6 +36,21 @@ class JudgeWorker:
         """``tcp://host:port`` for clients."""
         return self._server.address
 
+    def give_back(self, timeout_s: float) -> None:
+        """Have the engine leave its GPU to others once it is idle. Raises RunFailed past the deadline."""
+        self._wait(self._server.sleep(), "give its memory back", timeout_s)
+
+    def take_back(self, timeout_s: float) -> None:
+        """Have it be as before. Raises RunFailed past the deadline."""
+        self._wait(self._server.wake(), "take its memory again", timeout_s)
+
+    def _wait(self, done: Future[None], what: str, timeout_s: float) -> None:
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            who = f"the engine at {self._server.address}"
+            raise RunFailed(f"{who} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
+
     def memory(self) -> dict[str, float]:
         """Memory of this engine's process."""
         return memory_here()
@@ -58,13 +75,14 @@ class TeacherWorker(JudgeWorker):
         device: Device,
         bind_ip: str,
         key: Key | None,
+        sleeps: bool = False,
     ) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         from gkd.teacher.scoring import VllmEngine
 
         tokenizer = load_tokenizer(model_path, "teacher.model.path")
         checkpoint = Checkpoint.read(model_path, "teacher.model.path", tokenizer)
-        engine = VllmEngine(model_path, checkpoint, settings, device, dtype=dtype)
+        engine = VllmEngine(model_path, checkpoint, settings, device, dtype=dtype, sleeps=sleeps)
         super().__init__(engine, tokenizer_hash, bind_ip, key)
 
 
@@ -80,6 +98,7 @@ class RewardModelWorker(JudgeWorker):
         device: Device,
         bind_ip: str,
         key: Key | None,
+        sleeps: bool = False,
     ) -> None:
         import torch
 

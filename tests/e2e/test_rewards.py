@@ -109,10 +109,11 @@ def test_a_reward_that_fails_too_often_ends_the_run(start: Any, tmp_path: Path) 
 
 
 def test_the_datas_own_answers_are_learned_from_too(start: Any) -> None:
-    """GKD's lambda, with a supervised term, from a student that knows nothing."""
+    """GKD's lambda, with a supervised term, from a student that knows nothing; on one GPU, in turn."""
     run = start(
         "algorithm.on_policy_share=0.5", "algorithm.supervised_weight=0.5", "trainer.total_steps=20",
         "trainer.batch_size=16", "trainer.n_logged_samples=16", "actor.lr=2e-3", "trainer.val_every=100",
+        "placement=single_gpu", "cluster.take_turns=true",
     )  # fmt: skip
     assert run.end(300) == 0, run.text()
     rows = run.metrics()

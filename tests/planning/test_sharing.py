@@ -8,7 +8,9 @@ import pytest
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from gkd.compose import compose
+from gkd.errors import ConfigError
 from gkd.planning import cards
+from gkd.planning.advice import advice
 from gkd.planning.memory import memory_of
 from gkd.planning.subject import Subject, models_of
 
@@ -50,3 +52,37 @@ def test_a_reward_model_is_counted(tmp_path: Path) -> None:
     found = planned("reward.functions=[reward_model]", f"reward_model.model.path={tmp_path}")["reward_model"]
     numbers = sum(p.numel() for name, p in model.named_parameters() if "score" not in name)
     assert found.items["weights"] == 2 * numbers  # bfloat16
+
+
+ONE_GPU = ("placement=single_gpu", "rollout.gpu_memory_utilization=0.5")
+
+
+def test_groups_on_one_gpu_take_turns_where_they_do_not_fit_side_by_side() -> None:
+    side_by_side, in_turn = (planned(*ONE_GPU, f"cluster.take_turns={v}") for v in ("false", "true"))
+    assert not side_by_side["actor"].fits
+    assert in_turn["actor"].fits
+    assert in_turn["rollout"].fits
+    assert planned(*ONE_GPU) == in_turn  # auto
+    whole = cards.gpu(compose(["plan.card=h100-80gb"]).plan).memory
+    assert in_turn["actor"].available == whole - in_turn["rollout"].items["context, CUDA graphs"]
+    assert in_turn["rollout"].available == whole - in_turn["actor"].items["context, collectives"]
+    smaller = (*ONE_GPU, "model.size=0.5b", "actor.max_tokens_per_micro_batch=2048")
+    assert planned(*smaller) == planned(*smaller, "cluster.take_turns=false")  # not where they do
+
+
+def test_taking_turns_is_advised_where_it_is_ruled_out() -> None:
+    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *ONE_GPU, "cluster.take_turns=false"])
+    found = advice(Subject(config, models_of(config), cards.gpu(config.plan)), "actor")
+    assert "cluster.take_turns=true" in found[0].overrides()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("placement=8gpu", "no group shares GPUs with the actor"),
+        ("actor.lora={r: 8, quantize: nf4}", "stays on its GPU"),
+    ],
+)
+def test_turns_that_cannot_be_taken(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(*ONE_GPU[:1], override, "cluster.take_turns=true")

@@ -54,7 +54,7 @@ class TableEngine:
         poison: int | None = POISON,
     ) -> None:
         self.limits = Limits("table", VOCABULARY, max_top_k, max_length, capacity)
-        self.delay_s, self.poison, self.worked_on = delay_s, poison, 0
+        self.delay_s, self.poison, self.worked_on, self.asleep = delay_s, poison, 0, False
         self._queue: deque[tuple[int, Score | Generate]] = deque()
 
     def add(self, key: int, request: Score | Generate) -> None:
@@ -64,12 +64,20 @@ class TableEngine:
         return bool(self._queue)
 
     def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
+        assert not self.asleep
         key, request = self._queue.popleft()
         self.worked_on += 1
         time.sleep(self.delay_s)
         if request.prompt_ids[0] == self.poison:
             raise ValueError("poisoned")
         yield key, expected(request) if isinstance(request, Score) else greedy(request)
+
+    def sleep(self) -> None:
+        assert not self._queue
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
 
     def close(self) -> None:
         pass

@@ -54,6 +54,22 @@ def test_scores_are_the_tables(serve: Serve, connect: Connect, top_k: int) -> No
         assert target.ids.shape == (len(request.response_ids), min(top_k, VOCABULARY))
 
 
+def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -> None:
+    """What is under way is finished first, and the server goes on saying that it lives."""
+    server = serve(TableEngine(0.3)).server
+    client = connect(server.address, top_k=4, heartbeat_s=0.1)
+    before = client.submit(a_score(1, 4))
+    time.sleep(0.1)
+    server.sleep().result(5)
+    assert server.counts["answered"] == 1
+    assert_same(before.result(5), expected(a_score(1, 4)))
+    during = client.submit(a_score(2, 4))
+    time.sleep(1.0)  # ten heartbeats
+    assert not during.done()
+    server.wake().result(5)
+    assert_same(during.result(5), expected(a_score(2, 4)))
+
+
 def test_generation_is_the_tables(serve: Serve, connect: Connect) -> None:
     request = Generate(np.array([3], np.int32), 9)
     np.testing.assert_array_equal(connect(serve().server.address).submit(request).result(5), greedy(request))

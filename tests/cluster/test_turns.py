@@ -1,0 +1,86 @@
+"""Who has the memory of shared GPUs, and which groups may start at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gkd.cluster.group import Group
+from gkd.cluster.report import Report
+from gkd.cluster.turns import Turns
+from gkd.startup import waves
+
+
+@dataclass
+class Party:
+    """Keeps what it was told, and refuses what makes no sense."""
+
+    held: str = "all"
+
+    def give_back(self) -> None:
+        assert self.held != "nothing"
+        self.held = "nothing"
+
+    def take_back(self, weights_only: bool = False) -> None:
+        assert self.held != "all"
+        self.held = "weights" if weights_only else "all"
+
+
+@dataclass
+class Trio:
+    """An actor that is not loaded yet, and engines that are."""
+
+    actor: Party = field(default_factory=lambda: Party("nothing"))
+    sampling: Party = field(default_factory=Party)
+    judging: Party = field(default_factory=Party)
+
+    @property
+    def held(self) -> tuple[str, str, str]:
+        return self.actor.held, self.sampling.held, self.judging.held
+
+
+WANTED = {
+    "for_engines": ("nothing", "all", "all"),
+    "for_actor": ("all", "nothing", "nothing"),
+    "for_push": ("all", "weights", "nothing"),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(WANTED)), max_size=8))
+def test_whoever_works_has_the_memory_and_nobody_else(asked: list[str]) -> None:
+    trio = Trio()
+    turns = Turns(trio.actor, [trio.sampling], [trio.judging])
+    for turn in asked:
+        getattr(turns, turn)()
+        assert trio.held == WANTED[turn]
+
+
+def group(name: str, *uuids: str) -> Group:
+    reports = [
+        Report(
+            node_id="n", ip="10.0.0.1", pid=1, cuda_visible_devices="0", ray_gpu_ids=["0"], device_count=1,
+            gpu_uuids=[uuid], gpu_indices=[0], group=name, rank=rank, node="n",
+        )
+        for rank, uuid in enumerate(uuids)
+    ]  # fmt: skip
+    return Group(name, tuple(uuids), tuple(reports))
+
+
+@pytest.mark.parametrize(
+    ("on", "expected"),
+    [
+        ({"actor": "a", "rollout": "b", "teacher": "c"}, [["actor", "rollout", "teacher"]]),
+        ({"actor": "a", "rollout": "a", "teacher": "a"}, [["actor", "rollout"], ["teacher"]]),
+        (
+            {"actor": "a", "rollout": "b", "teacher": "b", "reference": "a"},
+            [["actor", "rollout", "reference"], ["teacher"]],
+        ),
+    ],
+)  # fmt: skip
+def test_engines_on_one_gpu_start_one_after_the_other(on: dict[str, str], expected: list[list[str]]) -> None:
+    assert waves({name: group(name, f"GPU-{gpu}") for name, gpu in on.items()}) == expected
+    # On simulated GPUs there is nothing that vLLM could measure.
+    assert waves({name: group(name, f"SIM-{gpu}") for name, gpu in on.items()}) == [list(on)]
