@@ -53,6 +53,10 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     for name in judges:
         models[name] = Checkpoint.read(judges[name], f"{name.partition(':')[0]}.model.path")
     own = models["student"]
+    if config.actor.lora.r is not None:
+        from gkd.actor.lora import require_adaptable  # imports torch and peft
+
+        require_adaptable(student, config.actor.lora)
     if own.n_tokens > own.vocabulary:
         raise ConfigError(
             f"model.path={student}: its tokenizer has ids up to {own.n_tokens - 1}, the model {own.vocabulary} rows"

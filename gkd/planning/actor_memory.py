@@ -157,4 +157,4 @@ def _root_gradient(shape: ModelShape, training: Training) -> float:
 
 def _largest_trained(shape: ModelShape, training: Training) -> int:
     trained = shape.weights() if training.lora.r is None else adapter_weights(shape, training.lora)
-    return max(w.shard(training.world) for w in trained)
+    return max((w.shard(training.world) for w in trained), default=0)

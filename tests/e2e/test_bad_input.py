@@ -97,6 +97,23 @@ CASES = {
         r"11 GPUs.* 8 .*nearest.*rollout\.n_gpus_per_node=6",
     ),
     "too many GPUs here": ({"trainer__n_gpus_per_node": "500"}, r"502 GPUs.*nearest"),
+    "adapters beside nothing": (
+        {"actor__lora__r": "4", "actor__lora__target_modules": "[nothing]"},
+        r"actor\.lora\.target_modules=\['nothing'\]: .*not found",
+    ),
+    "adapters beside what is no layer": (
+        {"actor__lora__r": "4", "actor__lora__target_modules": "[norm]"},
+        r"actor\.lora\.target_modules.*norm",
+    ),
+    "a pattern of layers that is none": (
+        {"actor__lora__r": "4", "actor__lora__target_modules": "'(q_proj'"},
+        r"actor\.lora\.target_modules=\(q_proj: .*regular expression",
+    ),
+    "no layers": ({"actor__lora__r": "4", "actor__lora__target_modules": "[]"}, r"actor\.lora\.target_modules"),
+    "adapters without a rank": (
+        {"actor__lora__target_modules": "[q_proj]"},
+        r"actor\.lora: target_modules=.* set r as well",
+    ),
     "more memory than there is": ({"plan__memory_gb": "2"}, r"needs \d.*GB.*plan\.check=false"),
     "response too long": ({"rollout__max_response_length": "64"}, r"rollout\.max_response_length=64.*64 positions"),
     "more than the teacher gives": (
