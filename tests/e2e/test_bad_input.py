@@ -87,8 +87,12 @@ CASES = {
     "no such key": ({"data__train_files": "[FILES/other_key.jsonl]"}, r"other_key\.jsonl.*'question'"),
     "no such answer": ({"data__answer_key": "solution"}, r"good\.jsonl.*'solution'"),
     "no answer to be judged by": (
-        {"data__train_files": "[FILES/unanswered.jsonl]", "algorithm__reward_weight": "1", "rollout__n": "2",
-         "reward__functions": "[accuracy]"},
+        {
+            "data__train_files": "[FILES/unanswered.jsonl]",
+            "algorithm__reward_weight": "1",
+            "rollout__n": "2",
+            "reward__functions": "[accuracy]",
+        },
         r"data\.answer_key=answer: 1 of 2 training prompts have no answer.*accuracy.*row 2",
     ),
     "no answer to learn from": (
