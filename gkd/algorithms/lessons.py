@@ -70,12 +70,11 @@ def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     short = [name.rpartition(":")[2] for name in config.reward.functions]
-    for name, label in zip(config.reward.functions, short, strict=True):
+    for name, own in zip(config.reward.functions, short, strict=True):
         given = [record.rewards[name] for record in records]
         values = [value for value in given if not isinstance(value, str)]
         reasons = [reason for reason in given if isinstance(reason, str)]
-        if short.count(label) > 1:
-            label = name
+        label = name if short.count(own) > 1 else own
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
         took = [record.reward_s[name] for record in records if name in record.reward_s]

@@ -146,7 +146,7 @@ def _sets(knobs: Sequence[Knob], n: int, level: int) -> Iterator[dict[str, Value
 
 
 def _seconds(subject: Subject) -> float:
-    return step_of(stages_of(subject), 0, subject.card.is_cpu).seconds
+    return step_of(stages_of(subject), 0, subject.hosts).seconds
 
 
 def _knobs(subject: Subject, group: str) -> list[Knob]:

@@ -95,7 +95,8 @@ def _advice(result: Result, out: Console) -> None:
 def _pipeline(result: Result, out: Console) -> None:
     stages = result.stages
     parts = [f"generate {stages.generate:.2f}"]
-    parts += [f"{n} {s:.2f}" for n, s in (("score", stages.score), ("reference", stages.reference)) if s]
+    judged = {"score": stages.score, "reference": stages.reference, "reward model": stages.reward}
+    parts += [f"{name} {seconds:.2f}" for name, seconds in judged.items() if seconds]
     parts += [f"update {stages.update:.2f}", f"sync {stages.sync:.2f}"]
     source = "estimated" if result.factors is None else "as measured in the earlier run"
     out.print(f"\nseconds of each stage by itself, {source}: {', '.join(parts)}", soft_wrap=True)
