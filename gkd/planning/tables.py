@@ -88,8 +88,8 @@ def _advice(result: Result, out: Console) -> None:
     for one in result.advice:
         out.print(f"  {one.group}, level {one.level}, {LEVEL_NAMES[one.level]}:", soft_wrap=True)
         out.print(f"    {one.line()}", soft_wrap=True)
-    for group in without:
-        out.print(f"  {group.group}: {hopeless(result.subject, group)}", soft_wrap=True)
+    for memory in without:
+        out.print(f"  {memory.group}: {hopeless(result.subject, memory)}", soft_wrap=True)
 
 
 def _pipeline(result: Result, out: Console) -> None:
