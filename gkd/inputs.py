@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gkd.algorithms.top_k import top_k_wanted
-from gkd.config import REWARD_MODEL, Config
+from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
 from gkd.data.builtin import prepare_builtin
 from gkd.data.checkpoint import Checkpoint
 from gkd.data.prompts import PromptSet, load_prompts
@@ -53,6 +53,10 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     for name in judges:
         models[name] = Checkpoint.read(judges[name], f"{name.partition(':')[0]}.model.path")
     own = models["student"]
+    if config.actor.lora.r is not None:
+        from gkd.actor.lora import require_adaptable  # imports torch and peft
+
+        require_adaptable(student, config.actor.lora)
     if own.n_tokens > own.vocabulary:
         raise ConfigError(
             f"model.path={student}: its tokenizer has ids up to {own.n_tokens - 1}, the model {own.vocabulary} rows"
@@ -75,6 +79,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
             )
     if config.algorithm.needs_teacher:
         top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
+    _require_answers(config, train_prompts)
     if config.algorithm.on_policy_share < 1:
         train_prompts = _with_answers(train_prompts, tokenizer, own, config.rollout.max_response_length)
     return Inputs(
@@ -115,6 +120,18 @@ def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, s
     for teacher in judges.values():
         check_same_tokenizer(student, teacher)
     return student, judges, config.data.train_files, config.data.val_files
+
+
+def _require_answers(config: Config, found: PromptSet) -> None:
+    """Raise ConfigError where a prompt that is trained on lacks the answer that it is judged by or learned from."""
+    judging = [name for name in config.reward.functions if name in NEED_ANSWERS and config.algorithm.policy_weight]
+    why = f"reward.functions={judging[0]} compares with it" if judging else "it is to be learned from"
+    lacking = [prompt for prompt in found.prompts if not (prompt.answer or "").strip()]
+    if lacking and (judging or config.algorithm.on_policy_share < 1):
+        raise ConfigError(
+            f"data.answer_key={config.data.answer_key}: {len(lacking)} of {len(found.prompts)} training prompts have "
+            f"no answer, and {why}; the first is row {lacking[0].id + 1} of data.train_files"
+        )
 
 
 def _reference(config: Config, student: str) -> str:

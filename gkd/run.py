@@ -35,6 +35,7 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
     placement = _placed(config, session, output)
     config = _with_turns(config, placement)
+    out.print(step_text(config), soft_wrap=True)
     progress = Progress(out, config.trainer.total_steps)
     with progress:
         progress.doing("loading models")
@@ -60,6 +61,26 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s)
     report.write(summary, output)
     report.show(summary, output, _next_command(config, output), out)
+
+
+def step_text(config: Config) -> str:
+    """What one step is made of, and the settings that memory depends on, in one line."""
+    actor, prompts, n = config.actor, config.trainer.batch_size, config.rollout.n
+    samples = prompts * n
+    updates = actor.update_epochs * -(-samples // (actor.mini_batch_size or samples))
+    parts = [
+        f"a step: {prompts:,} prompts x {n} = {samples:,} samples, {updates} update{'s' * (updates != 1)}",
+        f"prompts up to {config.data.max_prompt_length:,} and responses up to {config.rollout.max_response_length:,} "
+        "tokens",
+        f"micro-batches of {actor.max_tokens_per_micro_batch:,} tokens",
+    ]
+    if actor.gradient_checkpointing:
+        parts.append("gradient checkpointing")
+    if actor.lora.r is not None:
+        parts.append(f"LoRA r={actor.lora.r}" + (f" over {actor.lora.quantize}" if actor.lora.quantize else ""))
+    if actor.offload_optimizer:
+        parts.append("optimizer in the host's memory")
+    return "; ".join(parts)
 
 
 def _first(parts: Parts, log: RunLog) -> State:

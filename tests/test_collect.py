@@ -75,6 +75,8 @@ def test_the_limit_of_rounds_holds_and_the_rest_is_filled() -> None:
 def test_who_judges() -> None:
     assert judging_wanted(grpo(1), 50) == Judging(None, 1.0, reference=False, rewards=True)
     assert judging_wanted(load({"algorithm": {"loss": {"top_k": 7, "temperature": 2.0}}}), 50) == Judging(7, 2.0)
+    advised = load({"algorithm": {"name": "grpo", "advantage": {"teacher_kl": 0.1}}, "rollout": {"n": 2}})
+    assert judging_wanted(advised, 200_000) == Judging(0, 1.0, rewards=True)  # no more than the tokens sampled
     both = load({"algorithm": {"kl": {"coef": 0.1}}})
     assert judging_wanted(both, 50).reference
     with_lora = load({"algorithm": {"kl": {"coef": 0.1}}, "actor": {"lora": {"r": 4}}})

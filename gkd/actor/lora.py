@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from gkd.config import Lora
 from gkd.errors import ConfigError
 
 ADAPTER = "default"
 _BASE, _LORA = ".base_layer", ".lora_"
+ALL = "all-linear"
 
 Whole = Callable[[Tensor], Tensor]
+
+
+def require_adaptable(path: str, settings: Lora) -> None:
+    """Raise ConfigError for adapters that the model in ``path`` cannot have; no weight is read."""
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the actor says the same
+        add_adapter(lm, settings)
 
 
 def add_adapter(lm: nn.Module, settings: Lora) -> None:
@@ -27,11 +41,12 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
 
     Raises ConfigError when the targets match nothing, or a layer that is no linear one.
     """
+    targets = _linear_layers(lm) if settings.target_modules == ALL else settings.target_modules
     try:
-        inject_adapter_in_model(_described(settings), lm)
+        inject_adapter_in_model(_described(settings, targets), lm)
     except ValueError as error:
-        targets = settings.target_modules
-        raise ConfigError(f"actor.lora.target_modules={targets}: {' '.join(str(error).split())[:200]}") from None
+        given, reason = settings.target_modules, " ".join(str(error).split())[:200]
+        raise ConfigError(f"actor.lora.target_modules={given}: {reason}") from None
     for name, module in lm.named_modules():
         if isinstance(module, BaseTunerLayer) and not _is_linear(module):
             raise ConfigError(f"actor.lora.target_modules: {name} is no linear layer; its adapter cannot be merged")
@@ -42,8 +57,15 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, Linear) or (isinstance(module, LoraLayer) and hasattr(module.base_layer, "quant_state"))
 
 
-def _described(settings: Lora) -> LoraConfig:
-    targets = settings.target_modules
+def _linear_layers(lm: Any) -> list[str]:
+    """Names of all linear layers but the head. peft's own all-linear takes experts along, which cannot be merged."""
+    head = lm.get_output_embeddings()
+    return [
+        name for name, module in lm.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+
+
+def _described(settings: Lora, targets: str | list[str]) -> LoraConfig:
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.r,
@@ -92,7 +114,8 @@ def without_adapter(lm: nn.Module) -> Iterator[None]:
 
 def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, directory: Path) -> None:
     """Write the adapter alone in peft's format, for the model in ``base``; ``tensors`` are those of the adapter."""
-    described = _described(settings)
+    adapted = sorted({name.partition(_LORA)[0] for name in tensors})
+    described = _described(settings, adapted if settings.target_modules == ALL else settings.target_modules)
     described.base_model_name_or_path = base
     described.inference_mode = True
     directory.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,10 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], divide_by_
     found = np.zeros_like(values)
     for label in np.unique(labels):
         own = labels == label
+        if (values[own] == values[own][0]).all():
+            continue  # exactly 0, where the mean of equal numbers may be off by rounding
         centred = values[own] - values[own].mean()
-        if divide_by_std and own.sum() > 1:
+        if divide_by_std:
             centred /= values[own].std(ddof=1) + EPSILON
         found[own] = centred
     return found

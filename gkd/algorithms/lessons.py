@@ -64,13 +64,17 @@ def lessons_of(config: Config, records: Sequence[Record]) -> tuple[list[Lesson],
 
 
 def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
-    """reward/NAME/mean, /failed (a share) and /seconds a sample; a user's function goes by its own name."""
+    """reward/NAME/mean, /failed (a share) and /seconds a sample.
+
+    A user's function goes by its own name, where another has the same by its module's as well.
+    """
     metrics: dict[str, float] = {}
-    for name in config.reward.functions:
+    short = [name.rpartition(":")[2] for name in config.reward.functions]
+    for name, own in zip(config.reward.functions, short, strict=True):
         given = [record.rewards[name] for record in records]
         values = [value for value in given if not isinstance(value, str)]
         reasons = [reason for reason in given if isinstance(reason, str)]
-        label = name.rpartition(":")[2]
+        label = name if short.count(own) > 1 else own
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
         took = [record.reward_s[name] for record in records if name in record.reward_s]

@@ -81,8 +81,16 @@ def _nearest_text(asks: Sequence[Ask], idle: Sequence[Node], cpus: float) -> str
         words = [*_overrides(asks, found), _cpu_override(found, idle)]
     if found is None:
         external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(asks) else ""
-        return f"no layout of {len(asks)} groups fits: each needs a GPU of its own{external}"
+        return f"no layout of {len(asks)} groups fits: each needs a GPU of its own{external}{_sharing_text(idle)}"
     return f"nearest that fits: {' '.join(words)}"
+
+
+def _sharing_text(idle: Sequence[Node]) -> str:
+    """The layout in which groups share what there is."""
+    most = max((len(node.gpus) for node in idle), default=0)
+    if most == 0:
+        return ""
+    return "; sharing fits: " + ("placement=single_gpu" if most == 1 else "placement=2gpu")
 
 
 def _has_teacher(asks: Sequence[Ask]) -> bool:

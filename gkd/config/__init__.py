@@ -53,6 +53,7 @@ __all__ = [
     "BUILTIN_REWARDS",
     "GROUPS",
     "MAX_AUTO_SIMULATED_GPUS",
+    "NEED_ANSWERS",
     "REWARD_MODEL",
     "Actor",
     "Algorithm",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from gkd.config.base import Engine, Pool, Settings
 
@@ -186,10 +187,24 @@ class Lora(Settings):
         None, description="nf4: the weights under the adapters in 4 bits, through bitsandbytes; null: as they are"
     )
 
+    @field_validator("target_modules")
+    @classmethod
+    def _targets_are_named(cls, targets: str | list[str]) -> str | list[str]:
+        if not targets:
+            raise ValueError("names no layer")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"is neither all-linear, a list of names, nor a regular expression: {error}") from None
+        return targets
+
     @model_validator(mode="after")
-    def _only_what_is_not_trained_is_quantized(self) -> Lora:
-        if self.quantize is not None and self.r is None:
-            raise ValueError(f"quantize={self.quantize} is for the weights under adapters: set r as well")
+    def _without_a_rank_there_are_no_adapters(self) -> Lora:
+        fields = type(self).model_fields
+        told = [name for name in fields if name != "r" and getattr(self, name) != fields[name].default]
+        if self.r is None and told:
+            raise ValueError(f"{told[0]}={getattr(self, told[0])} is for adapters, and there are none: set r as well")
         return self
 
 

@@ -109,7 +109,7 @@ def _standing(shape: ModelShape, training: Training) -> dict[str, float]:
         linear = [(kind.count, w) for kind in shape.layers for w in kind.weights if w.linear]
         whole -= sum(count * w.shard(training.world) for count, w in linear)
         packed = NF4 * sum(count * w.size for count, w in linear)
-    adapters = sum(w.shard(training.world) for w in adapter_weights(shape, training.lora))
+    adapters = sum(count * w.shard(training.world) for count, w in adapter_weights(shape, training.lora))
     trained = whole if training.lora.r is None else adapters
     if training.offloaded:
         return {"weights": packed, "gradients": 0.0, "optimizer state": 0.0}
@@ -156,5 +156,5 @@ def _root_gradient(shape: ModelShape, training: Training) -> float:
 
 
 def _largest_trained(shape: ModelShape, training: Training) -> int:
-    trained = shape.weights() if training.lora.r is None else adapter_weights(shape, training.lora)
-    return max(w.shard(training.world) for w in trained)
+    trained = shape.weights() if training.lora.r is None else (w for _, w in adapter_weights(shape, training.lora))
+    return max((w.shard(training.world) for w in trained), default=0)

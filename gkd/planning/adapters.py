@@ -8,15 +8,16 @@ from gkd.config import Lora
 from gkd.planning.shape import ModelShape, Weight
 
 
-def adapter_weights(shape: ModelShape, lora: Lora) -> list[Weight]:
-    """Every adapter's weights, over all layers; none without a rank."""
+def adapter_weights(shape: ModelShape, lora: Lora) -> list[tuple[int, Weight]]:
+    """Every adapter's weights, and how many layers have the like; none without a rank."""
     if lora.r is None:
         return []
     found = []
     for layers in shape.layers:
         for w in layers.weights:
             if w.linear and _targeted(w.name, lora.target_modules):
-                found += layers.count * [Weight(f"{w.name}.A", lora.r, w.cols), Weight(f"{w.name}.B", w.rows, lora.r)]
+                both = Weight(f"{w.name}.A", lora.r, w.cols), Weight(f"{w.name}.B", w.rows, lora.r)
+                found += [(layers.count, one) for one in both]
     return found
 
 

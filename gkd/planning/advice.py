@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gkd.config import GROUPS, Config, Engine
+from gkd.config import GROUPS, Config, Engine, Rollout
 from gkd.planning.items import GB, GroupMemory
 from gkd.planning.memory import memory_of
 from gkd.planning.pipeline import step_of
@@ -24,6 +24,7 @@ LEVEL_NAMES = {
     3: "adapters instead of the model",
 }
 MOST_CHANGES = 4
+CACHE = (".gpu_memory_utilization", ".kv_cache_gb")
 Value = int | float | bool
 
 
@@ -71,11 +72,17 @@ def shortage(subject: Subject, group: str) -> str:
     """In one line: what does not fit, and the mildest changes, for a message or a handler of out-of-memory errors."""
     memory = _of(subject, group)
     found = advice(subject, group)
-    if found:
-        hint = f"this fits: {found[0].overrides()}"
-    else:
-        hint = "no change of settings makes it fit: a smaller model or a larger card would"
+    hint = f"this fits: {found[0].overrides()}" if found else hopeless(subject, memory)
     return f"{short(memory, subject.card.is_cpu)}; {hint}"
+
+
+def hopeless(subject: Subject, memory: GroupMemory) -> str:
+    """What to say of a group that does not fit, and for which there is no advice."""
+    if memory.lack or memory.total > subject.card.memory:
+        return "no change of settings makes it fit: a smaller model or a larger card would"
+    if subject.card.is_cpu:
+        return "no change of its own settings makes it fit: smaller groups beside it, or more memory, would"
+    return "no change of its own settings makes it fit: smaller groups on its GPUs, or GPUs of its own, would"
 
 
 def short(memory: GroupMemory, on_cpu: bool = False) -> str:
@@ -100,15 +107,14 @@ def by_memory(subject: Subject, sizes_gb: Sequence[float]) -> list[tuple[float, 
 
 
 def _of(subject: Subject, group: str) -> GroupMemory:
-    return next(memory for memory in memory_of(subject) if memory.group == group)
+    return next(memory for memory in memory_of(subject, group) if memory.group == group)
 
 
 def _cheapest(subject: Subject, group: str, level: int) -> Advice | None:
     """Of the smallest sets of changes that fit and use this level, the one with the shortest step."""
     knobs = [knob for knob in _knobs(subject, group) if knob.level <= level]
-    strongest = {knob.setting: knob.values[-1] for knob in knobs}
-    if not subject.card.is_cpu and not _after(subject, group, strongest).fits:
-        return None  # on a CPU a larger cache may be what is wanted, or a smaller one: no value is the strongest
+    if not _possible(subject, group, knobs):
+        return None
     now, seconds = _needed(_of(subject, group)), _seconds(subject)
     for n in range(1, MOST_CHANGES + 1):
         fitting: list[Advice] = []
@@ -116,15 +122,34 @@ def _cheapest(subject: Subject, group: str, level: int) -> Advice | None:
             memory = _after(subject, group, settings)
             if memory.fits and not any(_after(subject, group, fewer).fits for fewer in _without_one(settings)):
                 saved = now - _needed(memory)
-                slower = _seconds(replace(subject, config=changed(subject.config, settings))) / seconds
-                fitting.append(Advice(group, level, settings, saved, memory.margin, slower))
+                whole = _complete(subject, settings)
+                slower = _seconds(replace(subject, config=changed(subject.config, whole))) / seconds
+                fitting.append(Advice(group, level, whole, saved, memory.margin, slower))
         if fitting:
             return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
     return None
 
 
+def _possible(subject: Subject, group: str, knobs: Sequence[Knob]) -> bool:
+    """Whether the strongest changes make it fit. Of a cache's size any may be what is wanted, larger or smaller."""
+    caches = {knob.setting: knob.values for knob in knobs if knob.setting.endswith(CACHE)}
+    strongest = {knob.setting: knob.values[-1] for knob in knobs if knob.setting not in caches}
+    tried = [strongest, *(strongest | {name: value} for name, values in caches.items() for value in values)]
+    return any(_after(subject, group, settings).fits for settings in tried)
+
+
 def _after(subject: Subject, group: str, settings: Mapping[str, Value]) -> GroupMemory:
-    return _of(replace(subject, config=changed(subject.config, settings)), group)
+    return _of(replace(subject, config=changed(subject.config, _complete(subject, settings))), group)
+
+
+def _complete(subject: Subject, settings: Mapping[str, Value]) -> dict[str, Value]:
+    """With as many GPUs as wider engines fill, where the pool has not."""
+    found = dict(settings)
+    for setting, width in settings.items():
+        section, _, name = setting.partition(".")
+        if name == "tensor_parallel_size" and (n := getattr(subject.config, section).n_gpus_per_node) % width:
+            found[f"{section}.n_gpus_per_node"] = -(-n // int(width)) * int(width)
+    return found
 
 
 def _needed(memory: GroupMemory) -> float:
@@ -138,15 +163,15 @@ def _without_one(settings: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
 
 
 def _sets(knobs: Sequence[Knob], n: int, level: int) -> Iterator[dict[str, Value]]:
-    """Every choice of ``n`` knobs, one of ``level`` at least, each with every value."""
+    """Every choice of ``n`` knobs of different settings, one of ``level`` at least, each with every value."""
     for chosen in itertools.combinations(knobs, n):
-        if any(knob.level == level for knob in chosen):
+        if any(knob.level == level for knob in chosen) and len({knob.setting for knob in chosen}) == n:
             for values in itertools.product(*(knob.values for knob in chosen)):
                 yield {knob.setting: value for knob, value in zip(chosen, values, strict=True)}
 
 
 def _seconds(subject: Subject) -> float:
-    return step_of(stages_of(subject), 0, subject.card.is_cpu).seconds
+    return step_of(stages_of(subject), 0, subject.hosts).seconds
 
 
 def _knobs(subject: Subject, group: str) -> list[Knob]:
@@ -178,8 +203,9 @@ def _actor_knobs(subject: Subject) -> list[Knob]:
     if not subject.card.is_cpu:
         knobs.append(Knob("actor.offload_optimizer", 2, () if actor.offload_optimizer else (True,)))
         knobs.append(_more_gpus(config))
+    ranks = () if config.reference.model.path is not None else (16, 8, 4)  # with adapters it is the student
     r = actor.lora.r
-    return [*knobs, *_shorter(config), Knob("actor.lora.r", 3, tuple(v for v in (16, 8, 4) if r is None or v < r))]
+    return [*knobs, *_shorter(config), Knob("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r))]
 
 
 def _more_gpus(config: Config) -> Knob:
@@ -187,8 +213,7 @@ def _more_gpus(config: Config) -> Knob:
     now, per_node, nnodes = config.trainer.n_gpus_per_node, config.plan.gpus_per_node, config.trainer.nnodes
     if now >= per_node:
         return Knob("trainer.nnodes", 2, tuple(nnodes << i for i in (1, 2, 3)))
-    others = sum(pool.n_gpus_per_node for name, pool in config.pools() if name != "trainer")
-    free = per_node - others
+    free = _room(config, "trainer")
     return Knob("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
 
 
@@ -197,6 +222,15 @@ def _turns(subject: Subject) -> list[Knob]:
     config = subject.config
     possible = config.on_the_actors_gpus() and config.actor.lora.quantize is None and not subject.card.is_cpu
     return [Knob("cluster.take_turns", 1, (True,))] if possible and config.cluster.take_turns is False else []
+
+
+def _room(config: Config, section: str) -> int:
+    """GPUs of a node that a pool could have: all that are not others' own. 0 where it has named or others' GPUs."""
+    pools, guests = dict(config.pools()), config.hosts()
+    if pools[section].gpus is not None or GROUPS.get(section, section) in guests:
+        return 0
+    own = [name for name in pools if name != section and GROUPS.get(name, name) not in guests]
+    return config.plan.gpus_per_node - sum(pools[name].n_gpus_per_node for name in own)
 
 
 def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
@@ -209,10 +243,16 @@ def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
     if subject.card.is_cpu:
         sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)
         return [*knobs, Knob(f"{section}.kv_cache_gb", 1, sizes), *_shorter(subject.config)]
-    shares = tuple(v for v in (0.8, 0.9, 0.95) if v != engine.gpu_memory_utilization)
-    knobs.append(Knob(f"{section}.gpu_memory_utilization", 1, shares))
+    share = engine.gpu_memory_utilization
+    shared = any(GROUPS.get(section, section) in pair for pair in subject.config.may_share())
+    shares = [round(share * part, 3) for part in (1.25, 1.5, 0.8, 0.6, 0.4)] if shared else [0.8, 0.9, 0.95]
+    knobs.append(Knob(f"{section}.gpu_memory_utilization", 1, tuple(v for v in shares if v != share and v <= 0.95)))
     knobs.append(Knob(f"{section}.enforce_eager", 1, () if engine.enforce_eager else (True,)))
-    tp, n = engine.tensor_parallel_size, engine.n_gpus_per_node
-    widths = tuple(tp << i for i in (1, 2, 3) if n % (tp << i) == 0)  # what divides the pool
-    knobs.append(Knob(f"{section}.tensor_parallel_size", 1, widths))
+    if isinstance(engine, Rollout) and engine.engine == "hf":  # has neither shares nor graphs, and runs on one GPU
+        return [knobs[0], *_shorter(subject.config)]
+    n, room, heads = engine.n_gpus_per_node, _room(subject.config, section), subject.models.of(section).heads
+    widths = [tp for i in (1, 2, 3) if heads % (tp := engine.tensor_parallel_size << i) == 0]
+    knobs.append(Knob(f"{section}.tensor_parallel_size", 1, tuple(tp for tp in widths if n % tp == 0)))
+    wider = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)  # of more GPUs
+    knobs.append(Knob(f"{section}.tensor_parallel_size", 2, wider))
     return [*knobs, *_shorter(subject.config)]

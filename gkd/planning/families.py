@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,19 @@ class Family:
     tied: bool = False
     head_dim: int | None = None
     fused: bool = False
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that a config.json may leave out."""
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTS = {
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok",
+    "decoder_sparse_step", "n_embd", "n_inner", "n_layer", "n_head", "n_positions",
+}  # fmt: skip
+MAY_BE_0 = {*EXPERTS, "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace"}
+OTHER_PARTS = {"vision_config", "audio_config"}
+LARGEST = 1 << 40  # far beyond any model
 
 
 FAMILIES: dict[str, Family] = {
@@ -38,7 +51,14 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(qk_norm=True),
     "gemma": Family(norm="gemma", tied=True, head_dim=256),
     "gemma2": Family(norm="gemma", norms=4, tied=True, head_dim=256),
-    "gemma3_text": Family(norm="gemma", norms=4, qk_norm=True, tied=True, head_dim=256),
+    "gemma3_text": Family(
+        norm="gemma",
+        norms=4,
+        qk_norm=True,
+        tied=True,
+        head_dim=256,
+        defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
+    ),
     "phi3": Family(fused=True),
 }
 
@@ -46,13 +66,12 @@ FAMILIES: dict[str, Family] = {
 def read_shape(path: str, setting: str) -> ModelShape:
     """The shape of the model in ``path``, a directory or the name of a locally cached model.
 
-    Raises ConfigError, naming ``setting``, where there is no config.json or a number is missing in it.
+    Raises ConfigError, naming ``setting``, where there is no config.json or a number is missing or wrong in it.
     """
     file = _config_file(path, setting)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return shape_of(found)
-    except (OSError, ValueError) as error:
+        return shape_of(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{setting}={path}: config.json cannot be read: {error}") from None
     except KeyError as error:
         raise ConfigError(f"{setting}={path}: config.json has no {error.args[0]}") from None
@@ -77,19 +96,44 @@ def _config_file(path: str, setting: str) -> Path:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a config.json describes. Raises KeyError with the name of a number that is missing."""
-    config = config.get("text_config") or config
+    """The shape that a config.json describes.
+
+    Raises KeyError with the name of a number that is missing, ValueError for one that is none.
+    """
+    whole = _checked(config)
+    config = _checked(whole.get("text_config") or whole)
     kind = str(config.get("model_type", "llama"))
     if kind == "gpt2":
         return _gpt2(config)
-    note = "" if kind in FAMILIES else f"model_type {kind} is not known: counted as a decoder like Llama"
-    return _decoder(config, kind, FAMILIES.get(kind, Family()), note)
+    notes = [] if kind in FAMILIES else [f"model_type {kind} is not known: counted as a decoder like Llama"]
+    notes += ["only the language model is counted"] * (not whole.keys().isdisjoint(OTHER_PARTS))
+    family = FAMILIES.get(kind, Family())
+    try:
+        return _decoder({**family.defaults, **config}, kind, family, "; ".join(notes))
+    except KeyError as error:
+        if kind in FAMILIES:
+            raise
+        raise ValueError(f"model_type {kind} is not known, and it has no {error.args[0]} as Llama has") from None
+
+
+def _checked(config: Any) -> Mapping[str, Any]:
+    """What a config.json says, without what it leaves open (null)."""
+    if not isinstance(config, Mapping):
+        raise ValueError("it does not describe a model")
+    told = {name: value for name, value in config.items() if value is not None}
+    for name in told.keys() & (COUNTS | MAY_BE_0):
+        value = told[name]
+        if type(value) is not int or not (name not in MAY_BE_0) <= value < LARGEST:
+            raise ValueError(f"{name} is {str(value)[:40]}")
+    return told
 
 
 def _decoder(config: Mapping[str, Any], kind: str, family: Family, note: str) -> ModelShape:
     hidden, heads, n_layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or family.head_dim or hidden // heads
+    if not head_dim:
+        raise ValueError(f"hidden_size {hidden} is less than num_attention_heads {heads}")
     vocabulary = config["vocab_size"]
     tied = bool(config.get("tie_word_embeddings", family.tied))
     norm_names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward"]
@@ -137,16 +181,19 @@ def _attention(config: Mapping[str, Any], family: Family, hidden: int, queries: 
 
 def _layers(config: Mapping[str, Any], family: Family, common: list[Weight], n_layers: int) -> tuple[Layers, ...]:
     """Dense layers and, where the model has any, those with experts."""
-    n_experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    n_experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
     if not n_experts:
         width = config["intermediate_size"]
         return (Layers(n_layers, (*common, *_mlp(config, family, config["hidden_size"], width)), width),)
     step, dense_only = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
-    sparse = sum(i not in dense_only and (i + 1) % step == 0 for i in range(n_layers))
+    first = config.get("first_k_dense_replace", 0)
+    sparse = sum(i >= first and i not in dense_only and (i + 1) % step == 0 for i in range(n_layers))
     experts = Experts(
         n_experts, config["num_experts_per_tok"], config.get("moe_intermediate_size") or config["intermediate_size"]
     )
-    found = [Layers(sparse, (*common, *_experts(config, experts)), experts.per_token * experts.width, experts)]
+    found = []
+    if sparse:
+        found = [Layers(sparse, (*common, *_experts(config, experts)), experts.per_token * experts.width, experts)]
     if sparse < n_layers:
         width = config["intermediate_size"]
         mlp = _mlp(config, family, config["hidden_size"], width)
@@ -173,7 +220,8 @@ def _experts(config: Mapping[str, Any], experts: Experts) -> list[Weight]:
         Weight("mlp.experts.gate_up_proj", experts.count, 2 * experts.width * hidden, share=share),
         Weight("mlp.experts.down_proj", experts.count, experts.width * hidden, share=share),
     ]
-    if width := config.get("shared_expert_intermediate_size"):
+    shared = config.get("n_shared_experts", 0) * experts.width
+    if width := config.get("shared_expert_intermediate_size") or shared:
         found += _mlp({}, Family(), hidden, width, "mlp.shared_expert")
         found.append(Weight("mlp.shared_expert_gate", 1, hidden, linear=True))
     return found

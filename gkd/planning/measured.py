@@ -44,6 +44,7 @@ class Factors:
             stages.update * self.update,
             stages.sync * self.sync,
             stages.tail * self.score,
+            stages.reward * self.score,
         )
 
 
@@ -56,7 +57,7 @@ def factors_of(directory: str, subject: Subject) -> Factors:
     planned = stages_of(replace(subject, config=config, models=models_of(config)))
     seen = {name: _median(rows, name) for name in ("generate", "score", "update", "sync")}
     score = 1.0
-    judged = max(planned.score, planned.reference)
+    judged = max(planned.score, planned.reference, planned.reward)
     if judged and seen["score"] > SCORING_LED * seen["generate"]:
         score = (seen["generate"] + seen["score"]) / (judged + planned.tail)
     return replace(

@@ -15,13 +15,16 @@ PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transform
 FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
 
 
-def memory_of(subject: Subject) -> list[GroupMemory]:
-    """Every group's, in the order GPUs are handed out.
+def memory_of(subject: Subject, only: str | None = None) -> list[GroupMemory]:
+    """Every group's, in the order GPUs are handed out; with ``only`` perhaps no more than bears on that group.
 
     On a CPU each has what the others leave of the machine's memory, on a GPU what those it shares it with leave: all of
     what they have, or, where they take turns, what they keep while they do not work.
     """
-    found = [group_memory(subject, GROUPS.get(section, section), pool) for section, pool in subject.config.pools()]
+    pools = {GROUPS.get(section, section): pool for section, pool in subject.config.pools()}
+    if only is not None and not subject.card.is_cpu and not subject.config.hosts():
+        pools = {only: pools[only]}
+    found = [group_memory(subject, group, pool) for group, pool in pools.items()]
     if not subject.card.is_cpu:
         side_by_side = [
             replace(group, available=_left_by_others(subject, group, found, turns=False)) for group in found

@@ -78,13 +78,12 @@ def plan(subject: Subject, factors: Factors | None, best: int | None, cards: boo
     memory = memory_of(subject)
     known = factors or Factors()
     stages = known.apply(stages_of(subject))
-    shared = subject.card.is_cpu
     return Result(
         subject=subject,
         memory=memory,
         advice=[one for group in memory for one in advice(subject, group.group)],
         stages=stages,
-        steps=[step_of(stages, staleness, shared) for staleness in STALENESS],
+        steps=[step_of(stages, staleness, subject.hosts) for staleness in STALENESS],
         factors=factors,
         splits=[] if best is None else best_splits(subject, best, factors=known),
         cards=by_memory(subject, CARD_SIZES_GB) if cards else [],

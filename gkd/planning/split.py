@@ -19,13 +19,14 @@ from gkd.errors import ConfigError
 from gkd.planning.measured import Factors
 from gkd.planning.memory import group_memory
 from gkd.planning.pipeline import Step, step_of
-from gkd.planning.stages import Stages, generate_s, score_s, stages_of, sync_s, tail_s, update_s
+from gkd.planning.stages import Stages, generate_s, reward_s, score_s, stages_of, sync_s, tail_s, update_s
 from gkd.planning.subject import Subject, changed
 
 Floats = NDArray[np.float64]
 KEPT = 8  # combinations of as many GPUs, the fastest of which could turn out not to be placeable
 TRIED = 200  # of the fastest splits, looked at until enough of them can be placed on nodes
 WIDTHS = (1, 2, 4, 8)
+OWN = ("gpus", "share_with")  # settings of a pool that a split does without
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,14 @@ class Size:
 class Split:
     """A layout, as settings, with its stages and its step at a staleness."""
 
-    settings: dict[str, int]
+    settings: dict[str, int | None]
     gpus: dict[str, int]
     stages: Stages
     step: Step
 
     def overrides(self) -> str:
         """To paste behind the command."""
-        return " ".join(f"{name}={value}" for name, value in self.settings.items())
+        return " ".join(f"{name}={'null' if value is None else value}" for name, value in self.settings.items())
 
 
 def best_splits(
@@ -67,15 +68,18 @@ def best_splits(
     """
     sections = [section for section, _ in subject.config.pools()]
     if n_gpus < len(sections):
-        raise ConfigError(f"--best {n_gpus}: {len(sections)} groups need a GPU each ({', '.join(sections)})")
-    base, known = _without_ranges(subject), factors or Factors()
+        raise ConfigError(
+            f"--best {n_gpus}: {len(sections)} groups need a GPU each ({', '.join(sections)}); on fewer, plan "
+            "placement=single_gpu or placement=2gpu"
+        )
+    base, known = _apart(subject), factors or Factors()
     sizes = {section: _sizes(base, section, n_gpus - len(sections) + 1, n_gpus, known) for section in sections}
     nodes = _nodes(n_gpus, subject.config.plan.gpus_per_node)
     found: list[Split] = []
     for mix in _fastest(sizes, n_gpus, staleness):
         asks = [Ask(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
         if solve(asks, nodes, 0.0) is not None:
-            found.append(_split(base, mix, staleness, known))
+            found.append(_split(subject, base, mix, staleness, known))
         if len(found) == count:
             break
     if not found:
@@ -83,9 +87,11 @@ def best_splits(
     return sorted(found, key=lambda split: split.step.seconds)
 
 
-def _without_ranges(subject: Subject) -> Subject:
+def _apart(subject: Subject) -> Subject:
+    """Without ranges of GPUs, and every group on some of its own."""
     config = subject.config
-    return replace(subject, config=changed(config, {f"{section}.gpus": None for section, _ in config.pools()}))
+    settings = {f"{section}.{name}": None for section, _ in config.pools() for name in OWN}
+    return replace(subject, config=changed(config, settings))
 
 
 def _nodes(n_gpus: int, per_node: int) -> list[Node]:
@@ -142,7 +148,9 @@ def _timed(subject: Subject, group: str, pool: Pool, tp: int, factors: Factors) 
     if group == "actor":
         seconds = update_s(subject, world, nnodes) * factors.update + sync_s(subject, world) * factors.sync
         return Size(n, nnodes, 1, seconds)
-    assert isinstance(pool, Engine), "every group but the actor is one of engines"
+    if not isinstance(pool, Engine):
+        seconds, last = reward_s(subject, pool)
+        return Size(n, nnodes, tp, seconds * factors.score, last * factors.score)
     if group == "rollout":
         return Size(n, nnodes, tp, generate_s(subject, pool) * factors.generate)
     score, tail = score_s(subject, group, pool), tail_s(subject, group, pool)
@@ -198,15 +206,16 @@ class _Mix:
         return _Mix(seconds[kept], tails[kept], totals[kept], np.c_[self.chosen[old], new])
 
 
-def _split(subject: Subject, mix: dict[str, Size], staleness: int, factors: Factors) -> Split:
-    settings: dict[str, int] = {}
+def _split(subject: Subject, apart: Subject, mix: dict[str, Size], staleness: int, factors: Factors) -> Split:
+    settings: dict[str, int | None] = {}
     for section, size in mix.items():
         pool = getattr(subject.config, section)
+        settings |= {f"{section}.{name}": None for name in OWN if getattr(pool, name) is not None}
         settings[f"{section}.n_gpus_per_node"] = size.n_gpus
         if size.nnodes != 1 or pool.nnodes != 1:
             settings[f"{section}.nnodes"] = size.nnodes
         if isinstance(pool, Engine) and size.tensor_parallel != pool.tensor_parallel_size:
             settings[f"{section}.tensor_parallel_size"] = size.tensor_parallel
-    stages = factors.apply(stages_of(replace(subject, config=changed(subject.config, settings))))
+    stages = factors.apply(stages_of(replace(apart, config=changed(apart.config, settings))))
     gpus = {GROUPS.get(section, section): size.total for section, size in mix.items()}
     return Split(settings, gpus, stages, step_of(stages, staleness))

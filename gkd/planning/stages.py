@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config import Engine
+from gkd.config import Engine, Pool
 from gkd.planning.actor_memory import F32
 from gkd.planning.engine_memory import kv_bytes, sequences_held
 from gkd.planning.memory import micro_batch
@@ -28,7 +28,7 @@ SWITCH_S = 0.02  # of an object store and an engine that stops and starts, measu
 class Stages:
     """Seconds of each stage of one step, each by itself. ``tail``: what the last sample takes to be scored.
 
-    ``score`` and ``reference`` are 0 where nobody is asked.
+    ``score``, ``reference`` and ``reward`` (of a reward model) are 0 where nobody is asked.
     """
 
     generate: float
@@ -37,18 +37,22 @@ class Stages:
     update: float
     sync: float
     tail: float
+    reward: float = 0.0
 
 
 def stages_of(subject: Subject) -> Stages:
     """All stages of a configuration's layout."""
     config = subject.config
-    score = reference = tail = 0.0
+    score = reference = tail = reward = 0.0
     pools = dict(config.pools())
     if "teacher" in pools:
         score, tail = score_s(subject, "teacher", config.teacher), tail_s(subject, "teacher", config.teacher)
     if "reference" in pools:
         reference = score_s(subject, "reference", config.reference)
         tail = max(tail, tail_s(subject, "reference", config.reference))
+    if "reward_model" in pools:
+        reward, last = reward_s(subject, config.reward_model)
+        tail = max(tail, last)
     world = config.trainer.n_workers
     return Stages(
         generate_s(subject, config.rollout),
@@ -57,6 +61,7 @@ def stages_of(subject: Subject) -> Stages:
         update_s(subject, world, config.trainer.nnodes),
         sync_s(subject, world),
         tail,
+        reward,
     )
 
 
@@ -95,6 +100,15 @@ def score_s(subject: Subject, group: str, engine: Engine) -> float:
 def tail_s(subject: Subject, group: str, engine: Engine) -> float:
     """Scoring the samples that finish last: one by each engine."""
     return min(subject.work().samples / _engines(engine), 1.0) * _score_one(subject, group, engine)
+
+
+def reward_s(subject: Subject, pool: Pool) -> tuple[float, float]:
+    """What a reward model takes for a batch, and for the samples that finish last: layers alone, it has one output."""
+    work, shape = subject.work(), subject.models.of("reward_model")
+    length = work.prompt + work.response
+    one = length * forward_flops(shape, length / 2) / subject.card.flops
+    each = work.samples / pool.n_workers
+    return each * one, min(each, 1.0) * one
 
 
 def _score_one(subject: Subject, group: str, engine: Engine) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.algorithms.top_k import top_k_wanted
-from gkd.config import Config
+from gkd.config import GROUPS, Config
 from gkd.data import sorting
 from gkd.data.builtin import ModelRecipe, recipes
 from gkd.errors import ConfigError
@@ -73,6 +73,13 @@ class Subject:
     def compute(self) -> int:
         """Bytes of a number of the type that models compute in."""
         return 4 if self.config.model.dtype_on("cpu" if self.card.is_cpu else "cuda") == "float32" else 2
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Of every group that computes on the devices of another, which that is; on a CPU all share its cores."""
+        if not self.card.is_cpu:
+            return self.config.hosts()
+        return {GROUPS.get(section, section): "actor" for section, _ in self.config.pools()}
 
     def work(self) -> Work:
         """The batch of a step."""

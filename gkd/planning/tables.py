@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from gkd.planning.advice import LEVEL_NAMES
+from gkd.planning.advice import LEVEL_NAMES, hopeless
 from gkd.planning.items import GB, GroupMemory
 from gkd.planning.result import Result
 from gkd.planning.shape import ModelShape
@@ -79,7 +79,7 @@ def _gb(n_bytes: float) -> str:
 
 
 def _advice(result: Result, out: Console) -> None:
-    without = [g.group for g in result.memory if not g.fits and g.group not in {a.group for a in result.advice}]
+    without = [g for g in result.memory if not g.fits and g.group not in {a.group for a in result.advice}]
     if result.advice:
         out.print("\nwhat makes it fit, the mildest first (overrides to paste):")
     mild = {one.group for one in result.advice if one.level == 1}
@@ -88,14 +88,15 @@ def _advice(result: Result, out: Console) -> None:
     for one in result.advice:
         out.print(f"  {one.group}, level {one.level}, {LEVEL_NAMES[one.level]}:", soft_wrap=True)
         out.print(f"    {one.line()}", soft_wrap=True)
-    for group in without:
-        out.print(f"  {group}: no change of settings makes it fit; a smaller model or a larger card would")
+    for memory in without:
+        out.print(f"  {memory.group}: {hopeless(result.subject, memory)}", soft_wrap=True)
 
 
 def _pipeline(result: Result, out: Console) -> None:
     stages = result.stages
     parts = [f"generate {stages.generate:.2f}"]
-    parts += [f"{n} {s:.2f}" for n, s in (("score", stages.score), ("reference", stages.reference)) if s]
+    judged = {"score": stages.score, "reference": stages.reference, "reward model": stages.reward}
+    parts += [f"{name} {seconds:.2f}" for name, seconds in judged.items() if seconds]
     parts += [f"update {stages.update:.2f}", f"sync {stages.sync:.2f}"]
     source = "estimated" if result.factors is None else "as measured in the earlier run"
     out.print(f"\nseconds of each stage by itself, {source}: {', '.join(parts)}", soft_wrap=True)

@@ -22,7 +22,7 @@ def resolve(name: str, settings: Reward) -> completion.Reward:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"reward.functions: {name} cannot be imported: {type(error).__name__}: {reason}") from None
     if not callable(found):

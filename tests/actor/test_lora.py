@@ -9,7 +9,14 @@ import ray
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from gkd.actor.lora import without_adapter
 from gkd.actor.model import Student, load
@@ -22,13 +29,16 @@ from tests.actor import models
 from tests.actor.test_packing import micro_batch
 from tests.actor.test_ranks import Ranks, config, put
 
-FAMILIES = ["llama", "qwen2 tied", "gpt2"]
+FAMILIES = ["llama", "qwen2 tied", "gpt2", "qwen3 moe"]
 
 
 def base(family: str) -> PreTrainedModel:
-    if family != "gpt2":
+    if family in models.FAMILIES:
         return models.make(family)
     torch.manual_seed(0)
+    if family == "qwen3 moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**models.SHAPE, **experts))
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": models.VOCAB, "n_positions": 64}
     return GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 

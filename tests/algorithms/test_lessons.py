@@ -11,7 +11,7 @@ import pytest
 from gkd.algorithms.advantages import group_advantages, groups_that_differ, overlong_penalty
 from gkd.algorithms.aggregation import token_weights
 from gkd.algorithms.lessons import lessons_of, rewards_of
-from gkd.config import Config, load
+from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
 from gkd.sample import Record
 
@@ -42,6 +42,13 @@ def test_advantages_are_within_the_group() -> None:
     assert group_advantages([2.0], [0], divide_by_std=True).tolist() == [0.0]
 
 
+@pytest.mark.parametrize("reward", [0.1, 1.2, 1 / 3])
+def test_equal_rewards_that_no_binary_number_is_are_equal(reward: float) -> None:
+    """The mean of three times 0.1 is not 0.1."""
+    for n in range(2, 20):
+        assert group_advantages([reward] * n, [0] * n, divide_by_std=True).tolist() == [0.0] * n
+
+
 def test_weights_are_those_of_the_formulas() -> None:
     lengths, kept = [2, 5, 3], [True, True, False]
     assert token_weights(lengths, kept, "token_mean", 10) == [1 / 7, 1 / 7, 0.0]
@@ -67,6 +74,15 @@ def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pyte
     assert metrics["advantage/mean"] == pytest.approx(0.0)
     assert [lesson.advantage > 0 for lesson in lessons] == [True, False, False, False]
     assert "reward accuracy failed on 1 of 4 samples, for example: ValueError: no" in caplog.text
+
+
+def test_rewards_of_one_name_are_logged_by_themselves() -> None:
+    settings = config().model_copy(update={"reward": Reward(functions=["accuracy", "mine:accuracy", "mine:other"])})
+    rewards = {"accuracy": 1.0, "mine:accuracy": 0.0, "mine:other": 0.5}
+    _, metrics = lessons_of(settings, [Record(i, 0, i, rewards, 4, 5, "stop", 0, 0, 0.0, 0.0, 0) for i in range(2)])
+    assert metrics["reward/accuracy/mean"] == 1.0
+    assert metrics["reward/mine:accuracy/mean"] == 0.0
+    assert metrics["reward/other/mean"] == 0.5
 
 
 def test_too_many_failures_end_the_run() -> None:

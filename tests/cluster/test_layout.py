@@ -170,7 +170,13 @@ def test_a_thousand_nodes_are_no_trouble():
             [node("a", 4, cpus=2)],
             "trainer.n_gpus_per_node=1 rollout.n_gpus_per_node=1 teacher.n_gpus_per_node=2 cluster.cpus_per_worker=0.5",
         ),
-        (usual(1, 1, 1), [node("a", 2)], "no layout of 3 groups fits: each needs a GPU of its own"),
+        (
+            usual(1, 1, 1),
+            [node("a", 2)],
+            "no layout of 3 groups fits: each needs a GPU of its own (an external teacher, teacher.server_ip, needs none "
+            "here); sharing fits: placement=2gpu",
+        ),
+        (usual(1, 1, 1), [node("a", 1)], "; sharing fits: placement=single_gpu"),
         (usual(1, 1, 1), [], "this cluster has 0 on 1 node"),
     ],
 )

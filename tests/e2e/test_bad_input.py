@@ -50,6 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "empty.jsonl").write_text("")
     (found / "broken.jsonl").write_text(ROW + "{not json\n" + ROW)
     (found / "other_key.jsonl").write_text('{"text": "1 2 ="}\n')
+    (found / "unanswered.jsonl").write_text(ROW + '{"question": "1 =", "answer": null}\n')
     (found / "long.jsonl").write_text(json.dumps({"question": "1 " * 60 + "=", "answer": "1"}) + "\n")
     (found / "run").mkdir()
     (found / "run" / "metrics.jsonl").write_text("{}\n")
@@ -85,6 +86,19 @@ CASES = {
     "not JSON": ({"data__train_files": "[FILES/broken.jsonl]"}, r"broken\.jsonl.*line 2.*JSON"),
     "no such key": ({"data__train_files": "[FILES/other_key.jsonl]"}, r"other_key\.jsonl.*'question'"),
     "no such answer": ({"data__answer_key": "solution"}, r"good\.jsonl.*'solution'"),
+    "no answer to be judged by": (
+        {
+            "data__train_files": "[FILES/unanswered.jsonl]",
+            "algorithm__reward_weight": "1",
+            "rollout__n": "2",
+            "reward__functions": "[accuracy]",
+        },
+        r"data\.answer_key=answer: 1 of 2 training prompts have no answer.*accuracy.*row 2",
+    ),
+    "no answer to learn from": (
+        {"data__train_files": "[FILES/unanswered.jsonl]", "algorithm__on_policy_share": "0.5"},
+        r"data\.answer_key=answer: 1 of 2 training prompts have no answer.*learned from",
+    ),
     "all too long": ({"data__train_files": "[FILES/long.jsonl]"}, r"max_prompt_length.*longer"),
     "a run is there": ({"trainer__output_dir": "FILES/run"}, r"trainer\.output_dir=.*already holds a run"),
     "batch of 0": ({"trainer__batch_size": "0"}, r"trainer\.batch_size=0"),
@@ -97,6 +111,23 @@ CASES = {
         r"11 GPUs.* 8 .*nearest.*rollout\.n_gpus_per_node=6",
     ),
     "too many GPUs here": ({"trainer__n_gpus_per_node": "500"}, r"502 GPUs.*nearest"),
+    "adapters beside nothing": (
+        {"actor__lora__r": "4", "actor__lora__target_modules": "[nothing]"},
+        r"actor\.lora\.target_modules=\['nothing'\]: .*not found",
+    ),
+    "adapters beside what is no layer": (
+        {"actor__lora__r": "4", "actor__lora__target_modules": "[norm]"},
+        r"actor\.lora\.target_modules.*norm",
+    ),
+    "a pattern of layers that is none": (
+        {"actor__lora__r": "4", "actor__lora__target_modules": "'(q_proj'"},
+        r"actor\.lora\.target_modules=\(q_proj: .*regular expression",
+    ),
+    "no layers": ({"actor__lora__r": "4", "actor__lora__target_modules": "[]"}, r"actor\.lora\.target_modules"),
+    "adapters without a rank": (
+        {"actor__lora__target_modules": "[q_proj]"},
+        r"actor\.lora: target_modules=.* set r as well",
+    ),
     "more memory than there is": ({"plan__memory_gb": "2"}, r"needs \d.*GB.*plan\.check=false"),
     "response too long": ({"rollout__max_response_length": "64"}, r"rollout\.max_response_length=64.*64 positions"),
     "more than the teacher gives": (

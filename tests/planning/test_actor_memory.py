@@ -121,7 +121,7 @@ def test_the_same_under_fsdp(mesh: DeviceMesh, name: str, r: int | None, checkpo
 def test_adapters_are_counted_exactly(name: str, targets: str | list[str]) -> None:
     run = run_of(GRPO, lora={"r": 3, "target_modules": targets})
     student = student_of(MODELS[name], run)
-    counted = sum(w.size for w in adapter_weights(shape_of(MODELS[name].to_dict()), run.actor.lora))
+    counted = sum(count * w.size for count, w in adapter_weights(shape_of(MODELS[name].to_dict()), run.actor.lora))
     assert counted == sum(p.numel() for p in student.parameters() if p.requires_grad)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,16 @@ CASES = {
     "teacher": ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=32b", "placement=8gpu",
                 "plan.card=a100-40gb"),
     "rollout": ("+recipe=grpo", "model.size=7b", "placement=8gpu", "rollout.gpu_memory_utilization=0.2"),
+    "rollout with heads that 8 does not divide": ("+recipe=grpo", "model.size=7b", "rollout.n_gpus_per_node=8",
+                                                  "plan.card=rtx-3060", "plan.gpus_per_node=16"),
+    "rollout on one GPU": ("+recipe=grpo", "model.size=32b", "plan.card=a100-40gb"),
+    "rollout that shares": ("+recipe=grpo", "model.size=0.5b", "placement=single_gpu",
+                            "rollout.gpu_memory_utilization=0.9", "cluster.take_turns=false"),
+    "teacher with little room": ("+recipe=on_policy_distill", "model.size=0.5b", "teacher.model.size=7b",
+                                 "teacher.n_gpus_per_node=2", "plan.card=rtx-3060"),
+    "actor with a range": ("+recipe=grpo", "model.size=7b", "trainer.gpus=0-1", "rollout.gpus=2-3"),
+    "actor on shared GPUs": ("+recipe=grpo", "model.size=7b", "placement=2gpu", "plan.card=h200",
+                             "cluster.take_turns=false"),
 }  # fmt: skip
 
 
@@ -34,7 +46,10 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
     for one in found:
         pasted = subject(*overrides, *one.overrides().split())
         assert _memory(pasted, group).fits
-        for left_out in one.settings:
+        widths = {name for name in one.settings if name.endswith("tensor_parallel_size")}
+        for left_out in one.settings.keys() - {
+            name.replace("tensor_parallel_size", "n_gpus_per_node") for name in widths
+        }:
             fewer = {name: value for name, value in one.settings.items() if name != left_out}
             s = subject(*overrides)
             assert not _memory(replace(s, config=changed(s.config, fewer)), group).fits
@@ -42,6 +57,24 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
 
 def _memory(subject_: object, group: str) -> object:
     return next(memory for memory in memory_of(subject_) if memory.group == group)
+
+
+def test_a_reference_of_its_own_excludes_adapters(tmp_path: Path) -> None:
+    """With adapters the reference is the student at its start, and the configuration refuses another."""
+    (tmp_path / "config.json").write_text(json.dumps({
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 300
+    }))  # fmt: skip
+    case = (*GRPO, "plan.card=a100-40gb", "algorithm.kl.coef=0.1", f"reference.model.path={tmp_path}")
+    found = advice(subject(*case), "actor")
+    assert [one.level for one in found] == [1, 2]
+    for one in found:
+        assert _memory(subject(*case, *one.overrides().split()), "actor").fits
+
+
+def test_what_others_leave_no_room_for_is_told_as_that() -> None:
+    crowded = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "plan.card=h100-80gb")
+    assert advice(crowded, "rollout") == []
+    assert shortage(crowded, "rollout").endswith("smaller groups on its GPUs, or GPUs of its own, would")
 
 
 def test_smaller_micro_batches_come_before_anything_that_trains_less() -> None:

@@ -41,4 +41,16 @@ def test_a_slow_teacher_sets_the_pace() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_on_shared_cores_nothing_overlaps(staleness: int) -> None:
-    assert step_of(STAGES, staleness, shared=True).seconds == 5.0 + 3.0 + 4.0 + 1.0
+    everyone = dict.fromkeys(("actor", "rollout", "teacher"), "actor")
+    assert step_of(STAGES, staleness, everyone).seconds == 5.0 + 3.0 + 4.0 + 1.0
+
+
+def test_groups_on_the_same_gpus_take_turns() -> None:
+    """Actor and rollout on some, teacher, reference and reward model on others."""
+    stages = Stages(generate=5.0, score=3.0, reference=2.0, update=4.0, sync=1.0, tail=0.5, reward=1.5)
+    hosts = {"rollout": "actor", "reference": "teacher", "reward_model": "teacher"}
+    assert step_of(stages, 0, hosts).seconds == (3.0 + 2.0 + 1.5) + 0.5 + 4.0 + 1.0
+    assert step_of(stages, 1, hosts).seconds == 5.0 + 4.0 + 1.0
+    assert step_of(stages, 2, hosts).seconds == 5.0 + 4.0 + 1.0
+    assert step_of(stages, 2).seconds == 6.0
+    assert step_of(stages, 0, hosts).waits["reward_model"] == 12.0 - 1.5

@@ -118,6 +118,56 @@ def test_an_unknown_type_is_said_to_be_taken_for_llama(tmp_path: Path) -> None:
     assert "newest" in read_shape(str(tmp_path), "model.path").note
 
 
+WRONG = {
+    "a list": ("[1, 2]", "does not describe a model"),
+    "nothing": ("null", "does not describe a model"),
+    "cut off": ('{"model_type":', "cannot be read"),
+    "text for a number": (TINY | {"hidden_size": "8"}, "hidden_size is 8"),
+    "a list for a number": (TINY | {"intermediate_size": [8, 8]}, r"intermediate_size is \[8, 8\]"),
+    "no heads": (TINY | {"num_attention_heads": 0}, "num_attention_heads is 0"),
+    "no layers": (TINY | {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "less than nothing": (TINY | {"vocab_size": -5}, "vocab_size is -5"),
+    "left open": (TINY | {"vocab_size": None}, "has no vocab_size"),
+    "a fraction": (TINY | {"hidden_size": 8.5}, "hidden_size is 8.5"),
+    "no number": ('{"model_type": "llama", "hidden_size": NaN}', "hidden_size is nan"),
+    "beyond any model": (TINY | {"hidden_size": 10**30}, "hidden_size is 1000"),
+    "text for a part": ({"text_config": "x"}, "does not describe a model"),
+    "experts, and how many for a token unsaid": (TINY | {"num_experts": 4}, "has no num_experts_per_tok"),
+    "more heads than numbers": (TINY | {"num_attention_heads": 99, "head_dim": None}, "hidden_size .* is less than"),
+    "of another kind": ({"model_type": "mamba", "hidden_size": 8}, "mamba is not known, and it has no num_attention"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_describes_no_model_is_one_error(case: str, tmp_path: Path) -> None:
+    found, message = WRONG[case]
+    (tmp_path / "config.json").write_text(found if isinstance(found, str) else json.dumps(found))
+    with pytest.raises(ConfigError, match=f"model.path=.*: config.json .*{message}"):
+        read_shape(str(tmp_path), "model.path")
+
+
+def test_the_language_model_of_one_that_sees() -> None:
+    """Gemma 3's own config.json leaves out the numbers of heads."""
+    config = transformers.Gemma3TextConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    told = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of({"model_type": "gemma3", "text_config": told, "vision_config": {"hidden_size": 32}})
+    assert shape.n_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.note == "only the language model is counted"
+
+
+def test_experts_of_an_unknown_type_are_counted() -> None:
+    """DeepSeek-V3: 671 billion parameters, of which 37 work for a token."""
+    shape = shape_of(
+        {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+         "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280, "n_routed_experts": 256,
+         "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "tie_word_embeddings": False}
+    )  # fmt: skip
+    assert shape.n_parameters / 1e9 == pytest.approx(671, rel=0.02)
+    assert "deepseek_v3 is not known" in shape.note
+
+
 def test_a_missing_number_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
     with pytest.raises(ConfigError, match=r"model.path=.*: config.json has no num_attention_heads"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,9 @@ from gkd.planning.stages import stages_of
 from gkd.planning.subject import changed
 from tests.planning.subjects import DATA, subject
 
+TINY = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 300
+}  # fmt: skip
 SMALL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=3b", "trainer.batch_size=256")
 LARGE = ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b", "trainer.batch_size=16384")
 
@@ -46,6 +51,24 @@ def test_what_is_offered_fits_and_can_be_placed_as_it_is_pasted(n_gpus: int) -> 
         assert step_of(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
         nodes = [Node(str(i), str(i), tuple(range(8)), 0.0).idle() for i in range(n_gpus // 8)]
         assert solve(asks_of(pasted), nodes, 0.0) is not None
+
+
+RATED = ("+recipe=grpo", "model.size=0.5b", "reward.functions=[reward_model]", "algorithm.kl.coef=0.1")
+
+
+@pytest.mark.parametrize("placement", ["single_gpu", "2gpu", "3gpu", "8gpu"])
+@pytest.mark.parametrize("rated", [False, True])
+def test_a_split_gives_every_group_gpus_of_its_own(placement: str, rated: bool, tmp_path: Path) -> None:
+    """Also where the command shares them, or names them; and beside a reward model."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    own = (*RATED, f"reward_model.model.path={tmp_path}") if rated else SMALL
+    overrides = (*own, f"placement={placement}", "plan.card=h200")
+    for split in best_splits(subject(*overrides), 16):
+        again = subject(*overrides, *split.overrides().split())
+        assert again.config.hosts() == {}
+        assert set(split.gpus) >= {"reference", "reward_model"} if rated else {"teacher"}
+        assert all(group.fits for group in memory_of(again))
+        assert step_of(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
 
 
 def test_a_teacher_too_large_for_one_gpu_gets_several() -> None:

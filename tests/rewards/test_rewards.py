@@ -72,6 +72,7 @@ def test_a_users_function() -> None:
     [
         ("nowhere:reward", "nowhere:reward cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
         (f"{MODULE}:missing", "cannot be imported: AttributeError"),
+        ("tests.rewards.ends:reward", "cannot be imported: SystemExit"),
         (f"{MODULE}:CONSTANT", "is no function but int"),
     ],
 )

@@ -1,0 +1,5 @@
+"""A user's script that was not written to be imported."""
+
+import sys
+
+sys.exit(0)
