@@ -49,7 +49,7 @@ def place(config: Config, session: Session) -> Placement:
     claims, names = reserve(session, asks_of(config), config.cluster)
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
     placement = Placement({group: _group(group, claims[group], names) for group in pools})
-    found = faults(placement.reports, {group: pool.gpus for group, pool in pools.items()}, config.may_share())
+    found = faults(placement.reports, {group: pool.ranges() for group, pool in pools.items()}, config.may_share())
     if found:
         raise PlacementFault(found, placement)
     return placement

@@ -67,7 +67,7 @@ def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[di
     ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
     """
     deadline = time.monotonic() + cluster.reserve_timeout_s
-    indices: dict[str, list[int]] | None = {} if any(ask.gpus is not None for ask in asks) else None
+    indices: dict[str, list[int]] | None = {} if any(ask.ranges for ask in asks) else None
     nodes = read_nodes(indices)
     require_fit(asks, nodes, cluster.cpus_per_worker)
     share = 1 / max(ask.crowd for ask in asks)  # of a GPU, as Ray counts it; the groups themselves share its memory

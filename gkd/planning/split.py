@@ -84,8 +84,10 @@ def best_splits(
 
 
 def _without_ranges(subject: Subject) -> Subject:
-    config = subject.config
-    return replace(subject, config=changed(config, {f"{section}.gpus": None for section, _ in config.pools()}))
+    config, names = subject.config, ("gpus", "gpus_by_node")
+    return replace(
+        subject, config=changed(config, {f"{section}.{name}": None for section, _ in config.pools() for name in names})
+    )
 
 
 def _nodes(n_gpus: int, per_node: int) -> list[Node]:

@@ -81,11 +81,14 @@ def test_a_group_on_uneven_nodes_goes_where_there_is_room(placed, hold):
     assert device_ids(placement) == {"actor": [6, 7], "rollout": [7]}
 
 
-def test_exact_gpus_on_two_nodes_with_a_group_without_range_beside(placed):
-    placement = placed(configuration({"gpus": [1], "nnodes": 2}, 1, None))
+@pytest.mark.parametrize(
+    ("actor", "devices"), [({"gpus": [1], "nnodes": 2}, [1, 1]), ({"gpus_by_node": [[2], [1]]}, [2, 1])]
+)
+def test_exact_gpus_on_two_nodes_with_a_group_without_range_beside(placed, actor, devices):
+    placement = placed(configuration(actor, 1, None))
     first, second = placement.groups["actor"].reports
     assert first.node != second.node
-    assert device_ids(placement) == {"actor": [1, 1], "rollout": [0]}
+    assert device_ids(placement) == {"actor": devices, "rollout": [0]}
 
 
 def test_what_was_looked_at_but_not_wanted_is_given_back(placed):
