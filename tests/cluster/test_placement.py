@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gkd.cluster import nodes as nodes_module
 from gkd.cluster import reserve as reserve_module
 from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
@@ -185,4 +186,39 @@ def test_a_node_that_leaves_while_waiting_is_done_without(cluster, hold):
         reports = placing.result(timeout=60).reports
         assert leaving.node_id not in {r.node_id for r in reports}
         assert len({uuid for r in reports for uuid in r.gpu_uuids}) == 4
+    assert eventually(lambda: len(read_nodes()) == 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "step", "pool"),
+    [
+        (reserve_module, "_take", 2),
+        (reserve_module, "_start_workers", 2),
+        (nodes_module, "_ask_indices", {"gpus": [1]}),
+    ],
+)
+def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(
+    placed, cluster, hold, monkeypatch, module, step, pool
+):
+    """The only node with room is gone when this step is done, and the others are free again."""
+    hold({node.id: 8 for node in read_nodes()})
+    leaving = cluster.add_node(wait=True, num_gpus=2, num_cpus=4)
+    real = getattr(module, step)
+
+    def leave(*arguments, **more):
+        if hold.groups:
+            if step == "_take":
+                taken = real(*arguments, **more)
+            cluster.remove_node(leaving)
+            hold.release()
+            if step == "_take":
+                return taken
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(module, step, leave)
+    reports = placed(
+        configuration(pool, {"n_gpus_per_node": 1, "share_with": "actor"}, None, reserve_timeout_s=60.0)
+    ).reports
+    assert leaving.node_id not in {r.node_id for r in reports}
+    assert not hold.groups
     assert eventually(lambda: len(read_nodes()) == 4)
