@@ -159,14 +159,19 @@ def test_a_wanted_gpu_is_taken_on_another_node_when_it_is_held_on_the_first(plac
     assert device_ids(placement) == {"actor": [0], "rollout": [1]}
 
 
-def test_a_node_that_joins_while_waiting_is_used(cluster, hold):
-    hold({node.id: 8 for node in read_nodes()})
-    config = configuration(1, 1, None, reserve_timeout_s=60.0)
+def test_a_node_that_joins_while_waiting_is_used_though_it_has_fewer_gpus(cluster, hold):
+    first, *others = read_nodes()
+    hold({first.id: 5} | {node.id: 8 for node in others})
+    config = configuration(3, 2, None, reserve_timeout_s=60.0)
     with connect(config) as session, ThreadPoolExecutor(1) as pool:
         placing = pool.submit(place, config, session)
+        time.sleep(1.0)
+        assert not placing.done()
         joined = cluster.add_node(wait=True, num_gpus=2, num_cpus=2)  # Ray wants the main thread for this
         try:
-            assert {r.node_id for r in placing.result(timeout=60).reports} == {joined.node_id}
+            placement = placing.result(timeout=60)
+            assert [r.node_id for r in placement.reports] == [first.id] * 3 + [joined.node_id] * 2
+            assert device_ids(placement) == {"actor": [5, 6, 7], "rollout": [0, 1]}
         finally:
             cluster.remove_node(joined)
     assert eventually(lambda: len(read_nodes()) == 4)
