@@ -43,7 +43,7 @@ def compose(overrides: Sequence[str]) -> Config:
     _check(overrides)
     defaults = Config().model_dump()
     for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
-        defaults[name]["n_gpus_per_node"] = None  # so that a range alone says how many
+        defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
     ConfigStore.instance().store(name="settings", node=OmegaConf.create(defaults))
     config = load(_tree(overrides))
     if config.uses_builtin_task and not any(o.startswith("+task=") for o in overrides):

@@ -4,6 +4,7 @@
 #   ./launch/ray_cluster.sh worker --address HOST:6379 [--simulate-gpus N]
 #   ./launch/ray_cluster.sh stop
 # GKD_PYTHON names a Python with gkd and its packages to be used instead of .venv.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh` on Debian is another shell
 set -euo pipefail
 top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -n "${GKD_PYTHON:-}" ]; then

@@ -24,14 +24,20 @@ print((client.internal_kv_get(b"CLUSTER_METADATA", b"cluster") or b"{}").decode(
 def use_token() -> None:
     """Show this user's Ray token (RAY_AUTH_TOKEN, ~/.ray/auth_token) to clusters, where there is one.
 
-    Ray does so by itself in ``ray.init``, but not in job submission and not in what is asked before.
+    From then on this process refuses clusters that have none themselves, so only for one that asks for it.
     """
-    raylet: Any = ray._raylet
-    if "RAY_AUTH_MODE" not in os.environ and raylet.AuthenticationTokenLoader.instance().has_token(
-        ignore_auth_mode=True
-    ):
+    if _may_use_token():
+        raylet: Any = ray._raylet
         os.environ["RAY_AUTH_MODE"] = "token"
         raylet.Config.initialize("")  # this process has read the variable already
+
+
+def _may_use_token() -> bool:
+    """Whether there is a token, and nobody has said whether it is to be shown."""
+    loader: Any = ray._raylet
+    return "RAY_AUTH_MODE" not in os.environ and bool(
+        loader.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    )
 
 
 def require_cluster(address: str, setting: str, timeout_s: float) -> None:
@@ -57,7 +63,6 @@ def require_cluster(address: str, setting: str, timeout_s: float) -> None:
 
 def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
     """What the cluster says of itself. Ray may abort the asking process, so one of its own asks."""
-    use_token()
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _PROBE, address],
@@ -69,6 +74,9 @@ def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         if "uthenticat" in str(error.stderr):
+            if _may_use_token():
+                use_token()
+                return _metadata(address, where, timeout_s)
             raise ConfigError(
                 f"{where}: this cluster asks for a token: copy ~/.ray/auth_token from the machine of its head"
             ) from None

@@ -11,13 +11,13 @@ from gkd.cluster.report import Report
 
 def faults(
     reports: Sequence[Report],
-    ranges: Mapping[str, Sequence[int] | None],
+    ranges: Mapping[str, Sequence[Sequence[int]] | None],
     shared: Collection[frozenset[str]] = (),
 ) -> list[str]:
     """Everything wrong with an assignment, one line each; empty when it is right.
 
-    ``ranges`` gives the exact indices each group asked for on each of its nodes, ``shared`` the pairs of groups that
-    may be on the same GPU.
+    ``ranges`` gives the exact indices each group asked for, one list for all of its nodes alike or one for each;
+    ``shared`` the pairs of groups that may be on the same GPU.
     """
     return [*_collisions(reports, shared), *_wrong_devices(reports), *_broken_ranges(reports, ranges)]
 
@@ -49,7 +49,7 @@ def _wrong_devices(reports: Sequence[Report]) -> list[str]:
     return found
 
 
-def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[int] | None]) -> list[str]:
+def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequence[int]] | None]) -> list[str]:
     found: list[str] = []
     for group, wanted in ranges.items():
         if wanted is None:
@@ -57,9 +57,11 @@ def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[int]
         got: dict[str, list[int]] = {}
         for report in sorted((r for r in reports if r.group == group), key=lambda r: r.rank):
             got.setdefault(report.node, []).extend(report.gpu_indices)
-        found += [
-            f"{group} asked for GPUs {range_text(sorted(wanted))} but has {range_text(indices)} on {node}"
-            for node, indices in got.items()
-            if indices != sorted(wanted)
-        ]
+        left = [sorted(one) for one in wanted] if len(wanted) > 1 else [sorted(wanted[0])] * len(got)
+        for node, indices in got.items():
+            if indices in left:
+                left.remove(indices)
+            else:
+                asked = " and ".join(range_text(sorted(one)) for one in wanted)
+                found.append(f"{group} asked for GPUs {asked} but has {range_text(indices)} on {node}")
     return found

@@ -43,7 +43,7 @@ class Guest:
 class Ask:
     """What one group asks for: ``n_gpus`` on each of ``nnodes`` nodes; ``gpus`` are exact indices, None any.
 
-    ``guests`` are the groups that share its GPUs.
+    ``by_node`` has, instead of ``gpus``, exact indices for each node. ``guests`` are the groups that share its GPUs.
     """
 
     group: str
@@ -53,6 +53,19 @@ class Ask:
     gpus: tuple[int, ...] | None = None
     tensor_parallel_size: int = 1
     guests: tuple[Guest, ...] = ()
+    by_node: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def ranges(self) -> tuple[tuple[int, ...], ...]:
+        """Exact indices that some node must have; none where any will do."""
+        return self.by_node or (() if self.gpus is None else (self.gpus,))
+
+    def parts(self) -> list[Ask]:
+        """The ask, or one for every different range of ``by_node``, which are to be on different nodes."""
+        if not self.by_node:
+            return [self]
+        different = dict.fromkeys(self.by_node)
+        return [replace(self, gpus=one, nnodes=self.by_node.count(one)) for one in different]
 
     @property
     def n_guests(self) -> int:
@@ -94,11 +107,14 @@ class _State:
     free_gpus: int
     free_cpus: float
     taken: frozenset[int] = field(default_factory=frozenset)
+    groups: frozenset[str] = field(default_factory=frozenset)  # only those with another range on each node
 
     def kind(self) -> tuple[object, ...]:
-        return (self.node.gpus, self.free_gpus, self.free_cpus, self.taken)
+        return (self.node.gpus, self.free_gpus, self.free_cpus, self.taken, self.groups)
 
     def can_host(self, ask: Ask, cpus: float) -> bool:
+        if ask.group in self.groups:
+            return False
         if self.free_gpus < ask.n_gpus or self.free_cpus + 1e-6 < cpus * ask.workers_per_node:
             return False
         return ask.gpus is None or (set(ask.gpus) <= set(self.node.gpus) and not self.taken & set(ask.gpus))
@@ -109,6 +125,7 @@ class _State:
             self.free_gpus - ask.n_gpus,
             self.free_cpus - cpus * ask.workers_per_node,
             self.taken | frozenset(ask.gpus or ()),
+            self.groups | {ask.group} if ask.by_node else self.groups,
         )
 
 
@@ -125,6 +142,7 @@ def asks_of(config: Config) -> list[Ask]:
             _indices(pool),
             pool.tensor_parallel_size if isinstance(pool, Engine) else 1,
             tuple(_guest(name, pools[name][1], pool) for name in pools if hosts.get(name) == group),
+            tuple(map(tuple, pool.gpus_by_node or ())),
         )
         for group, (section, pool) in pools.items()
         if group not in hosts
@@ -148,13 +166,17 @@ def solve(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) ->
     Slots come in the order of ``asks``, and of nodes within a group, so ranks follow from it.
     """
     states = [_State(node, node.free_gpus, node.free_cpus) for node in nodes]
-    placed = _search(list(asks), states, cpus_per_worker, set())
+    parts = [part for ask in asks for part in ask.parts()]
+    placed = _search(parts, states, cpus_per_worker, set())
     if placed is None:
         return None
+    found: dict[str, list[tuple[int, Ask]]] = {}
+    for part, positions in zip(parts, placed, strict=True):
+        found.setdefault(part.group, []).extend((position, part) for position in positions)
     return [
-        Slot(ask.group, nodes[position].id, ask.n_gpus, ask.gpus, ask.n_guests)
-        for ask, positions in zip(asks, placed, strict=True)
-        for position in sorted(positions)
+        Slot(part.group, nodes[position].id, part.n_gpus, part.gpus, part.n_guests)
+        for places in found.values()
+        for position, part in sorted(places, key=lambda place: place[0])
     ]
 
 

@@ -28,7 +28,7 @@ def asked_text(asks: Sequence[Ask], cpus_per_worker: float | None = None) -> str
     parts = []
     for ask in asks:
         where = f" on each of {ask.nnodes} nodes" if ask.nnodes > 1 else ""
-        exact = f" (GPUs {range_text(ask.gpus)})" if ask.gpus is not None else ""
+        exact = f" (GPUs {' and '.join(map(range_text, ask.ranges))})" if ask.ranges else ""
         guests = "".join(f" with {guest.group} on {len(guest.positions)} of them" for guest in ask.guests)
         parts.append(f"{ask.group} {ask.n_gpus}{where}{exact}{guests}")
     total = sum(ask.total for ask in asks)
@@ -59,10 +59,10 @@ def gpus_text(nodes: Sequence[Node]) -> str:
 def _misfit(asks: Sequence[Ask], idle: Sequence[Node], cpus: float) -> str:
     """What was asked and what there is."""
     for ask in asks:
-        hosts = [node for node in idle if ask.gpus is None or set(ask.gpus) <= set(node.gpus)]
-        if ask.gpus is not None and not hosts:
-            there = "; ".join(sorted({f"{range_text(node.gpus)}" for node in idle if node.gpus})) or "none"
-            return f"{ask.section}.gpus={range_text(ask.gpus)} is beyond this cluster: a node has the GPUs {there}"
+        for one in ask.ranges:
+            if not any(set(one) <= set(node.gpus) for node in idle):
+                there = "; ".join(sorted({f"{range_text(node.gpus)}" for node in idle if node.gpus})) or "none"
+                return f"{_range_override(ask)} is beyond this cluster: a node has the GPUs {there}"
     if solve(asks, idle, 0.0) is not None:
         have = "+".join(f"{node.cpus:g}" for node in idle)
         return (
@@ -81,16 +81,22 @@ def _nearest_text(asks: Sequence[Ask], idle: Sequence[Node], cpus: float) -> str
         words = [*_overrides(asks, found), _cpu_override(found, idle)]
     if found is None:
         external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(asks) else ""
-        return f"no layout of {len(asks)} groups fits: each needs a GPU of its own{external}{_sharing_text(idle)}"
+        return f"no layout of {len(asks)} groups fits: each needs a GPU of its own{external}{_sharing(asks, idle)}"
     return f"nearest that fits: {' '.join(words)}"
 
 
-def _sharing_text(idle: Sequence[Node]) -> str:
-    """The layout in which groups share what there is."""
+def _sharing(asks: Sequence[Ask], idle: Sequence[Node]) -> str:
+    """The layout in conf/placement whose groups share the GPUs of the largest node, where these are fewer."""
     most = max((len(node.gpus) for node in idle), default=0)
-    if most == 0:
+    if not 0 < most < len(asks):
         return ""
-    return "; sharing fits: " + ("placement=single_gpu" if most == 1 else "placement=2gpu")
+    return f"; placement={'single_gpu' if most == 1 else f'{most}gpu'} lets them share"
+
+
+def _range_override(ask: Ask) -> str:
+    if ask.by_node:
+        return f"{ask.section}.gpus_by_node=[{','.join(map(range_text, ask.by_node))}]"
+    return f"{ask.section}.gpus={range_text(ask.gpus or ())}"
 
 
 def _has_teacher(asks: Sequence[Ask]) -> bool:
@@ -108,8 +114,8 @@ def _cpu_override(asks: Sequence[Ask], idle: Sequence[Node]) -> str:
 def _overrides(asks: Sequence[Ask], found: Sequence[Ask]) -> list[str]:
     words: list[str] = []
     for old, new in zip(asks, found, strict=True):
-        if old.gpus is not None and new.gpus is None:
-            words.append(f"{old.section}.gpus=null")
+        if old.ranges and not new.ranges:
+            words.append(f"{old.section}.{'gpus_by_node' if old.by_node else 'gpus'}=null")
         words.append(f"{old.section}.n_gpus_per_node={new.n_gpus}")
         if new.nnodes != old.nnodes:
             words.append(f"{old.section}.nnodes={new.nnodes}")
@@ -128,7 +134,7 @@ def nearest(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) 
     def given_up(mix: tuple[Ask, ...]) -> tuple[object, ...]:
         return (
             -sum(new.total for new in mix),
-            sum(old.gpus is not None and new.gpus is None for old, new in zip(asks, mix, strict=True)),
+            sum(bool(old.ranges and not new.ranges) for old, new in zip(asks, mix, strict=True)),
             sum(old.nnodes != new.nnodes for old, new in zip(asks, mix, strict=True)),
             tuple(-new.total for new in reversed(mix)),
         )
@@ -151,8 +157,10 @@ def _smaller(ask: Ask, nodes: Sequence[Node]) -> list[Ask]:
     else:  # fewer GPUs on all nodes, or all GPUs on fewer nodes
         fewer = {most - (1 << d) for d in range(most.bit_length())} | {most >> d for d in range(most.bit_length())}
         shapes = {(n, most) for n in sizes} | {(largest, k) for k in fewer if k > 0 and largest > 0}
-    found = [replace(ask, n_gpus=n, nnodes=k, gpus=None) for n, k in sorted(shapes)]
-    if ask.gpus is not None:
+    found = [replace(ask, n_gpus=n, nnodes=k, gpus=None, by_node=()) for n, k in sorted(shapes)]
+    if ask.by_node:
+        found.append(ask)
+    elif ask.gpus is not None:
         counts = sorted({k for _, k in shapes} | {1})
         found += [replace(ask, nnodes=k) for k in counts if any(set(ask.gpus) <= set(node.gpus) for node in nodes)]
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # Ray has no public way to ask this
@@ -16,17 +17,18 @@ from gkd.cluster.layout import Node
 
 
 def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
-    """Nodes of the cluster with GPUs, the head first.
+    """Nodes of the cluster with GPUs, the head first; one that leaves meanwhile is left out.
 
     ``indices`` holds the GPU indices of the nodes by id; those of nodes that are not in it are asked for and put
     there, since they never change. Without it, nobody is asked and a node's GPUs count from 0.
     """
-    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
+    alive = _alive()
+    if indices is not None:
+        indices.update(_ask_indices([node["NodeID"] for node in alive if node["NodeID"] not in indices]))
+        alive = [node for node in alive if node["NodeID"] in indices]
     alive.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeManagerAddress"], n["NodeID"]))
     free = available_resources_per_node()
     addresses = [node["NodeManagerAddress"] for node in alive]
-    if indices is not None:
-        indices.update(_ask_indices([node["NodeID"] for node in alive if node["NodeID"] not in indices]))
     nodes = []
     for node in alive:
         node_id, address, resources = node["NodeID"], node["NodeManagerAddress"], node["Resources"]
@@ -45,6 +47,10 @@ def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
     return nodes
 
 
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
+
+
 def free_text(nodes: Sequence[Node]) -> str:
     """``3 of 8 GPUs and 5 of 8 CPUs on 1 node``: what nobody holds now."""
 
@@ -57,7 +63,7 @@ def free_text(nodes: Sequence[Node]) -> str:
 
 
 def _ask_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
-    """Indices of every node's GPUs. Raises RunFailed when a node does not say within 60 s."""
+    """Indices of the GPUs of every node that is still there. Raises RunFailed when one does not say within 60 s."""
     ask = ray.remote(num_cpus=0)(_indices_here)
     refs = {
         node_id: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(node_id)
@@ -68,7 +74,8 @@ def _ask_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
         try:
             found[node_id] = ray.get(ref, timeout=60)
         except Exception as error:
-            raise explain(error, f"asking node {node_id[:8]} for its GPUs") from error
+            if any(node["NodeID"] == node_id for node in _alive()):
+                raise explain(error, f"asking node {node_id[:8]} for its GPUs") from error
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gkd.cluster.check import faults
@@ -21,10 +21,10 @@ class Placement:
     """Who got which GPU: groups by name, in the order actor, rollout, teacher."""
 
     groups: dict[str, Group]
-    claims: dict[str, list[Claim]]
-    node_names: dict[str, str]
-    session: Session
-    cluster: Cluster
+    claims: dict[str, list[Claim]] = field(default_factory=dict)
+    node_names: dict[str, str] = field(default_factory=dict)
+    session: Session = field(default_factory=Session)
+    cluster: Cluster = Cluster()
 
     def restart(self, group: str) -> Group:
         """End the workers of a group, whatever they are doing, and start new ones on the same GPUs.
@@ -63,7 +63,7 @@ def place(config: Config, session: Session) -> Placement:
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
     groups = {group: _group(group, claims[group], names) for group in pools}
     placement = Placement(groups, claims, names, session, config.cluster)
-    found = faults(placement.reports, {group: pool.gpus for group, pool in pools.items()}, config.may_share())
+    found = faults(placement.reports, {group: pool.ranges() for group, pool in pools.items()}, config.may_share())
     if found:
         raise PlacementFault(found, placement)
     return placement

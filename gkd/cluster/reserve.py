@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 from ray.util import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -34,6 +33,7 @@ LOG = logging.getLogger("gkd")
 SAY_EVERY_S = 5.0
 READY_S = 5.0  # a reservation that fits is granted in milliseconds; longer means that someone else was faster
 LONGEST_PAUSE_S = 8.0
+LOOK_EVERY_S = 2.0  # whether the nodes on which workers are starting are there: Ray would wait for them to come back
 
 RemoteWorker = ray.remote(max_restarts=0, concurrency_groups=CONCURRENCY_GROUPS)(Worker)
 
@@ -69,7 +69,7 @@ def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[di
     ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
     """
     deadline = time.monotonic() + cluster.reserve_timeout_s
-    indices: dict[str, list[int]] | None = {} if any(ask.gpus is not None for ask in asks) else None
+    indices: dict[str, list[int]] | None = {} if any(ask.ranges for ask in asks) else None
     nodes = read_nodes(indices)
     require_fit(asks, nodes, cluster.cpus_per_worker)
     share = 1 / max(ask.crowd for ask in asks)  # of a GPU, as Ray counts it; the groups themselves share its memory
@@ -225,24 +225,35 @@ def _start_workers(
         session.workers.append(worker)
         workers.append(worker)
     refs = [worker.report.remote() for worker in workers]
-    _, late = ray.wait(refs, num_returns=len(refs), timeout=cluster.start_timeout_s)
-    devices = {ref: bundle for ref, (bundle, _) in zip(refs, wanted, strict=True)}
-    if late:
-        raise RunFailed(f"{len(late)} of {len(refs)} workers did not start within {cluster.start_timeout_s:g} s")
+    node_ids = {bundle.node_id for bundle, _ in wanted}
+    _wait_started(refs, node_ids, cluster.start_timeout_s)
     reports = []
     for ref in refs:
         try:
             reports.append(ray.get(ref, timeout=60))
-        except RayActorError as error:
-            if not any(node["Alive"] and node["NodeID"] == devices[ref].node_id for node in ray.nodes()):
-                raise _Missed("a node left") from error
-            raise explain(error, "a worker that was just starting") from error
         except Exception as error:
+            _require_alive(node_ids)
             raise explain(error, "a worker that was just starting") from error
     return [
         Claim(worker, bundle, report, resources)
         for worker, (bundle, resources), report in zip(workers, wanted, reports, strict=True)
     ]
+
+
+def _wait_started(refs: Sequence[Any], node_ids: set[str], timeout_s: float) -> None:
+    """Until every worker has reported or failed. Raises _Missed when a node left, RunFailed when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    late = list(refs)
+    while late:
+        _require_alive(node_ids)
+        if time.monotonic() > deadline:
+            raise RunFailed(f"{len(late)} of {len(refs)} workers did not start within {timeout_s:g} s")
+        _, late = ray.wait(late, num_returns=len(late), timeout=LOOK_EVERY_S)
+
+
+def _require_alive(node_ids: set[str]) -> None:
+    if not node_ids <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+        raise _Missed("a node left")
 
 
 def _by_ask(asks: Sequence[Ask], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:

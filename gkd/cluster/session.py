@@ -122,7 +122,8 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
     """GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError when they do not do."""
     asks, cluster = asks_of(config), config.cluster
     real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids := gpu.nvml_uuids())
-    wanted = max(sum(ask.total for ask in asks), *(max(ask.gpus or (0,)) + 1 for ask in asks))
+    named = [index for ask in asks for one in ask.ranges for index in one]
+    wanted = max(sum(ask.total for ask in asks), *(index + 1 for index in [-1, *named]))
     n_gpus, simulated, hint = len(real), False, ""
     # GPUs that the installed packages cannot compute on are as good as none.
     if cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu"):

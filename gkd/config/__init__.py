@@ -159,7 +159,7 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _external_teacher_has_no_pool(self) -> Config:
-        if self.teacher.server_ip is not None and self.teacher.gpus is not None:
+        if self.teacher.server_ip is not None and self.teacher.ranges() is not None:
             raise ValueError("teacher.gpus and teacher.server_ip exclude each other: an external teacher has no pool")
         return self
 
@@ -184,6 +184,10 @@ class Config(Settings):
                 raise ValueError(
                     f"{what}: {section} is to have {own.n_gpus_per_node} GPUs on {own.nnodes} nodes, and {other} has "
                     f"{its.n_gpus_per_node} on {its.nnodes}"
+                )
+            if own.gpus_by_node is not None:
+                raise ValueError(
+                    f"{what}: {section} is on the first GPUs of {other}, so leave {section}.gpus_by_node out"
                 )
             if own.gpus is not None and not set(own.gpus) <= set(its.gpus or ()):
                 raise ValueError(f"{what}: {section}.gpus={own.gpus} is not within {other}.gpus={its.gpus}")

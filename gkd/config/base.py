@@ -36,6 +36,7 @@ def parse_gpus(value: Any) -> list[int] | None:
 
 GroupName = Literal["actor", "rollout", "teacher", "reference", "reward_model"]
 GpuRange = Annotated[list[int] | None, BeforeValidator(parse_gpus)]
+GpuRangeOfNode = Annotated[list[int], BeforeValidator(parse_gpus)]
 
 
 class Settings(BaseModel):
@@ -54,9 +55,14 @@ class Pool(Settings):
         ge=1,
         description="GPUs of this group on each node, one worker a GPU; null: as many as gpus names, or 1",
     )
-    nnodes: int = Field(1, ge=1, description="nodes this group spans")
+    nnodes: int = Field(1, ge=1, description="nodes this group spans; null: as many as gpus_by_node has ranges, or 1")
     gpus: GpuRange = Field(
         None, description="exact GPU indices on each node: 0-1, '4,5,6,7' or 7; null: the next free ones"
+    )
+    gpus_by_node: list[GpuRangeOfNode] | None = Field(
+        None,
+        description="instead of gpus: a range for each node, as [0-3,4-7]; groups that name the same indices so are "
+        "on different nodes",
     )
     share_with: GroupName | None = Field(
         None,
@@ -68,19 +74,43 @@ class Pool(Settings):
     @classmethod
     def _count_from_range(cls, values: Any) -> Any:
         # A range says how many GPUs there are, so the count need not be written twice.
-        if not isinstance(values, dict) or values.get("n_gpus_per_node") is not None:
+        if not isinstance(values, dict):
             return values
+        by_node = values.get("gpus_by_node")
+        ranges = by_node if isinstance(by_node, list) and by_node else [values.get("gpus")]
         try:
-            found = parse_gpus(values.get("gpus"))
+            found = parse_gpus(ranges[0])
         except ValueError:  # the field's own check names the key
             found = None
-        return {**values, "n_gpus_per_node": len(found or [0])}
+        counted = {"n_gpus_per_node": len(found or [0]), "nnodes": len(ranges)}
+        return {**values, **{name: n for name, n in counted.items() if values.get(name) is None}}
 
     @model_validator(mode="after")
     def _range_and_count_agree(self) -> Pool:
+        if self.gpus is not None and self.gpus_by_node is not None:
+            raise ValueError("gpus and gpus_by_node exclude each other")
         if self.gpus is not None and len(self.gpus) != self.n_gpus_per_node:
             raise ValueError(f"gpus names {len(self.gpus)} GPUs but n_gpus_per_node is {self.n_gpus_per_node}")
         return self
+
+    @model_validator(mode="after")
+    def _ranges_of_nodes_agree(self) -> Pool:
+        if self.gpus_by_node is None:
+            return self
+        lengths = [len(indices) for indices in self.gpus_by_node]
+        if len(set(lengths)) > 1:
+            told = ", ".join(map(str, lengths))
+            raise ValueError(f"gpus_by_node has ranges of {told} GPUs: a group has as many on each of its nodes")
+        if lengths != [self.n_gpus_per_node] * self.nnodes:
+            raise ValueError(
+                f"gpus_by_node names {(lengths or [0])[0]} GPUs on each of {len(lengths)} nodes but "
+                f"n_gpus_per_node is {self.n_gpus_per_node} and nnodes is {self.nnodes}"
+            )
+        return self
+
+    def ranges(self) -> list[list[int]] | None:
+        """Exact GPU indices: one list for every node alike, or one for each; None where any will do."""
+        return self.gpus_by_node or (None if self.gpus is None else [self.gpus])
 
     @property
     def n_workers(self) -> int:

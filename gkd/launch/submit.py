@@ -143,3 +143,7 @@ def _line(job: JobDetails) -> str:
     if job.driver_exit_code is None:
         return f"FAILED before it started: {' '.join(str(job.message).split())[:300]}"
     return f"FAILED with exit code {job.driver_exit_code}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

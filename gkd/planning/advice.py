@@ -227,7 +227,7 @@ def _turns(subject: Subject) -> list[Knob]:
 def _room(config: Config, section: str) -> int:
     """GPUs of a node that a pool could have: all that are not others' own. 0 where it has named or others' GPUs."""
     pools, guests = dict(config.pools()), config.hosts()
-    if pools[section].gpus is not None or GROUPS.get(section, section) in guests:
+    if pools[section].ranges() is not None or GROUPS.get(section, section) in guests:
         return 0
     own = [name for name in pools if name != section and GROUPS.get(name, name) not in guests]
     return config.plan.gpus_per_node - sum(pools[name].n_gpus_per_node for name in own)

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 KEPT = 8  # combinations of as many GPUs, the fastest of which could turn out not to be placeable
 TRIED = 200  # of the fastest splits, looked at until enough of them can be placed on nodes
 WIDTHS = (1, 2, 4, 8)
-OWN = ("gpus", "share_with")  # settings of a pool that a split does without
+OWN = ("gpus", "gpus_by_node", "share_with")  # settings of a pool that a split does without
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,13 +61,19 @@ def test_a_worker_that_sees_another_device_than_its_own_is_named(changes, said):
 
 def test_a_range_that_was_not_honoured_says_what_was_asked_and_had():
     reports = [report("actor", 0, 2), report("actor", 1, 4)]
-    assert faults(reports, {"actor": [2, 3]}) == ["actor asked for GPUs 2-3 but has 2,4 on 10.0.0.1"]
-    assert faults(reports, {"actor": [2, 4]}) == []
+    assert faults(reports, {"actor": [[2, 3]]}) == ["actor asked for GPUs 2-3 but has 2,4 on 10.0.0.1"]
+    assert faults(reports, {"actor": [[2, 4]]}) == []
 
 
 def test_a_range_holds_on_every_node():
     reports = [report("actor", 0, 2), report("actor", 1, 3, node="10.0.0.2")]
-    assert faults(reports, {"actor": [2]}) == ["actor asked for GPUs 2 but has 3 on 10.0.0.2"]
+    assert faults(reports, {"actor": [[2]]}) == ["actor asked for GPUs 2 but has 3 on 10.0.0.2"]
+
+
+def test_each_node_has_a_range_of_its_own():
+    reports = [report("actor", 0, 2), report("actor", 1, 3, node="10.0.0.2")]
+    assert faults(reports, {"actor": [[3], [2]]}) == []
+    assert faults(reports, {"actor": [[2], [2]]}) == ["actor asked for GPUs 2 and 2 but has 3 on 10.0.0.2"]
 
 
 def test_table_rows_are_not_broken_and_the_line_is_in_order():

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gkd.cluster.layout import Ask, Node, asks_of, choose_devices, solve
 from gkd.cluster.nearest import nearest, require_fit
-from gkd.compose import compose
+from gkd.compose import compose, groups
+from gkd.config import GROUPS
 from gkd.errors import ConfigError
 
 
@@ -17,8 +18,8 @@ def node(name, n_gpus, cpus=64.0):
     return Node(name, name, tuple(range(n_gpus)), cpus, n_gpus, cpus)
 
 
-def ask(group, n, nnodes=1, gpus=None, tp=1):
-    return Ask(group, group, n, nnodes, gpus, tp)
+def ask(group, n, nnodes=1, gpus=None, tp=1, by_node=()):
+    return Ask(group, group, n, nnodes, gpus, tp, by_node=by_node)
 
 
 def usual(actor, rollout, teacher):
@@ -36,26 +37,32 @@ def small_asks(draw):
     asks = []
     for group in ("actor", "rollout", "teacher")[: draw(st.integers(1, 3))]:
         gpus = draw(st.none() | ranges)
+        if gpus and draw(st.booleans()):  # another range of as many on a second node
+            other = tuple(sorted(draw(st.permutations(range(6)))[: len(gpus)]))
+            asks.append(ask(group, len(gpus), 2, by_node=(gpus, other)))
+            continue
         n = len(gpus) if gpus else draw(st.integers(1, 4))
         asks.append(ask(group, n, draw(st.integers(1, 2)), gpus))
     return asks
 
 
 def fits_by_brute_force(asks, nodes):
-    for choice in itertools.product(*(itertools.combinations(range(len(nodes)), a.nnodes) for a in asks)):
-        if all(
-            _node_holds(n, [a for a, where in zip(asks, choice, strict=True) if i in where])
-            for i, n in enumerate(nodes)
-        ):
+    for choice in itertools.product(*(itertools.permutations(range(len(nodes)), a.nnodes) for a in asks)):
+        wanted = [
+            zip(where, a.by_node or [a.gpus] * a.nnodes, strict=True) for a, where in zip(asks, choice, strict=True)
+        ]
+        on_node = [[] for _ in nodes]
+        for a, places in zip(asks, wanted, strict=True):
+            for position, gpus in places:
+                on_node[position].append((a.n_gpus, gpus))
+        if all(itertools.starmap(_node_holds, zip(nodes, on_node, strict=True))):
             return True
     return False
 
 
-def _node_holds(one, asks):
-    named = [gpu for a in asks for gpu in a.gpus or ()]
-    return (
-        sum(a.n_gpus for a in asks) <= one.free_gpus and len(set(named)) == len(named) and set(named) <= set(one.gpus)
-    )
+def _node_holds(one, wanted):
+    named = [gpu for _, gpus in wanted for gpu in gpus or ()]
+    return sum(n for n, _ in wanted) <= one.free_gpus and len(set(named)) == len(named) and set(named) <= set(one.gpus)
 
 
 @given(small_asks(), small_nodes)
@@ -64,7 +71,7 @@ def test_it_finds_a_layout_exactly_when_there_is_one(asks, nodes):
 
 
 @given(small_asks(), small_nodes)
-def test_no_two_groups_share_a_gpu_and_ranges_are_exact(asks, nodes):
+def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_device(asks, nodes):
     slots = solve(asks, nodes, 1.0)
     if slots is None:
         return
@@ -80,6 +87,8 @@ def test_no_two_groups_share_a_gpu_and_ranges_are_exact(asks, nodes):
     for a in asks:
         where = [s.node_id for s in slots if s.group == a.group]
         assert len(set(where)) == len(where) == a.nnodes
+        assert where == sorted(where)
+        assert not a.by_node or sorted(s.gpus for s in slots if s.group == a.group) == sorted(a.by_node)
 
 
 @given(small_asks(), small_nodes)
@@ -88,6 +97,7 @@ def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(asks, node
     smaller = [
         [ask(a.group, n, k) for n in range(1, a.n_gpus + 1) for k in range(1, a.nnodes + 1)]
         + ([ask(a.group, a.n_gpus, k, a.gpus) for k in range(1, a.nnodes + 1)] if a.gpus else [])
+        + ([a] if a.by_node else [])
         for a in asks
     ]
     fitting = [mix for mix in itertools.product(*smaller) if fits_by_brute_force(mix, nodes)]
@@ -107,6 +117,16 @@ def test_groups_take_gpus_in_order():
 def test_groups_without_a_range_avoid_those_of_others():
     asks = [ask("actor", 2), ask("rollout", 2, gpus=(0, 1)), ask("teacher", 2, gpus=(3, 4))]
     assert choose_devices(solve(asks, [node("a", 8)], 1.0), {"a": range(8)}) == [[2, 5], [0, 1], [3, 4]]
+
+
+def test_groups_may_name_the_same_gpus_of_different_nodes():
+    asks = [ask("actor", 4, by_node=((0, 1, 2, 3),)), ask("rollout", 4, 2, by_node=((4, 5, 6, 7), (0, 1, 2, 3)))]
+    slots = solve(asks, [node("a", 8), node("b", 8)], 1.0)
+    assert [(s.group, s.node_id, s.gpus[0]) for s in slots] == [
+        ("actor", "a", 0),
+        ("rollout", "a", 4),
+        ("rollout", "b", 0),
+    ]
 
 
 def test_a_held_device_is_named():
@@ -160,6 +180,17 @@ def test_a_thousand_nodes_are_no_trouble():
             "nearest that fits: rollout.gpus=null rollout.n_gpus_per_node=4",
         ),
         (
+            [ask("rollout", 2, 2, by_node=((6, 7), (8, 9)))],
+            [node("a", 8), node("b", 8)],
+            "rollout.gpus_by_node=[6-7,8-9] is beyond this cluster: a node has the GPUs 0-7; "
+            "nearest that fits: rollout.gpus_by_node=null rollout.n_gpus_per_node=2",
+        ),
+        (
+            [ask("rollout", 2, 2, by_node=((0, 1), (2, 3)))],
+            [node("a", 8)],
+            "asked for rollout 2 on each of 2 nodes (GPUs 0-1 and 2-3) = 4 GPUs; this cluster has 8 on 1 node",
+        ),
+        (
             usual(1, 1, 2),
             [node("a", 8, cpus=2)],
             "4 GPUs and 4 CPUs (cluster.cpus_per_worker=1); this cluster has 2 CPUs on 1 node; "
@@ -174,9 +205,9 @@ def test_a_thousand_nodes_are_no_trouble():
             usual(1, 1, 1),
             [node("a", 2)],
             "no layout of 3 groups fits: each needs a GPU of its own (an external teacher, teacher.server_ip, needs "
-            "none here); sharing fits: placement=2gpu",
+            "none here); placement=2gpu lets them share",
         ),
-        (usual(1, 1, 1), [node("a", 1)], "; sharing fits: placement=single_gpu"),
+        (usual(1, 1, 1), [node("a", 1)], "; placement=single_gpu lets them share"),
         (usual(1, 1, 1), [], "this cluster has 0 on 1 node"),
     ],
 )
@@ -190,24 +221,65 @@ def test_a_range_of_another_numbering_is_accepted():
     require_fit([ask("actor", 2, gpus=(4, 5))], [Node("a", "a", (4, 5, 6, 7), 8.0)], 1.0)
 
 
-@pytest.mark.parametrize(
-    ("placement", "machines"),
-    [
-        ("single_gpu", [1]), ("2gpu", [2]), ("3gpu", [3]), ("cpu", [3]), ("4gpu", [4]), ("8gpu", [8]),
-        ("2x8gpu", [8, 8]), ("4x8gpu", [8, 8, 8, 8]),
-    ],
-)  # fmt: skip
-def test_a_placement_fits_the_machines_it_is_named_for_and_uses_all_of_their_gpus(placement, machines):
-    asks = asks_of(compose(["+recipe=distill_and_reward", f"placement={placement}"]))
-    nodes = [node(f"n{i}", n) for i, n in enumerate(machines)]
+JUDGES = ["algorithm.kl.coef=0.1", "reward.functions=[accuracy,reward_model]", "reward_model.model.path=x"]
+DISTIL, REWARD = ["+recipe=distill_and_reward"], ["+recipe=grpo", *JUDGES]
+ALL = [*DISTIL, *JUDGES]
+# By placement and recipe: GPUs of the machines, and the devices of actor, rollout, teacher, reference and reward model;
+# a to d are the machines.
+PLACED = {
+    "single_gpu": (ALL, [1], "a0", "a0", "a0", "a0", "a0"),
+    "2gpu": (ALL, [2], "a0 a1", "a0 a1", "a1", "a1", "a1"),
+    "3gpu": (ALL, [3], "a0 a1", "a0 a1", "a2", "a2", "a2"),
+    "4gpu": (ALL, [4], "a0", "a1 a2", "a3", "a3", "a3"),
+    "auto": (ALL, [5], "a0", "a1", "a2", "a3", "a4"),
+    "cpu": (DISTIL, [3], "a0", "a1", "a2"),
+    "8gpu": (DISTIL, [8], "a0", "a1 a2 a3", "a4 a5 a6 a7"),
+    "8gpu_two_actors": (DISTIL, [8], "a2 a3", "a0 a1", "a4 a5 a6 a7"),
+    "2x8gpu": (DISTIL, [8, 8], "a0 a1", "a2 a3 a4 a5 a6 a7", "b0 b1 b2 b3 b4 b5 b6 b7"),
+    "4x8gpu": (
+        DISTIL, [8] * 4, *(" ".join(f"{m}{i}" for m in group for i in range(8)) for group in ("a", "bc", "d")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("placement", groups()["placement"])
+def test_every_placement_puts_the_groups_where_its_file_says(placement):
+    recipe, machines, *expected = PLACED[placement]
+    config = compose([*recipe, f"placement={placement}"])
+    assert _devices(config, machines) == expected
+    assert {device for group in expected for device in group.split()} == {
+        f"{'abcd'[i]}{gpu}" for i, n in enumerate(machines) for gpu in range(n)
+    }
+
+
+@pytest.mark.parametrize("n_gpus", [1, 2, 3, 4])
+def test_where_groups_are_more_than_gpus_the_placement_that_shares_them_is_named(n_gpus):
+    nodes = [node("a", n_gpus)]
+    with pytest.raises(ConfigError, match="no layout of 5 groups fits") as caught:
+        require_fit(asks_of(compose([*ALL, "placement=auto"])), nodes, 1.0)
+    named = re.search(r"placement=\w+", str(caught.value))[0]
+    require_fit(asks_of(compose([*ALL, named])), nodes, 1.0)
+
+
+@pytest.mark.parametrize("placement", ["8gpu", "8gpu_two_actors", "2x8gpu", "4x8gpu"])
+def test_reference_and_reward_model_fit_in_the_place_of_a_teacher(placement):
+    assert _devices(compose([*REWARD, f"placement={placement}"]), PLACED[placement][1])
+
+
+def _devices(config, machines):
+    """Machine and index of every worker in rank order, by group."""
+    nodes = [node("abcd"[i], n) for i, n in enumerate(machines)]
+    asks = asks_of(config)
     slots = solve(asks, nodes, 1.0)
-    assert sum(slot.n_gpus for slot in slots) == sum(machines)
-    assert choose_devices(slots, {n.id: n.gpus for n in nodes}) == [
-        list(range(*_span(slots, i))) for i in range(len(slots))
-    ]
-
-
-def _span(slots, position):
-    """First and last index of a slot when those of its node are handed out in order."""
-    first = sum(slot.n_gpus for slot in slots[:position] if slot.node_id == slots[position].node_id)
-    return first, first + slots[position].n_gpus
+    chosen = choose_devices(slots, {n.id: n.gpus for n in nodes})
+    found = {}
+    for a in asks:
+        per_node = [
+            [f"{slot.node_id}{gpu}" for gpu in devices]
+            for slot, devices in zip(slots, chosen, strict=True)
+            if slot.group == a.group
+        ]
+        found[a.group] = " ".join(device for devices in per_node for device in devices)
+        for guest in a.guests:
+            found[guest.group] = " ".join(on[i] for on in per_node[: guest.nnodes] for i in guest.positions)
+    return [found[GROUPS.get(section, section)] for section, _ in config.pools()]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gkd.cluster import nodes as nodes_module
 from gkd.cluster import reserve as reserve_module
 from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
@@ -81,11 +82,14 @@ def test_a_group_on_uneven_nodes_goes_where_there_is_room(placed, hold):
     assert device_ids(placement) == {"actor": [6, 7], "rollout": [7]}
 
 
-def test_exact_gpus_on_two_nodes_with_a_group_without_range_beside(placed):
-    placement = placed(configuration({"gpus": [1], "nnodes": 2}, 1, None))
+@pytest.mark.parametrize(
+    ("actor", "devices"), [({"gpus": [1], "nnodes": 2}, [1, 1]), ({"gpus_by_node": [[2], [1]]}, [2, 1])]
+)
+def test_exact_gpus_on_two_nodes_with_a_group_without_range_beside(placed, actor, devices):
+    placement = placed(configuration(actor, 1, None))
     first, second = placement.groups["actor"].reports
     assert first.node != second.node
-    assert device_ids(placement) == {"actor": [1, 1], "rollout": [0]}
+    assert device_ids(placement) == {"actor": devices, "rollout": [0]}
 
 
 def test_what_was_looked_at_but_not_wanted_is_given_back(placed):
@@ -155,14 +159,19 @@ def test_a_wanted_gpu_is_taken_on_another_node_when_it_is_held_on_the_first(plac
     assert device_ids(placement) == {"actor": [0], "rollout": [1]}
 
 
-def test_a_node_that_joins_while_waiting_is_used(cluster, hold):
-    hold({node.id: 8 for node in read_nodes()})
-    config = configuration(1, 1, None, reserve_timeout_s=60.0)
+def test_a_node_that_joins_while_waiting_is_used_though_it_has_fewer_gpus(cluster, hold):
+    first, *others = read_nodes()
+    hold({first.id: 5} | {node.id: 8 for node in others})
+    config = configuration(3, 2, None, reserve_timeout_s=60.0)
     with connect(config) as session, ThreadPoolExecutor(1) as pool:
         placing = pool.submit(place, config, session)
+        time.sleep(1.0)
+        assert not placing.done()
         joined = cluster.add_node(wait=True, num_gpus=2, num_cpus=2)  # Ray wants the main thread for this
         try:
-            assert {r.node_id for r in placing.result(timeout=60).reports} == {joined.node_id}
+            placement = placing.result(timeout=60)
+            assert [r.node_id for r in placement.reports] == [first.id] * 3 + [joined.node_id] * 2
+            assert device_ids(placement) == {"actor": [5, 6, 7], "rollout": [0, 1]}
         finally:
             cluster.remove_node(joined)
     assert eventually(lambda: len(read_nodes()) == 4)
@@ -182,4 +191,39 @@ def test_a_node_that_leaves_while_waiting_is_done_without(cluster, hold):
         reports = placing.result(timeout=60).reports
         assert leaving.node_id not in {r.node_id for r in reports}
         assert len({uuid for r in reports for uuid in r.gpu_uuids}) == 4
+    assert eventually(lambda: len(read_nodes()) == 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "step", "pool"),
+    [
+        (reserve_module, "_take", 2),
+        (reserve_module, "_start_workers", 2),
+        (nodes_module, "_ask_indices", {"gpus": [1]}),
+    ],
+)
+def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(
+    placed, cluster, hold, monkeypatch, module, step, pool
+):
+    """The only node with room is gone when this step is done, and the others are free again."""
+    hold({node.id: 8 for node in read_nodes()})
+    leaving = cluster.add_node(wait=True, num_gpus=2, num_cpus=4)
+    real = getattr(module, step)
+
+    def leave(*arguments, **more):
+        if hold.groups:
+            if step == "_take":
+                taken = real(*arguments, **more)
+            cluster.remove_node(leaving)
+            hold.release()
+            if step == "_take":
+                return taken
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(module, step, leave)
+    reports = placed(
+        configuration(pool, {"n_gpus_per_node": 1, "share_with": "actor"}, None, reserve_timeout_s=60.0)
+    ).reports
+    assert leaving.node_id not in {r.node_id for r in reports}
+    assert not hold.groups
     assert eventually(lambda: len(read_nodes()) == 4)

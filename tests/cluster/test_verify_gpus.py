@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
+
+from tests.cluster.conftest import configuration
 
 REAL = ["cluster.simulate_gpus=null", "cluster.cpus_per_worker=0.5"]
 SCRIPT = Path(__file__).parents[2] / "launch" / "verify_gpus.py"
@@ -65,6 +68,18 @@ def test_it_shows_the_assignment_also_when_the_parent_lists_fewer_gpus_than_are_
     assert [(row[1], row[4]) for row in rows] == [("0", "1"), ("1", "2"), ("2", "3")]
 
 
+def test_beside_a_run_on_one_cluster_it_has_other_gpus(placed, cluster, tmp_path):
+    """Also where a token is at hand that the cluster does not ask for."""
+    run = placed(configuration(1, 1, 1))
+    assert ray.util.list_named_actors(all_namespaces=True) == []  # so two runs cannot take each other's names
+    beside = start(f"cluster.address={cluster.address}", "--json", "out.json", cwd=tmp_path, RAY_AUTH_TOKEN="0" * 64)
+    _, err = beside.communicate(timeout=120)
+    assert (beside.returncode, err) == (0, "")
+    other = [uuid for record in json.loads((tmp_path / "out.json").read_text()) for uuid in record["gpu_uuids"]]
+    assert len(set(other)) == 3
+    assert not set(other) & {uuid for report in run.reports for uuid in report.gpu_uuids}
+
+
 def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path):
     gpus = [f"GPU-{letter * 8}" for letter in "abcd"]
     right = start(
@@ -101,6 +116,10 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
         (["--simulate-gpus", "8", "rollout.n_gpus_per_node=4", "teacher.n_gpus_per_node=4"], "nearest that fits: "),
         (["--simulate-gpus", "8", "teacher.gpus=7-8"], "teacher.gpus=7-8 is beyond this cluster"),
         (["--simulate-gpus", "8", "trainer.gpus=0-1", "rollout.gpus=1-2"], "both name GPU 1"),
+        (
+            ["--simulate-gpus", "8", "rollout.nnodes=3"],
+            "1 on each of 3 nodes, teacher 1 = 5 GPUs; this cluster has 8 on 1",
+        ),
         (["--simulate-gpus", "x"], "invalid int value"),
         (["teacher.n_gpu_per_node=1"], "teacher.n_gpus_per_node"),
         (["--json", "nowhere/at/all.json"], "there is no directory"),

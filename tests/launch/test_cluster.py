@@ -76,16 +76,17 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     processes += [child for process in processes for child in process.children(recursive=True)]
     assert len(processes) >= 4  # actor, rollout, and the two that compute rewards
 
-    wanted = HEAD_GPUS + WORKER_GPUS - len(placed) - 2
+    n_steps = len(rows(output))
     beside = cluster.run(
-        sys.executable, "launch/verify_gpus.py", "--json", str(tmp_path / "beside.json"),
-        f"teacher.n_gpus_per_node={wanted}", timeout_s=60,
-    )  # fmt: skip
-    assert beside.returncode == 0, beside.stderr
-    assert f"joining the Ray cluster at {cluster.address}" in beside.stderr
-    others = devices(json.loads((tmp_path / "beside.json").read_text()))
-    assert len(others) == wanted + 2
+        sys.executable, "-m", "gkd.main", *small, "trainer.total_steps=1", f"trainer.output_dir={tmp_path / 'beside'}"
+    )
+    assert beside.returncode == 0, beside.stdout + beside.stderr
+    assert f"joining the Ray cluster at {cluster.address}" in beside.stdout + beside.stderr
+    assert [row["step"] for row in rows(tmp_path / "beside")] == [0, 1]
+    others = devices(json.loads((tmp_path / "beside" / "placement.json").read_text()))
+    assert len(others) == len(placed) == 2
     assert not others & devices(placed)
+    assert len(rows(output)) > n_steps
 
     stopped = cluster.submit("--stop", name)
     assert (stopped.returncode, stopped.stdout) == (0, f"stopped {name}\n"), stopped.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from jsonschema import Draft202012Validator
 
 from gkd.compose import compose
 from tests.e2e.conftest import environment
@@ -72,10 +74,14 @@ def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path
 
 
 def test_kubernetes_accepts_the_ray_job() -> None:
-    """The parts of KubeRay's schema for RayJob (ray.io/v1) that must be there, with their types."""
+    """KubeRay's schema for RayJob, and what it leaves to the operator."""
     text = (ROOT / "launch" / "kuberay" / "rayjob.yaml").read_text()
     job = yaml.safe_load(text)
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    schema = Draft202012Validator(json.loads((Path(__file__).parent / "rayjob_schema.json").read_text()))
+    assert [f"{error.json_path}: {error.message}" for error in schema.iter_errors(job)] == []
+    wrong = yaml.safe_load(text.replace("submissionMode: K8sJobMode", "submissionmode: K8sJobMode"))
+    assert "submissionmode" in next(schema.iter_errors(wrong)).message
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     assert cluster["rayVersion"] == ray.__version__
     assert isinstance(yaml.safe_load(spec["runtimeEnvYAML"]), dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -28,12 +29,17 @@ NO_PACKAGE = "./launch/quickstart.sh installs what is needed into .venv"
         ),
         ([sys.executable, "-m", "gkd.main"], "name a recipe: python -m gkd.main +recipe={"),
         ([sys.executable, "launch/submit.py"], "name a recipe: python launch/submit.py"),
+        ([sys.executable, "-m", "gkd.launch.submit"], "name a recipe: python launch/submit.py"),
         ([sys.executable, "-m", "gkd.launch.node", "worker"], "--address"),
+        (["sh", "launch/ray_cluster.sh", "worker"], "--address"),
+        (["bash", "launch/slurm.sbatch", "+recipe=grpo"], "sbatch launch/slurm.sbatch +recipe=NAME"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
 def test_one_line_names_the_right_command(command: list[str], said: str) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    here = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    here |= {"GKD_PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
