@@ -24,7 +24,7 @@ class Placement:
     claims: dict[str, list[Claim]] = field(default_factory=dict)
     node_names: dict[str, str] = field(default_factory=dict)
     session: Session = field(default_factory=Session)
-    cluster: Cluster = Cluster()
+    cluster: Cluster = field(default_factory=Cluster)
 
     def restart(self, group: str) -> Group:
         """End the workers of a group, whatever they are doing, and start new ones on the same GPUs.
