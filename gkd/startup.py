@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,10 +13,14 @@ from gkd.data.prompts import PromptStream
 from gkd.inputs import Inputs
 from gkd.judges import Judges
 from gkd.rollout.group import RolloutGroup
+from gkd.sync import WeightSync
 from gkd.teacher.client import TeacherClient
 from gkd.trainer import Parts
 from gkd.validation import Validation
 from gkd.vllm_engine import environment, require_device
+from gkd.weights.choice import choose
+
+log = logging.getLogger("gkd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
     """
     limit = config.cluster.start_timeout_s
     _require_engines_run(config, groups)
+    config = _with_transfer(config, groups)
     actor, rollout = groups["actor"], groups["rollout"].engines(config.rollout.tensor_parallel_size, limit)
     judges = Judges.of(config, inputs, groups, rollout)
     gather([_build_actor(config, inputs, actor), _build_rollout(config, inputs, rollout), *judges.build()], limit)
@@ -44,13 +50,14 @@ def start(config: Config, inputs: Inputs, groups: Mapping[str, Group]) -> System
         client.connect()
     rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
     rollout_group = RolloutGroup(rollout, config, serving)
+    sync = WeightSync(actor_group, rollout_group, groups["rollout"].reports, config)
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
-        rollout_group.receive(actor_group.publish(), config.weights.timeout_s)
+        sync.push()
     validation = Validation(config, inputs, rollout_group, actor_group, teachers)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     measured = tuple(judges.groups.values())
-    parts = Parts(stream, rollout_group, actor_group, validation, measured, n_gpus, inputs.model.vocabulary)
+    parts = Parts(stream, rollout_group, actor_group, sync, validation, measured, n_gpus, inputs.model.vocabulary)
     return System(parts, teachers)
 
 
@@ -59,6 +66,15 @@ def _require_engines_run(config: Config, groups: Mapping[str, Group]) -> None:
     without_vllm = {"actor", "reward_model", *(["rollout"] if config.rollout.engine == "hf" else [])}
     for report in [report for name, group in groups.items() if name not in without_vllm for report in group.reports]:
         require_device(report.device, str(report))
+
+
+def _with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
+    """The configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that cannot."""
+    wanted = config.weights.transfer
+    way = choose(wanted, config.rollout.engine, groups["actor"].reports, groups["rollout"].reports)
+    if way != "object_store" or wanted != way:
+        log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
 
 
 def _build_actor(config: Config, inputs: Inputs, group: Group) -> Pending:

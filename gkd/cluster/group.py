@@ -85,8 +85,11 @@ class Group:
 
         ``keep_deaths`` as in :func:`gather`.
         """
-        refs = [worker.control.remote(method, *args) for worker in self.workers]
-        return gather([self._pending(what or method, refs)], timeout_s, keep_deaths=keep_deaths)[0]
+        return gather([self.submit_control(method, *args, what=what)], timeout_s, keep_deaths=keep_deaths)[0]
+
+    def submit_control(self, method: str, *args: Any, what: str | None = None) -> Pending:
+        """Start what :meth:`control` does; wait with :func:`gather`."""
+        return self._pending(what or method, [worker.control.remote(method, *args) for worker in self.workers])
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Ray's generator of references to what a generator method of one worker's object yields.

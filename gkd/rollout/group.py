@@ -151,14 +151,23 @@ class RolloutGroup:
 
     def receive(self, push: Push, timeout_s: float) -> None:
         """Have every living engine load a version of the weights before it samples again."""
-        asked = list(self.alive)
         what = f"loading weights version {push.version}"
-        told = self.group.only(asked).control("receive", push, timeout_s=timeout_s, what=what, keep_deaths=True)
-        for engine, version in zip(asked, told, strict=True):
-            if isinstance(version, WorkerDied):
-                self._lose(engine, version)
-            elif version != push.version:
+        for engine, version in self.tell("receive", push, timeout_s=timeout_s, what=what).items():
+            if version != push.version:
                 raise RunFailed(f"{self.group.reports[engine]} serves weights {version} instead of {push.version}")
+
+    def tell(self, method: str, *args: Any, timeout_s: float, what: str) -> dict[int, Any]:
+        """Call ``method`` of every living engine's worker; what it gave, by engine, without those that died of it.
+
+        Raises RunFailed when ``timeout_s`` is over or no engine is left.
+        """
+        asked = list(self.alive)
+        told = self.group.only(asked).control(method, *args, timeout_s=timeout_s, what=what, keep_deaths=True)
+        answers = dict(zip(asked, told, strict=True))
+        for engine, answer in answers.items():
+            if isinstance(answer, WorkerDied):
+                self._lose(engine, answer)
+        return {engine: answers[engine] for engine in self.alive}
 
     def memory(self) -> dict[str, float]:
         """memory/rollout/* of the fullest engine."""

@@ -10,7 +10,7 @@ import ray
 import torch
 
 from gkd.errors import RunFailed
-from gkd.weights import object_store
+from gkd.weights import object_store, pieces
 
 TENSORS = {
     "a.weight": torch.randn(7, 5),
@@ -35,7 +35,7 @@ def test_every_tensor_arrives_as_it_was(bucket_bytes: int) -> None:
 
 
 def test_buckets_hold_at_most_the_limit_or_one_tensor() -> None:
-    for bucket in object_store.buckets(TENSORS.items(), 250):
+    for bucket in pieces.buckets(TENSORS.items(), 250):
         assert len(bucket) == 1 or sum(t.nbytes for t in bucket.values()) <= 250
 
 
