@@ -10,7 +10,7 @@ import ray
 import torch
 
 from gkd.errors import RunFailed
-from gkd.weights import object_store, pieces
+from gkd.weights import object_store
 
 TENSORS = {
     "a.weight": torch.randn(7, 5),
@@ -32,11 +32,6 @@ def test_every_tensor_arrives_as_it_was(bucket_bytes: int) -> None:
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in TENSORS.items())
     assert len(push.pieces) == len(push.digests) == {1: 4, 300: 3, 1 << 20: 1}[bucket_bytes]
-
-
-def test_buckets_hold_at_most_the_limit_or_one_tensor() -> None:
-    for bucket in pieces.buckets(TENSORS.items(), 250):
-        assert len(bucket) == 1 or sum(t.nbytes for t in bucket.values()) <= 250
 
 
 def test_a_changed_byte_is_found_when_checksums_are_on() -> None:
