@@ -73,9 +73,9 @@ class IpcEngine(TensorTransferEngine):
     def receive_weights(self, update_info: PieceUpdate) -> None:
         """Get the bytes, check them, and load the tensors in them."""
         piece = update_info.piece
-        super().receive_weights(TensorUpdate(unpack(piece, self.packed(piece))))
+        super().receive_weights(TensorUpdate(unpack(piece, self.fetch(piece))))
 
-    def packed(self, piece: Piece) -> Tensor:
+    def fetch(self, piece: Piece) -> Tensor:
         """The bytes of a piece."""
         return ipc.receive(piece, self.device)
 
@@ -90,7 +90,7 @@ class NcclEngine(IpcEngine):
         """Meet the actor and the other engines' workers, who do the same at the same time."""
         self.group = worker_init_process_group(init_info, self.parallel_config)
 
-    def packed(self, piece: Piece) -> Tensor:
+    def fetch(self, piece: Piece) -> Tensor:
         """The bytes of a piece."""
         return nccl.receive(piece, self.group, self.device)
 

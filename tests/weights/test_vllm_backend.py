@@ -1,4 +1,4 @@
-"""vLLM loads packed pieces: the real engine on a CPU, where the bytes are handed over as a tensor instead of by CUDA."""
+"""vLLM loads packed pieces: the real engine on a CPU, where the bytes are handed over instead of fetched by CUDA."""
 
 from __future__ import annotations
 
