@@ -72,8 +72,7 @@ def _with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     """The configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that cannot."""
     wanted = config.weights.transfer
     way = choose(wanted, config.rollout.engine, groups["actor"].reports, groups["rollout"].reports)
-    if way != "object_store" or wanted != way:
-        log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
+    log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
     return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
 
 

@@ -52,14 +52,20 @@ class Sender(Packer):
         # vLLM would otherwise make a new stream the one that everything after runs on, training as well.
         aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(aside):
-            self.group = uid_init_process_group(base64.b64decode(unique_id), ROOT, world, torch.cuda.current_device())
-        if self.group.disabled:  # it would do nothing, silently
-            raise RunFailed("weights.transfer=nccl: vLLM's NCCL communicator is disabled (VLLM_DISABLE_PYNCCL)")
+            device = torch.cuda.current_device()
+            self.group = enabled(uid_init_process_group(base64.b64decode(unique_id), ROOT, world, device))
 
     def send(self) -> None:
         """Broadcast the present piece; returns when this GPU is done with it."""
         assert self.packed is not None, "a piece is sent after it was packed, by the rank that packs"
         _broadcast(self.group, self.packed)
+
+
+def enabled(group: Any) -> Any:
+    """vLLM's communicator. Raises RunFailed for one that is disabled, which would do nothing, silently."""
+    if group.disabled:
+        raise RunFailed("weights.transfer=nccl: vLLM's NCCL communicator is disabled (VLLM_DISABLE_PYNCCL)")
+    return group
 
 
 def receive(piece: Piece, group: Any, device: torch.device) -> Tensor:

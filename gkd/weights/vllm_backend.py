@@ -88,7 +88,7 @@ class NcclEngine(IpcEngine):
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Meet the actor and the other engines' workers, who do the same at the same time."""
-        self.group = worker_init_process_group(init_info, self.parallel_config)
+        self.group = nccl.enabled(worker_init_process_group(init_info, self.parallel_config))
 
     def fetch(self, piece: Piece) -> Tensor:
         """The bytes of a piece."""

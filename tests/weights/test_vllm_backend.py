@@ -18,7 +18,7 @@ from gkd.errors import RunFailed
 from gkd.rollout.engine import GpuReceiver
 from gkd.sample import Sampling
 from gkd.vllm_engine import engine_arguments, environment
-from gkd.weights import ipc
+from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Packer, Piece
 from tests.rollout.test_engines import EOS, N_TOKENS, SHAPE, make, requests, run, worst_difference
 
@@ -122,3 +122,11 @@ def test_by_nccl_an_engine_needs_the_group_and_asks_vllm_for_it(engine: GpuRecei
     if torch.version.cuda is None:
         with pytest.raises(RuntimeError, match=r"NCCL library|accelerator"):
             engine.join(base64.b64encode(bytes(128)).decode(), 1, 2)
+
+
+def test_a_communicator_that_would_do_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+    monkeypatch.setattr("vllm.envs.VLLM_DISABLE_PYNCCL", True, raising=False)
+    with pytest.raises(RunFailed, match=r"communicator is disabled \(VLLM_DISABLE_PYNCCL\)"):
+        nccl.enabled(uid_init_process_group(bytes(128), 1, 2, 0))
