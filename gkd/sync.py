@@ -68,7 +68,7 @@ class WeightSync:
     def _packing(self) -> list[bool]:
         """Whose pieces engines take: by NCCL rank 0's, by IPC those of every rank that shares its GPU with an engine.
 
-        A handle that nobody opens would keep its memory for good, so those of engines that died are not made.
+        A handle that nobody opens keeps its memory for good, so none are made for engines that died before.
         """
         if self.config.weights.transfer == "nccl":
             return [rank == 0 for rank in range(len(self.actor.group))]

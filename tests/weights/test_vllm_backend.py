@@ -42,9 +42,9 @@ def _by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "receive", receive)
 
 
-@pytest.fixture(scope="module", params=["ipc", "nccl"])
+@pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuReceiver]:
-    """An engine with this backend; its embeddings are tied to its head."""
+    """An engine with the backend of a way; its embeddings are tied to its head."""
     os.environ.update(environment("cpu"))
     from vllm import LLM
 
@@ -68,17 +68,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     del llm
 
 
-@pytest.fixture
-def by_ipc(engine: GpuReceiver) -> GpuReceiver:
-    if type(_worker(engine).weight_transfer_engine).__name__ != "IpcEngine":
-        pytest.skip("needs the other backend")
-    return engine
-
-
-def _worker(engine: GpuReceiver) -> object:
-    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-
-
 def pieces(model: nn.Module, version: int) -> Iterator[Piece]:
     packer = Handed(torch.device("cpu"), 20_000, checksum=True)
     state = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}  # tied
@@ -87,34 +76,35 @@ def pieces(model: nn.Module, version: int) -> Iterator[Piece]:
         yield piece
 
 
-def test_the_engine_becomes_the_pushed_model_piece_by_piece(by_ipc: GpuReceiver) -> None:
-    assert isinstance(by_ipc, GpuReceiver)
+@pytest.mark.parametrize("engine", ["ipc"], indirect=True)
+def test_the_engine_becomes_the_pushed_model_piece_by_piece(engine: GpuReceiver) -> None:
+    assert isinstance(engine, GpuReceiver)
     wanted = requests(Sampling(12))
-    run(by_ipc, wanted)  # fills the prefix cache with the old weights
+    run(engine, wanted)  # fills the prefix cache with the old weights
     for version, seed in ((1, 7), (2, 8)):
         pushed, count = make(True, seed), 0
         for piece in pieces(pushed, version):
-            by_ipc.take(piece)
+            engine.take(piece)
             count += 1
-        by_ipc.finish(version)
+        engine.finish(version)
         assert count > 3
-        assert by_ipc.llm.get_weight_version() == str(version)
-        found = run(by_ipc, wanted)
+        assert engine.llm.get_weight_version() == str(version)
+        found = run(engine, wanted)
         assert worst_difference(pushed, wanted, found) < 2e-4
         assert worst_difference(make(True, 0), wanted, found) > 0.1
 
 
-def test_a_damaged_piece_is_not_loaded(by_ipc: GpuReceiver) -> None:
+@pytest.mark.parametrize("engine", ["ipc"], indirect=True)
+def test_a_damaged_piece_is_not_loaded(engine: GpuReceiver) -> None:
     piece = next(pieces(make(True, 9), 3))
     piece.handles["cpu"][0][5] ^= 1
     with pytest.raises(RunFailed, match=r"weights version 3, piece 1 differs from what was sent"):
-        by_ipc.take(piece)
+        engine.take(piece)
 
 
+@pytest.mark.parametrize("engine", ["nccl"], indirect=True)
 def test_by_nccl_an_engine_needs_the_group_and_asks_vllm_for_it(engine: GpuReceiver) -> None:
     """As far as a CPU goes: vLLM takes the id, and fails where it would load NCCL."""
-    if type(_worker(engine).weight_transfer_engine).__name__ != "NcclEngine":
-        pytest.skip("needs the other backend")
     with pytest.raises(RunFailed, match=r"weights version 3, piece 1: this engine is in no NCCL group"):
         engine.take(next(pieces(make(True, 9), 3)))
     with pytest.raises(ValueError, match=r"128 bytes, got 3"):
