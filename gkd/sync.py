@@ -52,7 +52,8 @@ class WeightSync:
         self.rollout.tell("halt", version, timeout_s=left(), what=f"becoming idle for {about}")
         if nccl and self._group != self.rollout.alive:
             self._meet(left, about)
-        self.actor.group.call_each("open_push", [(version, packs) for packs in self._packing()], timeout_s=left())
+        opening = [(version, packs) for packs in self._packing()]
+        self.actor.group.call_each("open_push", opening, timeout_s=left(), what=f"beginning to pack {about}")
         while (piece := self._next_piece(left, about)) is not None:
             what = f"loading piece {piece.number + 1} of {about}"
             if nccl:
