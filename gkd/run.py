@@ -99,7 +99,7 @@ def _restored(config: Config, parts: Parts, log: RunLog, path: Path, state: Stat
     log.progress.doing(f"reading {path}")
     parts.actor.load_state(str(path / "actor"), state.step)
     parts.prompts.restore(state.prompts)
-    parts.rollout.receive(parts.actor.publish(), config.weights.timeout_s)
+    parts.sync.push()
     log.progress.say(f"going on after step {state.step} from {path}")
     return state
 

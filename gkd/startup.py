@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +16,14 @@ from gkd.data.prompts import PromptStream
 from gkd.inputs import Inputs
 from gkd.judges import Judges
 from gkd.rollout.group import RolloutGroup
+from gkd.sync import WeightSync
 from gkd.teacher.client import TeacherClient
 from gkd.trainer import Parts
 from gkd.validation import Validation
 from gkd.vllm_engine import environment, require_device
+from gkd.weights.choice import choose
+
+log = logging.getLogger("gkd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     """
     limit, groups = config.cluster.start_timeout_s, placement.groups
     _require_engines_run(config, groups)
+    config = _with_transfer(config, groups)
     rollout = groups["rollout"].engines(config.rollout.tensor_parallel_size, limit)
     turns = Turns()
     actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), turns)
@@ -56,14 +62,15 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     if config.cluster.take_turns is True:
         turns.actor, turns.judging = actor, [judges]
         turns.sampling = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
+    sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
     actor.load()
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
-        rollout_group.receive(actor.publish(), config.weights.timeout_s)
+        sync.push()
     validation = Validation(config, inputs, rollout_group, actor, teachers)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     measured = tuple(judges.groups.values())
-    parts = Parts(stream, rollout_group, actor, validation, measured, n_gpus, inputs.model.vocabulary)
+    parts = Parts(stream, rollout_group, actor, sync, validation, measured, n_gpus, inputs.model.vocabulary)
     return System(parts, teachers)
 
 
@@ -90,6 +97,14 @@ def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:
     without_vllm = {"actor", "reward_model", *(["rollout"] if config.rollout.engine == "hf" else [])}
     for report in [report for name, group in groups.items() if name not in without_vllm for report in group.reports]:
         require_device(report.device, str(report))
+
+
+def _with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
+    """The configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that cannot."""
+    wanted = config.weights.transfer
+    way = choose(wanted, config.rollout.engine, groups["actor"].reports, groups["rollout"].reports)
+    log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
 
 
 def _build_rollout(config: Config, inputs: Inputs, group: Group) -> Pending:

@@ -18,6 +18,7 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.watch import Watcher
 from gkd.rollout.group import RolloutGroup
+from gkd.sync import WeightSync
 from gkd.validation import Validation
 
 
@@ -28,6 +29,7 @@ class Parts:
     prompts: PromptStream
     rollout: RolloutGroup
     actor: ActorGroup
+    sync: WeightSync
     validation: Validation
     judges: tuple[Group, ...]
     n_gpus: int
@@ -67,7 +69,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         row |= parts.actor.update(lessons, step)
         updated = time.monotonic()
         staleness = measured.of_batch(records, parts.actor.version - 1)
-        parts.rollout.receive(parts.actor.publish(), config.weights.timeout_s)
+        parts.sync.push()
         done = time.monotonic()
         row |= staleness | measured.of_stages(clock, records, clock + sampled - started)
         row |= {"timing_s/update": updated - sampled, "timing_s/sync": done - updated, "timing_s/step": done - started}

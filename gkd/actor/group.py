@@ -26,10 +26,10 @@ class ActorGroup:
     """
 
     def __init__(
-        self, group: Group, config: Config, model_path: str, restart: Callable[[], Group], turns: Turns
+        self, group: Group, config: Config, model_path: str, restart: Callable[[], Group], turns: Turns | None = None
     ) -> None:
         self.group, self.config, self.model_path, self.version = group, config, model_path, 0
-        self._restart, self.turns = restart, turns
+        self._restart, self.turns = restart, turns or Turns()
         self.settled = True
         """Whether the weights are those of a whole step."""
         self._loaded = False
@@ -142,7 +142,6 @@ class ActorGroup:
 
     def publish(self) -> Push:
         """The current weights, ready to be fetched."""
-        self.turns.for_actor()
         limit = self.config.weights.timeout_s
         push: Push = self.group.call("publish", self.version, timeout_s=limit)[0]
         self.settled = True

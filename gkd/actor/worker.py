@@ -6,8 +6,9 @@ import datetime
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +35,8 @@ from gkd.losses.targets import check_targets
 from gkd.observability.memory import memory_here
 from gkd.sample import Lesson, Scored
 from gkd.vllm_engine import Device
-from gkd.weights import object_store
+from gkd.weights import ipc, nccl, object_store
+from gkd.weights.pieces import Packer, Piece
 
 Metrics = dict[str, float]
 Places = dict[tuple[Any, int], Tensor]
@@ -263,15 +265,50 @@ class ActorWorker:
 
         What was remembered of the samples of earlier weights is forgotten.
         """
-        self._old.clear()
-        self._reference.clear()
-        tensors = self.student.full_tensors(self.dtype)
+        tensors = self._forget()
         if self.rank:
             for _ in tensors:
                 pass  # takes part in gathering
             return None
         settings = self.config.weights
         return object_store.send(tensors, version, settings.bucket_mb << 20, settings.checksum)
+
+    def open_push(self, version: int, packs: bool) -> None:
+        """Begin to hand out the current weights in pieces, from GPU to GPU; ``packs``: engines take this rank's."""
+        self._sender.open(self._forget(), version, packs)
+
+    def next_piece(self) -> Piece | None:
+        """Gather and pack the next piece, after the one before was loaded; None after the last. A collective."""
+        return self._sender.next()
+
+    def new_group(self) -> str:
+        """On rank 0: the id of a new NCCL group."""
+        return nccl.new_id()
+
+    def join_engines(self, unique_id: str, world: int) -> None:
+        """On rank 0: meet the engines' workers in an NCCL group of ``world`` ranks."""
+        self._nccl.join(unique_id, world)
+
+    def send_piece(self) -> None:
+        """On rank 0: broadcast the present piece to the group."""
+        self._nccl.send()
+
+    @cached_property
+    def _sender(self) -> Packer:
+        kinds: dict[str, type[Packer]] = {"ipc": ipc.Sender, "nccl": nccl.Sender}
+        settings = self.config.weights
+        return kinds[settings.transfer](self.device, settings.bucket_mb << 20, settings.checksum)
+
+    @property
+    def _nccl(self) -> nccl.Sender:
+        assert isinstance(self._sender, nccl.Sender)
+        return self._sender
+
+    def _forget(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, gathered as they are asked for; what was remembered of samples of earlier ones is forgotten."""
+        self._old.clear()
+        self._reference.clear()
+        return self.student.full_tensors(self.dtype)
 
     def save(self, directory: str) -> None:
         """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes.

@@ -88,7 +88,7 @@ class Group:
         return gather([self.submit_control(method, *args, what=what)], timeout_s, keep_deaths=keep_deaths)[0]
 
     def submit_control(self, method: str, *args: Any, what: str | None = None) -> Pending:
-        """Start what :meth:`control` waits for."""
+        """Start what :meth:`control` does; wait with :func:`gather`."""
         return self._pending(what or method, [worker.control.remote(method, *args) for worker in self.workers])
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -206,6 +206,16 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
+    def _hf_takes_weights_from_the_object_store(self) -> Config:
+        transfer = self.weights.transfer
+        if self.rollout.engine == "hf" and transfer not in ("auto", "object_store"):
+            raise ValueError(
+                f"weights.transfer={transfer}: rollout.engine=hf takes weights from the object store alone; "
+                "weights.transfer=object_store or auto would work"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _policy_gradient_is_on_policy(self) -> Config:
         loss, rollout = self.algorithm.loss, self.rollout
         if loss.name == "sampled_reverse_kl" and not rollout.temperature == loss.temperature == rollout.top_p == 1.0:

@@ -260,8 +260,16 @@ class Builtin(Settings):
 class Weights(Settings):
     """From the actor to the rollout engines, after every step."""
 
+    transfer: Literal["auto", "object_store", "ipc", "nccl"] = Field(
+        "auto",
+        description="way of the weights: ipc: CUDA memory shared by the processes on one GPU; nccl: broadcast from "
+        "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of them that the "
+        "placement allows",
+    )
     timeout_s: float = Field(300.0, gt=0, description="time one push may take")
-    checksum: bool = Field(False, description="verify every push with a digest of its bytes")
+    checksum: bool = Field(
+        False, description="verify every piece: SHA-256 in the object store, sums of its words by ipc and nccl"
+    )
     bucket_mb: int = Field(512, ge=1, description="weights travel in pieces of this size")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from gkd.sample import Float32, Int32, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gkd.weights.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +44,17 @@ class SamplingEngine(Protocol):
 
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
         """Replace the weights while idle."""
+
+
+@runtime_checkable
+class GpuReceiver(Protocol):
+    """An engine that takes weights from other processes' GPUs, piece by piece while idle."""
+
+    def join(self, unique_id: str, offset: int, world: int) -> None:
+        """Meet the actor in an NCCL group of ``world`` ranks, with this engine's from ``offset`` on."""
+
+    def take(self, piece: Piece) -> None:
+        """Load the next piece."""
+
+    def finish(self, version: int) -> None:
+        """All pieces of ``version`` are loaded: serve it."""

@@ -34,8 +34,10 @@ class RolloutGroup:
     run fails at once instead of after a deadline.
     """
 
-    def __init__(self, group: Group, config: Config, serving: Mapping[str, Pending], turns: Turns) -> None:
-        self.group, self.config, self.turns = group, config, turns
+    def __init__(
+        self, group: Group, config: Config, serving: Mapping[str, Pending], turns: Turns | None = None
+    ) -> None:
+        self.group, self.config, self.turns = group, config, turns or Turns()
         # What serves until it fails, by reference: the group it belongs to, and its name for messages.
         self._judges = {
             ref: (name, who)
@@ -154,31 +156,32 @@ class RolloutGroup:
 
     def receive(self, push: Push, timeout_s: float) -> None:
         """Have every living engine load a version of the weights before it samples again."""
-        self.turns.for_push()
-        asked = list(self.alive)
         what = f"loading weights version {push.version}"
-        told = self.group.only(asked).control("receive", push, timeout_s=timeout_s, what=what, keep_deaths=True)
-        for engine, version in zip(asked, told, strict=True):
-            if isinstance(version, WorkerDied):
-                self._lose(engine, version)
-            elif version != push.version:
+        for engine, version in self.tell("receive", push, timeout_s=timeout_s, what=what).items():
+            if version != push.version:
                 raise RunFailed(f"{self.group.reports[engine]} serves weights {version} instead of {push.version}")
 
     def give_back(self) -> None:
         """Have every living engine leave its GPU to others."""
-        self._all_do("give_back", "giving memory back")
+        self.tell("give_back", timeout_s=self.config.weights.timeout_s + SLACK_S, what="giving memory back")
 
     def take_back(self, weights_only: bool = False) -> None:
-        """Have every living engine be as before, ``weights_only``: as far as :meth:`receive` needs."""
-        self._all_do("take_back", "taking memory again", weights_only)
+        """Have every living engine be as before; ``weights_only``: as far as new weights need."""
+        limit = self.config.weights.timeout_s + SLACK_S
+        self.tell("take_back", weights_only, timeout_s=limit, what="taking memory again")
 
-    def _all_do(self, method: str, what: str, *args: bool) -> None:
+    def tell(self, method: str, *args: Any, timeout_s: float, what: str) -> dict[int, Any]:
+        """Call ``method`` of every living engine's worker; what it gave, by engine, without those that died of it.
+
+        Raises RunFailed when ``timeout_s`` is over or no engine is left.
+        """
         asked = list(self.alive)
-        limit = self.config.weights.timeout_s + SLACK_S  # they name what they wait for
-        told = self.group.only(asked).control(method, *args, timeout_s=limit, what=what, keep_deaths=True)
-        for engine, answer in zip(asked, told, strict=True):
+        told = self.group.only(asked).control(method, *args, timeout_s=timeout_s, what=what, keep_deaths=True)
+        answers = dict(zip(asked, told, strict=True))
+        for engine, answer in answers.items():
             if isinstance(answer, WorkerDied):
                 self._lose(engine, answer)
+        return {engine: answers[engine] for engine in self.alive}
 
     def memory(self) -> dict[str, float]:
         """memory/rollout/* of the fullest engine."""

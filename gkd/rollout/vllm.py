@@ -18,6 +18,8 @@ from gkd.weights import vllm_backend
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gkd.weights.pieces import Piece
+
 
 class VLLMEngine:
     """Continuous batching: requests join and leave at every step.
@@ -82,3 +84,15 @@ class VLLMEngine:
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
         """Replace the weights while idle and forget every cached prefix."""
         vllm_backend.load(self.llm, pieces, version)
+
+    def join(self, unique_id: str, offset: int, world: int) -> None:
+        """Meet the actor in an NCCL group of ``world`` ranks, with this engine's from ``offset`` on."""
+        vllm_backend.join(self.llm, unique_id, offset, world)
+
+    def take(self, piece: Piece) -> None:
+        """Load the next piece while idle."""
+        vllm_backend.take(self.llm, piece)
+
+    def finish(self, version: int) -> None:
+        """Serve ``version`` and forget every cached prefix."""
+        vllm_backend.finish(self.llm, version)

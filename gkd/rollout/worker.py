@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,13 +21,15 @@ from gkd.observability.memory import memory_here
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
-from gkd.rollout.engine import Finished, SamplingEngine
+from gkd.rollout.engine import Finished, GpuReceiver, SamplingEngine
 from gkd.sample import Job, Record, Sample, Scored, Target, teacher_of
 from gkd.teacher.client import Rate, Score, TeacherClient
 from gkd.vllm_engine import Device
 from gkd.weights import object_store
+from gkd.weights.pieces import Piece
 
 IDLE_POLL_S = 0.5
+Result = TypeVar("Result")
 
 
 class RolloutWorker:
@@ -66,43 +68,49 @@ class RolloutWorker:
 
     def receive(self, push: object_store.Push) -> int:
         """Load a version of the weights once the engine is idle; returns it. Raises RunFailed past the deadline."""
-        done: Future[int] = Future()
-        self._commands.put(lambda: self._load(push, done))
-        limit = self.config.weights.timeout_s
-        try:
-            return done.result(limit)
-        except TimeoutError:
-            raise RunFailed(
-                f"rollout rank {self.rank} did not load weights version {push.version} within {limit:g} s "
-                "(weights.timeout_s)"
-            ) from None
+        return self._between_steps(lambda: self._load(push), f"load weights version {push.version}")
 
-    def give_back(self) -> None:
-        """Give the engine's memory back once it is idle. Raises RunFailed past the deadline."""
-        self._when_idle(self.engine.sleep, "give its memory back")
+    def halt(self, version: int) -> None:
+        """Finish what is being sampled; nothing more until :meth:`serve_version`, while weights come in pieces."""
+        self._between_steps(self._halt, f"become idle for weights version {version}")
 
-    def take_back(self, weights_only: bool) -> None:
-        """Take it again; ``weights_only``: as far as :meth:`receive` needs. Raises RunFailed past the deadline."""
-        self._when_idle(lambda: self.engine.wake(weights_only), "take its memory again")
+    def join_actor(self, unique_id: str, engines: Sequence[int], workers: int) -> None:
+        """Meet the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a new NCCL group."""
+        offset, world = 1 + workers * engines.index(self.rank), 1 + workers * len(engines)
+        self._between_steps(lambda: self._receiver.join(unique_id, offset, world), "meet the actor over NCCL")
 
-    def _when_idle(self, act: Callable[[], None], what: str) -> None:
-        done: Future[None] = Future()
+    def take(self, piece: Piece) -> None:
+        """Load the next piece of the weights that the engine was halted for. Raises RunFailed past the deadline."""
+        self._between_steps(lambda: self._receiver.take(piece), f"load {piece}")
+
+    def serve_version(self, version: int) -> int:
+        """All pieces are loaded: sample from them. Returns the version."""
+        return self._between_steps(lambda: self._finish_pieces(version), f"serve weights version {version}")
+
+    def _between_steps(self, run: Callable[[], Result], what: str) -> Result:
+        """Have the engine's thread do something, and wait for it at most ``weights.timeout_s``."""
+        done: Future[Result] = Future()
 
         def command() -> None:
             try:
-                while self.engine.busy():
-                    self._step()
-                act()
-                done.set_result(None)
+                done.set_result(run())
             except BaseException as error:
                 done.set_exception(error)
 
         self._commands.put(command)
         limit = self.config.weights.timeout_s
         try:
-            done.result(limit)
+            return done.result(limit)
         except TimeoutError:
             raise RunFailed(f"rollout rank {self.rank} did not {what} within {limit:g} s (weights.timeout_s)") from None
+
+    def give_back(self) -> None:
+        """Give the engine's memory back once it is idle. Raises RunFailed past the deadline."""
+        self._between_steps(self._sleep, "give its memory back")
+
+    def take_back(self, weights_only: bool) -> None:
+        """Take it again; ``weights_only``: as far as new weights need. Raises RunFailed past the deadline."""
+        self._between_steps(lambda: self.engine.wake(weights_only), "take its memory again")
 
     def memory(self) -> dict[str, float]:
         """Memory of this engine's process."""
@@ -262,17 +270,36 @@ class RolloutWorker:
         error = future.exception()
         return future.result() if error is None else f"{type(error).__name__}: {one_line(error)}"
 
-    def _load(self, push: object_store.Push, done: Future[int]) -> None:
-        try:
-            while self.engine.busy():
-                self._step()
-            self._intact = False
-            self.engine.load_weights(object_store.receive(push, self.config.weights.timeout_s), push.version)
-            self._intact = True
-            self.version = push.version
-            done.set_result(push.version)
-        except BaseException as error:
-            done.set_exception(error)
+    def _halt(self) -> None:
+        self._become_idle()
+        self._intact = False
+
+    def _sleep(self) -> None:
+        self._become_idle()
+        self.engine.sleep()
+
+    def _become_idle(self) -> None:
+        while self.engine.busy():
+            self._step()
+
+    def _load(self, push: object_store.Push) -> int:
+        self._halt()
+        self.engine.load_weights(object_store.receive(push, self.config.weights.timeout_s), push.version)
+        return self._serve(push.version)
+
+    def _finish_pieces(self, version: int) -> int:
+        self._receiver.finish(version)
+        return self._serve(version)
+
+    def _serve(self, version: int) -> int:
+        self._intact = True
+        self.version = version
+        return version
+
+    @property
+    def _receiver(self) -> GpuReceiver:
+        assert isinstance(self.engine, GpuReceiver), "the configuration allows other engines the object store alone"
+        return self.engine
 
 
 def _engine(
@@ -303,5 +330,5 @@ def _engine(
         seed=config.trainer.seed + rank,
         sleeps=config.cluster.take_turns is True and "rollout" in config.on_the_actors_gpus(),
     )
-    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_plugin.register()})
+    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_plugin.register(config.weights.transfer)})
     return VLLMEngine(llm, model, device)

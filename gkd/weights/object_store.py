@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gkd.errors import RunFailed
+from gkd.weights.pieces import buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +32,13 @@ class Push:
     digests: list[str] = field(default_factory=list)
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Group named tensors into dictionaries of about ``bucket_bytes``; a larger tensor is one by itself."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 def send(tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, checksum: bool) -> Push:
     """Put weights into the object store; they live as long as the references in the returned push."""
     pieces: list[ObjectRef] = []
     digests: list[str] = []
     n_bytes = 0
-    for bucket in buckets(tensors, bucket_bytes):
+    on_host = ((name, tensor.cpu().contiguous()) for name, tensor in tensors)
+    for bucket in buckets(on_host, bucket_bytes):
         data = save(bucket)
         n_bytes += len(data)
         if checksum:

@@ -1,7 +1,8 @@
-"""The receiving end inside vLLM: weights that arrive as tensors in this process.
+"""The receiving end inside vLLM: one backend for each way that weights arrive.
 
-The one file of the project that touches vLLM's weight-transfer API, which changes between releases. The backend
-derives from vLLM's CUDA IPC engine for its layer-wise reload around an update and replaces how tensors arrive.
+The one file of the project that touches the engines' side of vLLM's weight-transfer API, which changes between
+releases; :mod:`gkd.weights.nccl` has the actor's. The backends derive from vLLM's CUDA IPC engine for its layer-wise
+reload around an update and replace how tensors arrive.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from torch import Tensor
 from vllm import LLM
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_common import (
+    NCCLWeightTransferInitInfo,
+    worker_init_payload,
+    worker_init_process_group,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from gkd.weights import ipc, nccl
+from gkd.weights.pieces import Piece, unpack
 
 
 @dataclass
@@ -49,6 +58,50 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
                     module.quant_method.process_weights_after_loading(module)
 
 
+@dataclass
+class PieceUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The layout of one packed piece, whose bytes come another way."""
+
+    piece: Piece
+
+
+class IpcEngine(TensorTransferEngine):
+    """Copies what the actor rank on the same GPU has packed."""
+
+    update_info_cls = PieceUpdate
+
+    def receive_weights(self, update_info: PieceUpdate) -> None:
+        """Get the bytes, check them, and load the tensors in them."""
+        piece = update_info.piece
+        super().receive_weights(TensorUpdate(unpack(piece, self.fetch(piece))))
+
+    def fetch(self, piece: Piece) -> Tensor:
+        """The bytes of a piece."""
+        return ipc.receive(piece, self.device)
+
+
+class NcclEngine(IpcEngine):
+    """Takes part in the broadcasts of actor rank 0."""
+
+    init_info_cls = NCCLWeightTransferInitInfo
+    group: Any = None
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        """Meet the actor and the other engines' workers, who do the same at the same time."""
+        self.group = nccl.enabled(worker_init_process_group(init_info, self.parallel_config))
+
+    def fetch(self, piece: Piece) -> Tensor:
+        """The bytes of a piece."""
+        return nccl.receive(piece, self.group, self.device)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        super().shutdown()
+        if self.group is not None:
+            self.group.destroy()
+            self.group = None
+
+
 def load(llm: LLM, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
     """Replace the weights of an idle engine by those in ``pieces`` and forget every cached prefix.
 
@@ -57,6 +110,25 @@ def load(llm: LLM, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
     llm.start_weight_update()
     for piece in pieces:
         llm.update_weights({"update_info": {"tensors": piece}})
+    finish(llm, version)
+
+
+def join(llm: LLM, unique_id: str, offset: int, world: int) -> None:
+    """Have the engine's workers be ranks ``offset`` and following of a new NCCL group, and leave an earlier one."""
+    llm.shutdown_weight_transfer_engine()
+    joining = NCCLWeightTransferInitInfo(rank_offset=offset, world_size=world, nccl_unique_id_b64=unique_id)
+    llm.init_weight_transfer_engine({"init_info": worker_init_payload(joining)})
+
+
+def take(llm: LLM, piece: Piece) -> None:
+    """Load one packed piece into an idle engine, in order; :func:`finish` follows the last. Raises as :func:`load`."""
+    if piece.number == 0:
+        llm.start_weight_update()
+    llm.update_weights({"update_info": {"piece": piece}})
+
+
+def finish(llm: LLM, version: int) -> None:
+    """End an update: the engine serves ``version`` and has forgotten every cached prefix."""
     llm.finish_weight_update(str(version))
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache after a weight update: blocks are still in use")

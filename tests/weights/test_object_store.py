@@ -34,11 +34,6 @@ def test_every_tensor_arrives_as_it_was(bucket_bytes: int) -> None:
     assert len(push.pieces) == len(push.digests) == {1: 4, 300: 3, 1 << 20: 1}[bucket_bytes]
 
 
-def test_buckets_hold_at_most_the_limit_or_one_tensor() -> None:
-    for bucket in object_store.buckets(TENSORS.items(), 250):
-        assert len(bucket) == 1 or sum(t.nbytes for t in bucket.values()) <= 250
-
-
 def test_a_changed_byte_is_found_when_checksums_are_on() -> None:
     push = object_store.send(TENSORS.items(), 1, 1 << 20, checksum=True)
     data = ray.get(push.pieces[0]).copy()

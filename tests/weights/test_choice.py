@@ -1,0 +1,99 @@
+"""Which way weights take, for every kind of placement."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gkd.compose import compose
+from gkd.errors import ConfigError
+from gkd.weights.choice import choose
+from tests.weights.reports import reports
+
+G = [f"GPU-{i}" for i in range(6)]
+SIM = [f"SIM-ab-{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "engine", "way"),
+    [
+        ([G[0]], [G[1], G[2]], "vllm", "nccl"),
+        ([G[0], G[1]], [G[2]], "vllm", "nccl"),
+        ([G[0]], [G[0]], "vllm", "ipc"),
+        ([G[0], G[1]], [G[0], G[1]], "vllm", "ipc"),
+        ([G[0], G[1]], [G[1]], "vllm", "ipc"),
+        ([G[0], G[1]], [G[1], G[2]], "vllm", "nccl"),  # one shared, but not with rank 0
+        ([G[0], G[1]], [G[0], G[2]], "vllm", "object_store"),
+        ([SIM[0]], [SIM[1]], "vllm", "object_store"),
+        ([G[0]], [SIM[1]], "vllm", "object_store"),
+        ([G[0]], [G[1]], "hf", "object_store"),
+        ([G[0]], [G[0]], "hf", "object_store"),
+        (["MIG-1"], ["MIG-2"], "vllm", "object_store"),
+        (["MIG-1"], ["MIG-1"], "vllm", "object_store"),
+    ],
+)
+def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engine: str, way: str) -> None:
+    found = choose("auto", engine, reports("actor", *actor), reports("rollout", *rollout))
+    assert found == way
+    assert choose(way, engine, reports("actor", *actor), reports("rollout", *rollout)) == way
+
+
+@pytest.mark.parametrize(
+    ("wanted", "actor", "rollout", "message"),
+    [
+        ("ipc", [SIM[0]], [SIM[0]], r"ipc: actor rank 0 \(.*\) computes on a CPU; weights.transfer=object_store would"),
+        ("nccl", [G[0]], [SIM[1]], r"nccl: rollout rank 0 \(.*\) computes on a CPU; weights.transfer=object_store w"),
+        (
+            "ipc",
+            [G[0]],
+            [G[0], G[1]],
+            r"ipc: rollout rank 1 .* GPU without an actor, GPU-1; .*=object_store would",
+        ),
+        (
+            "ipc",
+            [G[0]],
+            [G[1]],
+            r"without an actor, GPU-1; weights.transfer=nccl or weights.transfer=object_store ",
+        ),
+        ("nccl", [G[0]], [G[0]], r"rollout rank 0 .* actor rank 0 .* both on GPU-0, .*; weights.transfer=ipc or"),
+        ("nccl", ["MIG-1"], ["MIG-2"], r"nccl: actor rank 0 .* slice of a GPU \(MIG\)"),
+    ],
+)
+def test_a_way_that_cannot_work_is_one_line(wanted: str, actor: list[str], rollout: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        choose(wanted, "vllm", reports("actor", *actor), reports("rollout", *rollout))
+    assert str(caught.value).startswith(f"weights.transfer={wanted}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", ["ipc", "nccl"])
+def test_the_hf_engine_is_refused_before_anything_starts(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=rf"weights.transfer={wanted}: rollout.engine=hf .*object_store"):
+        compose([f"weights.transfer={wanted}", "rollout.engine=hf"])
+    with pytest.raises(ConfigError, match=r"rollout.engine=hf takes weights from the object store alone"):
+        choose(wanted, "hf", reports("actor", G[0]), reports("rollout", G[0]))
+    assert compose(["rollout.engine=hf"]).weights.transfer == "auto"
+
+
+places = st.sampled_from([*G, SIM[0]])
+
+
+@given(
+    st.lists(places, min_size=1, max_size=4, unique=True),
+    st.lists(places, min_size=1, max_size=4, unique=True),
+    st.sampled_from(["vllm", "hf"]),
+)
+def test_every_placement_has_a_way_and_no_other_is_accepted(actor: list[str], rollout: list[str], engine: str) -> None:
+    """Against the rules in words."""
+    on_gpus = engine == "vllm" and SIM[0] not in (*actor, *rollout)
+    can = {"ipc": on_gpus and set(rollout) <= set(actor), "nccl": on_gpus and actor[0] not in rollout}
+    can["object_store"] = True
+    who = reports("actor", *actor), reports("rollout", *rollout)
+    assert choose("auto", engine, *who) == next(way for way in can if can[way])
+    for way, possible in can.items():
+        if possible:
+            assert choose(way, engine, *who) == way
+        else:
+            with pytest.raises(ConfigError, match=f"weights.transfer={way}: "):
+                choose(way, engine, *who)
