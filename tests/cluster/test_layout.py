@@ -173,7 +173,8 @@ def test_a_thousand_nodes_are_no_trouble():
         (
             usual(1, 1, 1),
             [node("a", 2)],
-            "no layout of 3 groups fits: each needs a GPU of its own (an external teacher, teacher.server_ip, needs none here); sharing fits: placement=2gpu",
+            "no layout of 3 groups fits: each needs a GPU of its own (an external teacher, teacher.server_ip, needs "
+            "none here); sharing fits: placement=2gpu",
         ),
         (usual(1, 1, 1), [node("a", 1)], "; sharing fits: placement=single_gpu"),
         (usual(1, 1, 1), [], "this cluster has 0 on 1 node"),
