@@ -6,7 +6,7 @@ The estimate is good to some per cent, so what misses by less than :data:`DOUBT`
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gkd.config import Config
@@ -14,18 +14,20 @@ from gkd.errors import ConfigError
 from gkd.planning import cards
 from gkd.planning.advice import shortage
 from gkd.planning.memory import memory_of
-from gkd.planning.subject import Models, Subject
+from gkd.planning.subject import Models, Subject, changed
 
 log = logging.getLogger("gkd")
 DOUBT = 0.1  # of what is there
 
 
-def require_memory(config: Config, models: Models, card_bytes_by_group: Mapping[str, float] | None) -> None:
+def require_memory(
+    config: Config, models: Models, card_bytes_by_group: Mapping[str, float] | None, gpus_of_nodes: Sequence[int] = ()
+) -> None:
     """Raise ConfigError, in one line with advice, unless every group fits on its cards.
 
     ``card_bytes_by_group``: memory of the smallest GPU of each group, as CUDA reports it; groups left out are not
-    checked. None: all groups compute on this machine's CPU and share its memory. Does nothing where ``plan.check`` is
-    false.
+    checked. None: all groups compute on this machine's CPU and share its memory. ``gpus_of_nodes``: how many GPUs every
+    node has, beyond which no advice goes; empty where that is not known. Does nothing where ``plan.check`` is false.
     """
     if not config.plan.check:
         return
@@ -34,9 +36,12 @@ def require_memory(config: Config, models: Models, card_bytes_by_group: Mapping[
         subjects: dict[str | None, Subject] = {None: Subject(config, models, cards.cpu(config.plan))}
     else:
         # The card's speed only orders the advice.
-        card = cards.gpu(config.plan)
+        card, nodes = cards.gpu(config.plan), None
+        if gpus_of_nodes:
+            config, nodes = changed(config, {"plan.gpus_per_node": max(gpus_of_nodes)}), len(gpus_of_nodes)
         subjects = {
-            group: Subject(config, models, replace(card, memory=size)) for group, size in card_bytes_by_group.items()
+            group: Subject(config, models, replace(card, memory=size), nodes)
+            for group, size in card_bytes_by_group.items()
         }
     for name, subject in subjects.items():
         # On a CPU no group fits when one does not; the largest is the one to change.
