@@ -59,10 +59,9 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs")
-    return value
+    return int(text)
 
 
 def _composed(overrides: Sequence[str]) -> Config:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -147,7 +148,8 @@ def _check_memory(config: Config, placement: Placement) -> bool:
     if notes := [shape.note for shape in (models.student, models.teacher) if shape is not None and shape.note]:
         log.info("whether the layout fits into memory is not known: %s", notes[0])
         return asked
-    require_memory(config, models, sizes or None)
+    nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    require_memory(config, models, sizes or None, [n for n in nodes if n])
     return asked or turns_needed(config, models, sizes or None)
 
 

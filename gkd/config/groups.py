@@ -21,7 +21,7 @@ def _as_list(value: Any) -> Any:
 Files = Annotated[list[str], BeforeValidator(_as_list)]
 
 
-Size = Annotated[str | None, Field(pattern=r"^\d+(\.\d+)?[mMbB]$")]
+Size = Annotated[str | None, Field(pattern=r"^(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)[mMbB]$")]
 
 
 def _one_model(path: str | None, size: str | None) -> None:

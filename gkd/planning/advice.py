@@ -202,17 +202,19 @@ def _actor_knobs(subject: Subject) -> list[Knob]:
     ]
     if not subject.card.is_cpu:
         knobs.append(Knob("actor.offload_optimizer", 2, () if actor.offload_optimizer else (True,)))
-        knobs.append(_more_gpus(config))
+        knobs.append(_more_gpus(subject))
     ranks = () if config.reference.model.path is not None else (16, 8, 4)  # with adapters it is the student
     r = actor.lora.r
     return [*knobs, *_shorter(config), Knob("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r))]
 
 
-def _more_gpus(config: Config) -> Knob:
+def _more_gpus(subject: Subject) -> Knob:
     """GPUs of its nodes that no other group has; further nodes for an actor that has whole ones."""
+    config = subject.config
     now, per_node, nnodes = config.trainer.n_gpus_per_node, config.plan.gpus_per_node, config.trainer.nnodes
     if now >= per_node:
-        return Knob("trainer.nnodes", 2, tuple(nnodes << i for i in (1, 2, 3)))
+        more = (nnodes << i for i in (1, 2, 3))
+        return Knob("trainer.nnodes", 2, tuple(n for n in more if subject.nodes is None or n <= subject.nodes))
     free = _room(config, "trainer")
     return Knob("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
 

@@ -9,6 +9,8 @@ from statistics import mean, median
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from gkd.config import Config, load
 from gkd.errors import ConfigError
@@ -74,6 +76,10 @@ def _config(path: Path) -> Config:
         tree: Any = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     except OSError as error:
         raise ConfigError(f"--from {path}: no config.yaml of a run can be read there ({error.strerror})") from None
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"--from {path}: config.yaml cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--from {path}: config.yaml is not that of a run")
     return load(tree)
 
 
@@ -81,11 +87,13 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """Of every step with timings but the first, which warms up."""
     try:
         lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [row for row in map(json.loads, lines) if "timing_s/update" in row]
+        rows = [row for row in map(json.loads, lines) if isinstance(row, dict) and "timing_s/update" in row]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--from {path}: metrics.jsonl cannot be read: {error}") from None
     if not rows:
         raise ConfigError(f"--from {path}: metrics.jsonl has no step with timings yet")
+    if odd := [name for row in rows for name, value in row.items() if not isinstance(value, int | float)]:
+        raise ConfigError(f"--from {path}: metrics.jsonl has a {odd[0]} that is no number")
     return rows[1:] or rows
 
 

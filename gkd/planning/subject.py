@@ -63,11 +63,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A configuration with everything that its plan follows from. ``compute``: bytes of a number in the engines."""
+    """A configuration with everything that its plan follows from. ``compute``: bytes of a number in the engines.
+
+    ``nodes``: how many there are, of ``plan.gpus_per_node`` GPUs; None where that is open.
+    """
 
     config: Config
     models: Models
     card: Card
+    nodes: int | None = None
 
     @property
     def compute(self) -> int:

@@ -118,6 +118,22 @@ def test_a_layout_that_cannot_fit_ends_in_one_line() -> None:
     require_memory(s.config, s.models, {"rollout": 80e9})
 
 
+@pytest.mark.parametrize(("gpus", "more"), [((), True), ((8,), True), ((4,), False), ((1, 3), False)])
+def test_a_run_is_advised_no_more_gpus_than_there_are(gpus: tuple[int, ...], more: bool) -> None:
+    s = subject(*GRPO)  # three GPUs are the rollout's
+    with pytest.raises(ConfigError, match=r"this fits: ") as caught:
+        require_memory(s.config, s.models, {"actor": 12e9}, gpus)
+    assert ("trainer.n_gpus_per_node=" in str(caught.value)) == more
+
+
+def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
+    whole = subject("+recipe=grpo", "model.size=7b", "trainer.n_gpus_per_node=8", "plan.card=rtx-4090")
+    assert any("trainer.nnodes" in one.settings for one in advice(whole, "actor"))
+    for nodes in (1, 3):
+        for one in advice(replace(whole, nodes=nodes), "actor"):
+            assert one.settings.get("trainer.nnodes", 1) <= nodes
+
+
 def test_on_a_cpu_all_groups_share_its_memory() -> None:
     own = ("+recipe=on_policy_distill", "placement=cpu")
     s = subject(*own, "plan.memory_gb=8", on_cpu=True)

@@ -106,6 +106,9 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
     [
         (["+recipe=on_policy_distill", "model.size=7b"], r"a teacher is asked: name teacher.model.path, or teacher"),
         (["+recipe=grpo", "model.size=7q"], r"model.size=7q: "),
+        (["+recipe=grpo", "model.size=0b"], r"model.size=0b: "),
+        (["+recipe=grpo", "model.size=0.0m"], r"model.size=0.0m: "),
+        (["+recipe=grpo", "model.size=7b", "--best", "many"], r"--best: many is not a number of GPUs"),
         (["+recipe=grpo", "model.size=7b", "model.path=x"], r"path=x and size=7b exclude each other"),
         (["+recipe=grpo", "model.path=/nowhere/at/all"], r"model.path=/nowhere/at/all: no such directory"),
         (["+recipe=grpo", "model.size=7b", "plan.card=h20"], r"plan.card=h20 is not known \(did you mean h200\?\)"),
@@ -151,6 +154,31 @@ def test_timings_of_an_earlier_run_are_taken(model: str, tmp_path: Path) -> None
     assert found["stages"]["sync"] == pytest.approx(0.5)
     wider = planned(tmp_path, *overrides, "--from", str(run), "trainer.n_gpus_per_node=2")
     assert 3.0 < wider["stages"]["update"] < 4.5
+
+
+ROW = '{"step": 1, "timing_s/update": 1.0, "timing_s/generate": 1.0, "timing_s/sync": 1.0}'
+
+
+@pytest.mark.parametrize(
+    ("config", "metrics", "message"),
+    [
+        ("a: [", ROW, "config.yaml cannot be read"),
+        ("[1, 2]", ROW, "config.yaml is not that of a run"),
+        ("a: ${nothing}", ROW, "config.yaml cannot be read|unknown setting a"),
+        ("recipe: grpo", "{", "metrics.jsonl cannot be read"),
+        ("recipe: grpo", "[1]", "no step with timings yet"),
+        ("recipe: grpo", ROW.replace("1.0", '"x"'), "has a timing_s/update that is no number"),
+    ],
+)
+def test_what_is_no_run_is_one_line(
+    config: str, metrics: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "metrics.jsonl").write_text(metrics + "\n")
+    assert main(["+recipe=grpo", "model.size=7b", "--from", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert __import__("re").search(message, error), error
 
 
 @pytest.mark.parametrize(
