@@ -16,8 +16,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from gkd.config import Config, load, nearest, settings
 from gkd.errors import ConfigError
@@ -36,20 +37,46 @@ def compose(overrides: Sequence[str]) -> Config:
     """Compose conf/config.yaml with Hydra overrides such as ``+recipe=on_policy_distill`` or ``trainer.gpus=0-1``.
 
     Where no model is named, the built-in task's settings (conf/task) come in between the recipe's and
-    the overrides. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
+    the overrides. One of the overrides may be a YAML file instead, such as a run's ``config.yaml``: what it says comes
+    in place of defaults and recipe. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not
+    accept.
     """
+    files = [o for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
+    overrides = [o for o in overrides if o not in files]
     # The recipe has no default to override, so Hydra asks for a plus; people forget it.
     overrides = [f"+{o}" if o.startswith(("recipe=", "teacher.models")) else o for o in overrides]
     _check(overrides)
     defaults = Config().model_dump()
     for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
         defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
-    ConfigStore.instance().store(name="settings", node=OmegaConf.create(defaults))
+    base = OmegaConf.create(defaults)
+    if files:
+        base = _merged(base, files)
+        if not any(o.startswith("placement=") for o in overrides):
+            overrides = ["~placement", *overrides]  # the file has one
+    ConfigStore.instance().store(name="settings", node=base)
     config = load(_tree(overrides))
-    if config.uses_builtin_task and not any(o.startswith("+task=") for o in overrides):
+    if config.uses_builtin_task and not files and not any(o.startswith("+task=") for o in overrides):
         task = "sort_digits" if config.algorithm.distils else "sort_digits_rewards"
         config = load(_tree([*overrides, f"+task={task}"]))
     return config
+
+
+def _merged(base: DictConfig, files: Sequence[str]) -> DictConfig:
+    """``base`` with what the file says in its place."""
+    if len(files) > 1:
+        raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
+    try:
+        given = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=True)
+    except OSError as error:
+        raise ConfigError(f"{files[0]}: {error.strerror}") from None
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{files[0]} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{files[0]} is no configuration: names and values are expected")
+    merged = OmegaConf.merge(base, given)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _tree(overrides: Sequence[str]) -> dict[str, Any]:

@@ -66,11 +66,13 @@ def run(config: Config) -> None:
     from gkd.cluster.signals import exit_on_signals
     from gkd.inputs import find_inputs
     from gkd.observability.progress import console, log_to
+    from gkd.observability.trackers import require_trackers
 
     started = time.monotonic()
     out = console()
     log_to(out)
     exit_on_signals()
+    require_trackers(config)
     output = _output_dir(config)
     claim = _claim(output)
     try:

@@ -22,6 +22,7 @@ from gkd.observability import report
 from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
+from gkd.observability.trackers import MetricsLog, Trackers
 from gkd.planning.require import require_memory, turns_needed
 from gkd.planning.subject import models_of
 from gkd.startup import start
@@ -37,31 +38,43 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     placement = _placed(config, session, output)
     config = _with_turns(config, placement)
     out.print(step_text(config), soft_wrap=True)
-    progress = Progress(out, config.trainer.total_steps)
-    with progress:
+    with (
+        Progress(out, config.trainer.total_steps) as progress,
+        Trackers(config, output, _first_step(saved)) as trackers,
+    ):
         progress.doing("loading models")
         system = start(config, inputs, placement)
-    files = output / "metrics.jsonl", output / "samples.jsonl"
-    if saved is not None:
-        for file in files:
-            cut(file, saved[1].step)
-    with progress, JsonLines(files[0]) as metrics, JsonLines(files[1]) as sampled:
-        parts, checkpoints = system.parts, Checkpoints(config, output, started_s)
-        samples = SampleLog(sampled, config.trainer.n_logged_samples, _decoder(inputs))
-        run_log = RunLog(metrics, samples, progress, checkpoints)
-        state = _first(parts, run_log) if saved is None else _restored(config, parts, run_log, *saved)
-        try:
-            after = train(config, parts, run_log, state)
-        except BaseException:
-            checkpoints.rescue(parts.actor)
-            raise
-        parts.actor.save(str(output / "model"))
+        files = output / "metrics.jsonl", output / "samples.jsonl"
+        if saved is not None:
+            for file in files:
+                cut(file, saved[1].step)
+        with MetricsLog(files[0], trackers) as metrics, JsonLines(files[1]) as sampled:
+            samples = SampleLog(sampled, config.trainer.n_logged_samples, _decoder(inputs))
+            run_log = RunLog(metrics, samples, progress, Checkpoints(config, output, started_s))
+            state, after = _trained(config, system.parts, run_log, saved)
+        system.parts.actor.save(str(output / "model"))
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s
     summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s)
     report.write(summary, output)
     report.show(summary, output, _next_command(config, output), out)
+
+
+def _first_step(saved: tuple[Path, State] | None) -> int:
+    return 0 if saved is None else saved[1].step + 1
+
+
+def _trained(
+    config: Config, parts: Parts, log: RunLog, saved: tuple[Path, State] | None
+) -> tuple[State, dict[str, float]]:
+    """Train, from a checkpoint where there is one; returns where it began and the last validation."""
+    state = _first(parts, log) if saved is None else _restored(config, parts, log, *saved)
+    try:
+        return state, train(config, parts, log, state)
+    except BaseException:
+        log.checkpoints.rescue(parts.actor)
+        raise
 
 
 def step_text(config: Config) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from gkd.compose import compose, groups
 from gkd.config import Config, parse_gpus, settings
@@ -106,6 +108,10 @@ def test_every_setting_says_what_it_means() -> None:
         (["watch.distill_kl=[1,0]"], r"watch.distill_kl.*from its lower to its upper"),
         (["algorithm.supervised_weight=1"], r"on_policy_share=1 leaves none"),
         (["+recipe=grpo", "algorithm.on_policy_share=0.5"], r"on_policy_share=0.5 .*no policy gradient"),
+        (["algorithm.correction.level=token"], r"correction.level=token is about learning from rewards"),
+        (["algorithm.overlong.action=penalty"], r"overlong.action=penalty is about learning from rewards"),
+        (["+recipe=grpo", "algorithm.reward_weight=3"], r"reward_weight=3: grpo has no other loss"),
+        (["reward.functions=[accuracy]"], r"nothing is learned from rewards with algorithm.name=on_policy_distill"),
         (["actor.betas=[0.9,1]"], r"actor.betas.1=1: .*less than 1"),
         (["algorithm.loss.temperature=0"], r"algorithm.loss.temperature=0: .*0.001"),
         (["algorithm.loss.name=sampled_reverse_kl", "rollout.top_p=0.9"], r"sampled_reverse_kl.*rollout.top_p"),
@@ -117,6 +123,31 @@ def test_a_mistake_is_one_line_that_names_it(overrides: list[str], message: str)
     with pytest.raises(ConfigError, match=message) as caught:
         compose(overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["on_policy_distill", "distill_and_reward", "grpo"])
+def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tmp_path: Path) -> None:
+    """A run's config.yaml says everything, and overrides come on top of it."""
+    first = compose([f"+recipe={recipe}", "trainer.gpus=0-1", "actor.lr=0.5"])
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(first.model_dump())))
+    assert compose([str(file)]) == first
+    assert compose([str(file), "actor.lr=0.25"]) == first.model_copy(
+        update={"actor": first.actor.model_copy(update={"lr": 0.25})}
+    )
+    assert compose([str(file), "placement=cpu", "trainer.gpus=null"]).cluster.simulate_gpus == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("actor: {lrr: 1}", "unknown setting actor.lrr"), ("a: [", "cannot be read"), ("- 1", "is no configuration")],
+)
+def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        compose([str(tmp_path / "odd.yaml")])
+    with pytest.raises(ConfigError, match=r"none.yml: No such file"):
+        compose([str(tmp_path / "none.yml")])
 
 
 def test_a_range_alone_says_how_many() -> None:

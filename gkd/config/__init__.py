@@ -228,6 +228,11 @@ class Config(Settings):
     @model_validator(mode="after")
     def _rewards_can_be_learned_from(self) -> Config:
         if not self.algorithm.policy_weight:
+            if self.reward.functions:
+                raise ValueError(
+                    f"reward.functions={self.reward.functions}: nothing is learned from rewards with "
+                    f"algorithm.name={self.algorithm.name} and algorithm.reward_weight=0"
+                )
             return self
         why = f"algorithm.name={self.algorithm.name} learns from the differences between rewards"
         if self.rollout.n < 2:

@@ -152,6 +152,10 @@ class Trainer(Pool):
     val_every: int = Field(50, ge=1, description="validate every so many steps, also before the first and at the end")
     output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(
+        [], description="where metrics go besides metrics.jsonl; each is an extra: pip install 'gkd[tensorboard,wandb]'"
+    )
+    project: str = Field("gkd", min_length=1, description="project of the run at wandb")
     n_logged_samples: int = Field(4, ge=0, description="samples a step that are written to samples.jsonl")
 
 

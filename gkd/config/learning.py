@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gkd.config.base import Settings
 
@@ -102,6 +102,26 @@ class Algorithm(Settings):
     correction: Correction = Correction()
     dynamic_sampling: DynamicSampling = DynamicSampling()
     overlong: Overlong = Overlong()
+
+    @model_validator(mode="after")
+    def _rewards_are_learned_from_where_settings_say_how(self) -> Algorithm:
+        if self.reward_weight and not self.distils:
+            raise ValueError(
+                f"reward_weight={self.reward_weight:g}: {self.name} has no other loss to be weighed against"
+            )
+        if self.policy_weight:
+            return self
+        told = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
+        for section in ("advantage", "policy", "correction", "dynamic_sampling"):
+            settings = getattr(self, section)
+            for name, field in type(settings).model_fields.items():
+                if getattr(settings, name) != field.default:
+                    told.append(f"{section}.{name}={getattr(settings, name)}")
+        if told:
+            raise ValueError(
+                f"{told[0]} is about learning from rewards, and name={self.name} does not: reward_weight=0"
+            )
+        return self
 
     @property
     def distils(self) -> bool:

@@ -47,10 +47,11 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
             yield name, f"{name} {metrics[name]:.3g} is outside watch.{setting}=[{low:g}, {high:g}]: {advice}"
     apart = metrics.get("mismatch/kl", 0.0)
     if apart > watch.mismatch_kl:
+        corrected = "algorithm.correction.level=token corrects for it; " if config.algorithm.policy_weight else ""
         yield (
             "mismatch/kl",
             f"sampler and trainer disagree, mismatch/kl {apart:.3g} (watch.mismatch_kl={watch.mismatch_kl:g}): "
-            "algorithm.correction.level=token corrects for it; model.dtype=float32 would lessen it",
+            f"{corrected}model.dtype=float32 would lessen it",
         )
     judge, slow = metrics.get("reward/judge/seconds", 0.0), config.reward.judge.slow_s
     if judge > slow:

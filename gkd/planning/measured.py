@@ -53,6 +53,7 @@ class Factors:
 def factors_of(directory: str, subject: Subject) -> Factors:
     """From a run's config.yaml and metrics.jsonl, on the card of ``subject``. Raises ConfigError for what is no run."""
     path = Path(directory)
+    _require_same_device(path, subject)
     config, rows = _config(path), _rows(path)
     lengths = Factors(prompt=_prompt(config, rows), response=_rounded(rows, "response/length_mean"))
     config = lengths.lengths(config)
@@ -69,6 +70,20 @@ def factors_of(directory: str, subject: Subject) -> Factors:
         update=seen["update"] / planned.update,
         sync=seen["sync"] / planned.sync,
     )
+
+
+def _require_same_device(path: Path, subject: Subject) -> None:
+    """Raise ConfigError where the run computed on CPUs and the plan is of GPUs, or the other way round."""
+    try:
+        placed = json.loads((path / "placement.json").read_text(encoding="utf-8"))
+        on_cpu = all(uuid.startswith("SIM-") for row in placed for uuid in row["gpu_uuids"])
+    except OSError:
+        return  # the files that are needed say what is missing
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--from {path}: placement.json cannot be read: {error}") from None
+    if on_cpu != subject.card.is_cpu:
+        ran, planned = ("CPUs", "GPUs (plan.card)") if on_cpu else ("GPUs", "CPUs")
+        raise ConfigError(f"--from {path}: that run computed on {ran}, and this plan is of {planned}")
 
 
 def _config(path: Path) -> Config:

@@ -113,7 +113,7 @@ def test_the_datas_own_answers_are_learned_from_too(start: Any) -> None:
     run = start(
         "algorithm.on_policy_share=0.5", "algorithm.supervised_weight=0.5", "trainer.total_steps=20",
         "trainer.batch_size=16", "trainer.n_logged_samples=16", "actor.lr=2e-3", "trainer.val_every=100",
-        "placement=single_gpu", "cluster.take_turns=true",
+        "placement=single_gpu", "cluster.take_turns=true", "trainer.trackers=[tensorboard]",
     )  # fmt: skip
     assert run.end(300) == 0, run.text()
     rows = run.metrics()
@@ -121,6 +121,7 @@ def test_the_datas_own_answers_are_learned_from_too(start: Any) -> None:
     assert rows[20]["actor/supervised_loss"] < rows[1]["actor/supervised_loss"]
     assert abs(rows[20]["mismatch/kl"]) < 1e-4
     logged = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    assert len(list((run.output / "tensorboard").iterdir())) == 1
     own = [sample for sample in logged if "logprob_mean" not in sample]
     assert len(own) == len(logged) / 2
     assert all(sample["response"] == sample["answer"] for sample in own)

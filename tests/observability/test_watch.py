@@ -16,7 +16,7 @@ from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
         ({"response/clip_ratio": 0.06}, ["6% of the responses", "rollout.max_response_length=256"]),
         ({"distill/reverse_kl": 5.1}, ["watch.distill_kl=[0, 5]", "actor.lr"]),
         ({"actor/kl_reference": 0.6}, ["watch.reference_kl", "algorithm.kl.coef"]),
-        ({"mismatch/kl": 0.1}, ["mismatch/kl 0.1", "algorithm.correction.level"]),
+        ({"mismatch/kl": 0.1}, ["mismatch/kl 0.1", "model.dtype=float32"]),
         ({"reward/judge/seconds": 7.0}, ["7.0 s a mark", "reward.judge.slow_s=6", "reward.judge.max_tokens"]),
     ],
 )
@@ -24,6 +24,14 @@ def test_what_is_wrong_is_said_with_the_setting_to_change(metrics: dict[str, flo
     ((name, text),) = warnings(Config(), metrics)
     assert name in metrics
     assert all(part in text for part in said)
+
+
+def test_a_correction_is_advised_where_there_is_one() -> None:
+    rewarded = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}})
+    ((_, with_rewards),) = warnings(rewarded, {"mismatch/kl": 0.1})
+    ((_, without),) = warnings(Config(), {"mismatch/kl": 0.1})
+    assert "algorithm.correction.level=token" in with_rewards
+    assert "algorithm.correction" not in without
 
 
 def test_what_is_right_is_not_mentioned() -> None:

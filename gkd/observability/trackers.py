@@ -1,0 +1,134 @@
+"""Metrics to TensorBoard and Weights & Biases, beside metrics.jsonl, which is always written.
+
+Both packages are extras and imported only where they are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from gkd.config import Config
+from gkd.errors import ConfigError
+from gkd.observability.metrics import JsonLines
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+
+    def close(self, failed: bool) -> None:
+        """Write what is left; ``failed``: the run did not come to its end."""
+
+
+class TensorBoard:
+    """Event files in ``output_dir/tensorboard``."""
+
+    def __init__(self, output: Path, first_step: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        # A resumed run does steps again whose first metrics are there already.
+        self._writer = SummaryWriter(str(output / "tensorboard"), purge_step=first_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandB:
+    """A run of the project ``trainer.project``. Its id follows from the output directory, so a resumed run goes on."""
+
+    def __init__(self, config: Config, output: Path) -> None:
+        import wandb
+
+        self._end = wandb.teardown
+        try:
+            self._run: Any = wandb.init(
+                project=config.trainer.project,
+                name=output.name,
+                id=hashlib.blake2b(str(output).encode(), digest_size=8).hexdigest(),
+                resume="allow",
+                dir=str(output),
+                config=config.model_dump(mode="json"),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except Exception as error:  # no key, no network, no such project: wandb has many names for it
+            self._end()
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"trainer.trackers: wandb did not start: {type(error).__name__}: {reason} (WANDB_MODE=offline needs "
+                "neither a key nor a network)"
+            ) from None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, failed: bool) -> None:
+        """Send what is left, and end wandb's process."""
+        self._run.finish(exit_code=int(failed))
+        self._end()
+
+
+class Trackers:
+    """The trackers of a run whose first new step is ``first_step``; entered, they take metrics.
+
+    Raises ConfigError when one does not start.
+    """
+
+    def __init__(self, config: Config, output: Path, first_step: int) -> None:
+        self.config, self.output, self.first_step = config, output, first_step
+        self._started: list[Tracker] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the metrics of a step to all of them."""
+        for tracker in self._started:
+            tracker.log(step, metrics)
+
+    def __enter__(self) -> Self:
+        for name in self.config.trainer.trackers:
+            tensorboard = name == "tensorboard"
+            self._started.append(
+                TensorBoard(self.output, self.first_step) if tensorboard else WandB(self.config, self.output)
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for tracker in self._started:
+            tracker.close(failed=kind is not None)
+
+
+class MetricsLog(JsonLines):
+    """metrics.jsonl, and trackers beside it."""
+
+    def __init__(self, path: Path, trackers: Trackers) -> None:
+        super().__init__(path)
+        self.trackers = trackers
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one step's metrics."""
+        super().write(row)
+        self.trackers.log(row["step"], {name: value for name, value in row.items() if name != "step"})
+
+
+def require_trackers(config: Config) -> None:
+    """Raise ConfigError unless the packages of all trackers are installed."""
+    for name in config.trainer.trackers:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise ConfigError(f"trainer.trackers: {name} needs the package {PACKAGES[name]}: pip install 'gkd[{name}]'")

@@ -1,0 +1,83 @@
+"""What trackers are told, read back from what they wrote."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tensorboardX.proto import event_pb2
+
+from gkd.config import Config, load
+from gkd.errors import ConfigError
+from gkd.observability.trackers import MetricsLog, Trackers, require_trackers
+
+ROWS = [{"step": 0, "epoch": 0.0, "val/accuracy": 0.25}, {"step": 1, "epoch": 0.5, "actor/loss": 1.5}]
+
+
+def config(*names: str) -> Config:
+    return load({"trainer": {"trackers": list(names), "project": "tests"}})
+
+
+def write(config: Config, output: Path, rows: list[dict[str, float]], first: int = 0) -> None:
+    with Trackers(config, output, first) as trackers, MetricsLog(output / "metrics.jsonl", trackers) as log:
+        for row in rows:
+            log.write(row)
+
+
+def events(directory: Path) -> Iterator[event_pb2.Event]:
+    """Of all event files: each event after its length (8 bytes) and a checksum (4), before another (4)."""
+    for path in sorted(directory.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            yield event_pb2.Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+
+
+def scalars(directory: Path) -> list[tuple[int, str, float]]:
+    return [(e.step, v.tag, v.simple_value) for e in events(directory) for v in e.summary.value]
+
+
+def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
+    write(config("tensorboard"), tmp_path, ROWS)
+    expected = [(row["step"], name, value) for row in ROWS for name, value in row.items() if name != "step"]
+    assert scalars(tmp_path / "tensorboard") == expected
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == ROWS
+
+
+def test_steps_that_a_resumed_run_does_again_replace_the_first_ones(tmp_path: Path) -> None:
+    write(config("tensorboard"), tmp_path, ROWS)
+    write(config("tensorboard"), tmp_path, ROWS[1:], first=1)
+    restarts = [e.step for e in events(tmp_path / "tensorboard") if e.session_log.status == event_pb2.SessionLog.START]
+    assert 1 in restarts  # from where on TensorBoard forgets what came before
+
+
+def test_wandb_keeps_the_run_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    write(config("wandb"), tmp_path, ROWS)
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    data = run.read_bytes()
+    assert b"val/accuracy" in data
+    assert b"actor/loss" in data
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert [child.cmdline() for child in alive] == []
+
+
+def test_a_tracker_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 3)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"^trainer.trackers: wandb did not start: .*WANDB_MODE=offline"):
+        write(config("wandb"), tmp_path, ROWS)
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gkd.observability.trackers.PACKAGES", {"wandb": "no_such_package"})
+    with pytest.raises(ConfigError, match=r"pip install 'gkd\[wandb\]'"):
+        require_trackers(config("wandb"))
