@@ -7,6 +7,7 @@ and 32 workers (placement=8gpu, 2x8gpu, 4x8gpu). Prints, for each, the medians o
 
 - *program*: the whole command, from its start to its end;
 - *placing*: in it, from the first reservation to the last report, without Python's start, joining and leaving;
+- *CPU*: what Ray's processes, workers included, computed meanwhile, which other programs on the machine change less;
 
 and how many times longer each took than for half as many workers: at most 2 means no faster than the workers. A round
 before is not counted.
@@ -26,6 +27,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
@@ -71,13 +73,19 @@ def program_s(address: str, workers: int, report: Path) -> float:
     return took
 
 
-def placing_s(workers: int) -> float:
-    """Seconds that reserving, starting and checking takes."""
+def cpu_s(directory: str) -> float:
+    """Seconds that the living processes of this Ray have computed."""
+    times = [psutil.Process(pid).cpu_times() for pid in reaper.processes_of(directory)]
+    return sum(each.user + each.system for each in times)
+
+
+def placing_s(workers: int, directory: str) -> tuple[float, float]:
+    """Seconds that reserving, starting and checking takes, and CPU seconds of it."""
     config = compose([f"placement={LAYOUTS[workers]}", "cluster.simulate_gpus=null"])
     with connect(config) as session:
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), cpu_s(directory)
         place(config, session)
-        return time.perf_counter() - began
+        return time.perf_counter() - began, cpu_s(directory) - computed
 
 
 def wait_until_free() -> None:
@@ -104,7 +112,7 @@ def main() -> None:
                 for workers in LAYOUTS:
                     taken = {"program": program_s(cluster.address, workers, Path(directory) / "report.json")}
                     wait_until_free()
-                    taken["placing"] = placing_s(workers)
+                    taken["placing"], taken["CPU"] = placing_s(workers, directory)
                     wait_until_free()
                     told = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in taken.items())
                     print(f"round {round_ + 1}: {workers} workers: {told}", flush=True)
@@ -114,7 +122,7 @@ def main() -> None:
             ray.shutdown()
             cluster.shutdown()
             reaper.end_all(directory)
-    for what in ("program", "placing"):
+    for what in ("program", "placing", "CPU"):
         medians = [statistics.median(times[what, workers]) for workers in LAYOUTS]
         growth = [f"{more / less:.2f}" for less, more in itertools.pairwise(medians)]
         figures = ", ".join(f"{n} workers {median:.1f} s" for n, median in zip(LAYOUTS, medians, strict=True))

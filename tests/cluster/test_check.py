@@ -73,6 +73,8 @@ def test_a_range_holds_on_every_node():
 def test_each_node_has_a_range_of_its_own():
     reports = [report("actor", 0, 2), report("actor", 1, 3, node="10.0.0.2")]
     assert faults(reports, {"actor": [[3], [2]]}) == []
+    twice = [reports[0], report("actor", 1, 2, "GPU-x", node="10.0.0.2")]
+    assert faults(twice, {"actor": [[3], [2]]}) == ["actor asked for GPUs 3 and 2 but has 2 on 10.0.0.2"]
     assert faults(reports, {"actor": [[2], [2]]}) == ["actor asked for GPUs 2 and 2 but has 3 on 10.0.0.2"]
 
 

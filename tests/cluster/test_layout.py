@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.cluster.layout import Ask, Node, asks_of, choose_devices, solve
@@ -47,7 +47,9 @@ def small_asks(draw):
 
 
 def fits_by_brute_force(asks, nodes):
-    for choice in itertools.product(*(itertools.permutations(range(len(nodes)), a.nnodes) for a in asks)):
+    where = [itertools.permutations if a.by_node else itertools.combinations for a in asks]
+    choices = [ways(range(len(nodes)), a.nnodes) for a, ways in zip(asks, where, strict=True)]
+    for choice in itertools.product(*choices):
         wanted = [
             zip(where, a.by_node or [a.gpus] * a.nnodes, strict=True) for a, where in zip(asks, choice, strict=True)
         ]
@@ -65,11 +67,13 @@ def _node_holds(one, wanted):
     return sum(n for n, _ in wanted) <= one.free_gpus and len(set(named)) == len(named) and set(named) <= set(one.gpus)
 
 
+@settings(deadline=None)
 @given(small_asks(), small_nodes)
 def test_it_finds_a_layout_exactly_when_there_is_one(asks, nodes):
     assert (solve(asks, nodes, 0.0) is not None) == fits_by_brute_force(asks, nodes)
 
 
+@settings(deadline=None)
 @given(small_asks(), small_nodes)
 def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_device(asks, nodes):
     slots = solve(asks, nodes, 1.0)
@@ -91,6 +95,7 @@ def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_dev
         assert not a.by_node or sorted(s.gpus for s in slots if s.group == a.group) == sorted(a.by_node)
 
 
+@settings(deadline=None)
 @given(small_asks(), small_nodes)
 def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(asks, nodes):
     found = nearest(asks, nodes, 0.0)
@@ -127,6 +132,14 @@ def test_groups_may_name_the_same_gpus_of_different_nodes():
         ("rollout", "a", 4),
         ("rollout", "b", 0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sizes"), [(ask("rollout", 2, 3), [2, 4, 2]), (ask("rollout", 2, 2, by_node=((6, 7), (0, 1))), [2, 8])]
+)
+def test_ranks_go_by_node_also_where_nodes_differ(wanted, sizes):
+    nodes = [node("abc"[i], n) for i, n in enumerate(sizes)]
+    assert [slot.node_id for slot in solve([wanted], nodes, 1.0)] == [n.id for n in nodes]
 
 
 def test_a_held_device_is_named():

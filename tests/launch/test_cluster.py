@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -37,13 +38,29 @@ def devices(records: list[dict[str, list[str]]]) -> set[str]:
 def test_a_job_brings_its_code_and_leaves_its_results_here(
     cluster: ClusterHere, small: list[str], tmp_path: Path
 ) -> None:
-    """From a user's own directory: the reward and gkd itself travel, the relative output directory means this one."""
+    """From a user's own directory: the reward and gkd itself travel, the relative output directory means this one.
+
+    Another run on the same machines at the same time has names and ports of its own, or one of the two would fail.
+    """
     told = tmp_path / "told"
     (tmp_path / "mine.py").write_text(USERS.format(told=str(told)))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "large.bin").write_bytes(os.urandom(3_000_000))
     settings = ["trainer.total_steps=2", "trainer.output_dir=my runs/first", "reward.functions=['mine:odd']"]
-    done = cluster.submit("--follow", *small, *settings, cwd=tmp_path)
+    run = [
+        sys.executable,
+        "-m",
+        "gkd.main",
+        *small,
+        "trainer.total_steps=2",
+        f"trainer.output_dir={tmp_path / 'beside'}",
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(cluster.run, *run)
+        done = cluster.submit("--follow", *small, *settings, cwd=tmp_path)
+        assert beside.result().returncode == 0, beside.result().stdout + beside.result().stderr
+    assert f"joining the Ray cluster at {cluster.address}" in beside.result().stdout
+    assert [row["step"] for row in rows(tmp_path / "beside")] == [0, 1, 2]
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert [row["step"] for row in rows(tmp_path / "my runs" / "first")] == [0, 1, 2]
@@ -76,17 +93,16 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     processes += [child for process in processes for child in process.children(recursive=True)]
     assert len(processes) >= 4  # actor, rollout, and the two that compute rewards
 
-    n_steps = len(rows(output))
+    wanted = HEAD_GPUS + WORKER_GPUS - len(placed) - 2
     beside = cluster.run(
-        sys.executable, "-m", "gkd.main", *small, "trainer.total_steps=1", f"trainer.output_dir={tmp_path / 'beside'}"
-    )
-    assert beside.returncode == 0, beside.stdout + beside.stderr
-    assert f"joining the Ray cluster at {cluster.address}" in beside.stdout + beside.stderr
-    assert [row["step"] for row in rows(tmp_path / "beside")] == [0, 1]
-    others = devices(json.loads((tmp_path / "beside" / "placement.json").read_text()))
-    assert len(others) == len(placed) == 2
+        sys.executable, "launch/verify_gpus.py", "--json", str(tmp_path / "beside.json"),
+        f"teacher.n_gpus_per_node={wanted}", timeout_s=60,
+    )  # fmt: skip
+    assert beside.returncode == 0, beside.stderr
+    assert f"joining the Ray cluster at {cluster.address}" in beside.stderr
+    others = devices(json.loads((tmp_path / "beside.json").read_text()))
+    assert len(others) == wanted + 2
     assert not others & devices(placed)
-    assert len(rows(output)) > n_steps
 
     stopped = cluster.submit("--stop", name)
     assert (stopped.returncode, stopped.stdout) == (0, f"stopped {name}\n"), stopped.stderr
