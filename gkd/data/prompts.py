@@ -64,6 +64,9 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iter
     for offset, (text, token_ids, value, answer) in enumerate(zip(texts, ids, values, answers, strict=True)):
         if not token_ids:
             raise ConfigError(f"{rows[offset].place}: the prompt in {key!r} has no tokens")
+        if isinstance(answer, list | dict | np.ndarray):
+            kind = type(answer).__name__
+            raise ConfigError(f"{rows[offset].place}: {data.answer_key!r} is a {kind}; an answer is text or a number")
         yield Prompt(
             id=first_id + offset,
             token_ids=np.asarray(token_ids, dtype=np.int32),

@@ -125,6 +125,14 @@ def test_neither_string_nor_messages(tmp_path: Path, value: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("value", [["a"], {"value": "a"}])
+def test_an_answer_that_no_response_could_be(tmp_path: Path, value: Any) -> None:
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": value}]
+    assert complaint(tmp_path, rows, answer_key="answer").endswith(
+        f"line 2: 'answer' is a {type(value).__name__}; an answer is text or a number"
+    )
+
+
 def test_only_the_assistant_speaks(tmp_path: Path) -> None:
     assert "holds only the assistant's messages" in complaint(tmp_path, [{"messages": [message("assistant", "a")]}])
 
