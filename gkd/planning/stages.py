@@ -161,7 +161,31 @@ def update_s(subject: Subject, world: int, nnodes: int) -> float:
 
 
 def sync_s(subject: Subject, world: int) -> float:
-    """New weights: gathered on one rank, serialised, and read by every engine at the same time."""
-    n_bytes = subject.compute * subject.models.student.n_parameters
-    gathered = 0.0 if world == 1 else F32 * subject.models.student.n_parameters / subject.card.link
-    return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
+    """New weights: gathered, then serialised and read by every engine at the same time, or from GPU to GPU.
+
+    There they are read and written twice, as they are packed and as they are loaded, and by NCCL go over the link.
+    """
+    card, n_bytes = subject.card, subject.compute * subject.models.student.n_parameters
+    gathered = 0.0 if world == 1 else F32 * subject.models.student.n_parameters / card.link
+    way = transfer(subject)
+    if way == "object_store":
+        return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
+    sent = n_bytes / (card.link if _on_one_node(subject) else card.network) if way == "nccl" else 0.0
+    return SWITCH_S + gathered + 4 * n_bytes / (READ_EFFICIENCY * card.bandwidth) + sent
+
+
+def transfer(subject: Subject) -> str:
+    """The way that weights.transfer will choose (gkd.weights.choice), as far as settings say it."""
+    config = subject.config
+    if config.weights.transfer != "auto":
+        return config.weights.transfer
+    if subject.card.is_cpu or config.rollout.engine == "hf":
+        return "object_store"
+    return "ipc" if "rollout" in config.on_the_actors_gpus() else "nccl"
+
+
+def _on_one_node(subject: Subject) -> bool:
+    trainer, rollout = subject.config.trainer, subject.config.rollout
+    return trainer.nnodes == rollout.nnodes == 1 and (
+        trainer.n_gpus_per_node + rollout.n_gpus_per_node <= subject.config.plan.gpus_per_node
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gkd.planning.stages import forward_flops, generate_s, score_s, stages_of, update_s
+from gkd.planning.stages import forward_flops, generate_s, score_s, stages_of, transfer, update_s
 from tests.planning.subjects import subject
 
 H200 = ("+recipe=on_policy_distill", "model.size=0.5b", "teacher.model.size=1.5b", "plan.card=h200")
@@ -59,3 +59,19 @@ def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:
     slow, fast = (subject(*H200, f"plan.network_gb_s={g}") for g in ("0.1", "400"))
     assert update_s(slow, 16, 2) > 5 * update_s(fast, 16, 2)
     assert update_s(slow, 8, 1) == update_s(fast, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way"),
+    [
+        ((), "nccl"),
+        (("placement=single_gpu",), "ipc"),
+        (("rollout.engine=hf",), "object_store"),
+        (("weights.transfer=object_store",), "object_store"),
+    ],
+)
+def test_weights_take_the_way_that_a_run_would_choose(overrides: tuple[str, ...], way: str) -> None:
+    s = subject(*H200, *overrides)
+    assert transfer(s) == way
+    slowest = stages_of(subject(*H200, *overrides, "weights.transfer=auto", "rollout.engine=hf")).sync
+    assert (stages_of(s).sync < 0.1 * slowest) == (way != "object_store")
