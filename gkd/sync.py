@@ -8,12 +8,15 @@ from dataclasses import replace
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.failure import WorkerDied
-from gkd.cluster.group import Pending, gather
+from gkd.cluster.group import Pending, first_death, gather
 from gkd.cluster.report import Report
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
 from gkd.weights.pieces import Piece
+
+DEATH_IS_KNOWN_S = 5.0
+"""Ray tells of a process that ended within this time."""
 
 
 class WeightSync:
@@ -106,5 +109,9 @@ class WeightSync:
         """Wait for calls whose workers wait for each other, so that the first death ends the run."""
         try:
             gather(calls, left())
-        except WorkerDied as death:
+        except RunFailed as failure:
+            # Whoever lost its partner may say so before Ray has noticed the death that is behind it.
+            death = failure if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
+            if death is None:
+                raise
             raise RunFailed(f"{death}; the others were in the middle of {what} and wait for it in NCCL") from None

@@ -163,6 +163,22 @@ def settle(call: Pending, timeout_s: float) -> None:
         raise RunFailed(_timeout_text([call], set(late), owner, timeout_s))
 
 
+def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None:
+    """The first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
+    owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
+    waiting, deadline = list(owner), time.monotonic() + timeout_s
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        try:
+            ray.get(ready[0], timeout=1.0)
+        except Exception as error:  # of which only a death is of interest here
+            if isinstance(failure := explain(error, owner[ready[0]]), WorkerDied):
+                return failure
+    return None
+
+
 def memory_of(group: Group) -> dict[str, float]:
     """memory/GROUP/*: the largest over a group's living workers, without what nobody could measure."""
     told = group.control("memory", timeout_s=MEMORY_TIMEOUT_S, what="reporting memory", keep_deaths=True)

@@ -22,6 +22,7 @@ from gkd.actor.worker import ActorWorker
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout import worker as rollout_worker
+from gkd.rollout.engine import Finished
 from gkd.sample import Request
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Packer, Piece, unpack
@@ -109,6 +110,9 @@ class Keeper:
 
     def busy(self) -> bool:
         return False
+
+    def step(self) -> list[Finished]:
+        return []
 
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
         self.tensors = {name: t for piece in pieces for name, t in piece.items()}
