@@ -120,8 +120,7 @@ class ActorGroup:
                 return self.group.call_each(method, args, timeout_s=self.config.trainer.update_timeout_s)
             except OutOfMemory as failure:
                 self._budget = failure.budget or self._budget
-                if len(self.group) > 1:
-                    self._start_again()
+                self._start_again()
                 self.group.call("take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
                 if failure.budget is None:
                     raise
@@ -129,9 +128,11 @@ class ActorGroup:
     def _start_again(self) -> None:
         """New processes in place of all ranks, which go on with the weights and optimizer state of the old ones.
 
-        Where one rank ran out of memory the others wait for it in a collective, and only their end gets them out of it.
+        Where one rank ran out of memory the others wait for it in a collective, and only their end gets them out of it;
+        FSDP in that rank takes itself to be within a pass that never ends; and its memory is in pieces.
         """
-        log.warning("memory ran out in one of %d actor ranks: all of them are started again", len(self.group))
+        log.warning("memory ran out on one of the actor's GPUs; its processes are started again")
+        whole, self.settled = self.settled, False  # until they have it all, the new ranks have the first weights
         limit = self.config.cluster.start_timeout_s
         kept = self.group.submit_control("keep", what="handing on what the ranks have")
         settle(kept, limit)
@@ -139,6 +140,7 @@ class ActorGroup:
         gather([self.submit_build()], limit)
         self.load()
         self.group.call_each("take_over", [[ref] for ref in kept.refs], timeout_s=limit)
+        self.settled = whole
 
     def publish(self) -> Push:
         """The current weights, ready to be fetched."""

@@ -166,7 +166,7 @@ class ActorWorker:
     def _fitting(self, lessons: Sequence[Lesson], run: Callable[[], Result]) -> Result:
         """``run``. Raises OutOfMemory when its micro-batches do not fit, with nothing changed.
 
-        Other ranks are then in the middle of a collective, and can neither go back nor take part in saving anything.
+        The process is then of no more use than to :meth:`keep` what it has for another one.
         """
         self.optimizer.zero_grad(set_to_none=True)
         try:
@@ -175,10 +175,8 @@ class ActorWorker:
             if not is_out_of_memory(error):
                 raise
             reason = one_line(error)
-        # Only here is what the failed attempt held free: its frames are gone with the error.
+        # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.
         self.optimizer.zero_grad(set_to_none=True)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
         lengths = [lesson.record.n_tokens for lesson in lessons]
         smaller = smaller_budget(self._budget, lengths, pack(lengths, self._budget))
         raise OutOfMemory(out_of_memory_text(self.config, self.world, max(lengths), self._budget, reason), smaller)

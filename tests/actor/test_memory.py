@@ -93,7 +93,7 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
         again = actor.update(batch, 3)
         assert "step 2: memory ran out" in "".join(told)
         assert len(told) == sum("done again in micro" in record.getMessage() for record in caplog.records)  # said once
-        assert pids(actor).isdisjoint(started) == (world > 1)  # what waits for another rank is ended
+        assert pids(actor).isdisjoint(started)  # what waits for another rank is ended
         assert actor.version == 3
         after = weights(actor)
     with actor_of(path, 1, config(update_epochs=2, max_tokens_per_micro_batch=2_000)) as plain:
