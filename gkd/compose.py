@@ -70,11 +70,14 @@ def _merged(base: DictConfig, files: Sequence[str]) -> DictConfig:
         given = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=True)
     except OSError as error:
         raise ConfigError(f"{files[0]}: {error.strerror}") from None
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{files[0]} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{files[0]} is no configuration: names and values are expected")
-    merged = OmegaConf.merge(base, given)
+    try:
+        merged = OmegaConf.merge(base, given)
+    except OmegaConfBaseException as error:  # a list in place of a section
+        raise ConfigError(f"{files[0]} does not fit: {str(error).splitlines()[0]}") from None
     assert isinstance(merged, DictConfig)
     return merged
 

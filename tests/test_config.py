@@ -140,10 +140,16 @@ def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tm
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("actor: {lrr: 1}", "unknown setting actor.lrr"), ("a: [", "cannot be read"), ("- 1", "is no configuration")],
+    [
+        ("actor: {lrr: 1}", "unknown setting actor.lrr"),
+        ("a: [", "cannot be read"),
+        ("- 1", "is no configuration"),
+        ("actor: [1]", "odd.yaml does not fit"),
+        ("a: \xff", "odd.yaml cannot be read"),
+    ],
 )
 def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "odd.yaml").write_text(text)
+    (tmp_path / "odd.yaml").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=message):
         compose([str(tmp_path / "odd.yaml")])
     with pytest.raises(ConfigError, match=r"none.yml: No such file"):
