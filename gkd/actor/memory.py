@@ -8,12 +8,15 @@ import torch
 
 from gkd.config import Config
 
+_SIGNS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Of errors without a class of their own: torch's on a CPU, and those of libraries that allocate for themselves."""
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch could not allocate, on a GPU or on a CPU, where it has no error of its own for that."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def smaller_budget(budget: int, lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int | None:

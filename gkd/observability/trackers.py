@@ -5,9 +5,11 @@ Both packages are extras and imported only where they are asked for.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
+import sys
+import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -50,17 +52,20 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of the project ``trainer.project``. Its id follows from the output directory, so a resumed run goes on."""
+    """A run of the project ``trainer.project``; its id is kept in the output directory for a resumed one."""
 
     def __init__(self, config: Config, output: Path) -> None:
         import wandb
 
         self._end = wandb.teardown
+        kept = output / "wandb_id"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex)
         try:
             self._run: Any = wandb.init(
                 project=config.trainer.project,
                 name=output.name,
-                id=hashlib.blake2b(str(output).encode(), digest_size=8).hexdigest(),
+                id=kept.read_text(),
                 resume="allow",
                 dir=str(output),
                 config=config.model_dump(mode="json"),
@@ -102,16 +107,21 @@ class Trackers:
     def __enter__(self) -> Self:
         for name in self.config.trainer.trackers:
             tensorboard = name == "tensorboard"
-            self._started.append(
-                TensorBoard(self.output, self.first_step) if tensorboard else WandB(self.config, self.output)
-            )
+            try:
+                self._started.append(
+                    TensorBoard(self.output, self.first_step) if tensorboard else WandB(self.config, self.output)
+                )
+            except BaseException:
+                self.__exit__(*sys.exc_info())
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for tracker in self._started:
-            tracker.close(failed=kind is not None)
+        with ExitStack() as rest:  # all are closed, also where one cannot be
+            for tracker in self._started:
+                rest.callback(tracker.close, failed=kind is not None)
 
 
 class MetricsLog(JsonLines):

@@ -31,6 +31,8 @@ def memory_of(subject: Subject, only: str | None = None) -> list[GroupMemory]:
         ]
         if not _turns_wanted(subject.config, side_by_side):
             return side_by_side
+        if "rollout" in subject.config.on_the_actors_gpus():
+            found = [_at_push(group, found) if group.group == "actor" else group for group in found]
         return [replace(group, available=_left_by_others(subject, group, found, turns=True)) for group in found]
     engines = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in subject.config.pools()]
     whole = [group.total * group.n_gpus / tp for group, tp in zip(found, engines, strict=True)]
@@ -61,6 +63,17 @@ def _left_by_others(subject: Subject, group: GroupMemory, found: list[GroupMemor
     others = [other for other in found if frozenset((group.group, other.group)) in shared]
     away = {other.group for other in others if turns and "actor" in (group.group, other.group)}
     return subject.card.memory - sum(_kept(other) if other.group in away else other.total for other in others)
+
+
+def _at_push(actor: GroupMemory, found: list[GroupMemory]) -> GroupMemory:
+    """The actor that takes turns, at its worst moment: perhaps when the engines' weights are there as well."""
+    rollout = next(group for group in found if group.group == "rollout")
+    standing = ("weights", "optimizer state", "context, collectives")
+    moment = {name: actor.items[name] for name in standing if name in actor.items}
+    moment["engine's weights"] = sum(rollout.items.get(name, 0.0) for name in ("weights", "weights being received"))
+    if sum(moment.values()) <= actor.total:
+        return actor
+    return replace(actor, items=moment, notes=(*actor.notes, "most is needed when weights go to the engines"))
 
 
 def _kept(memory: GroupMemory) -> float:

@@ -51,6 +51,7 @@ class RolloutWorker:
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._out: queue.Queue[tuple[Record, Scored] | BaseException] = queue.Queue()
         self._jobs: dict[int, Job] = {}
+        self._ended: BaseException | None = None
         self._intact = True  # whether the engine holds one whole version of the weights
 
     def connect(self, judges: Mapping[str, dict[str, Any]]) -> None:
@@ -89,6 +90,8 @@ class RolloutWorker:
 
     def _between_steps(self, run: Callable[[], Result], what: str) -> Result:
         """Have the engine's thread do something, and wait for it at most ``weights.timeout_s``."""
+        if self._ended is not None:
+            raise RunFailed(f"rollout rank {self.rank} cannot {what}: its engine ended with {one_line(self._ended)}")
         done: Future[Result] = Future()
 
         def command() -> None:
@@ -127,6 +130,7 @@ class RolloutWorker:
                     command = self._step
                 command()
         except BaseException as error:
+            self._ended = error
             self._out.put(error)
             raise
         finally:

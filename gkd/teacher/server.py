@@ -31,7 +31,7 @@ class TeacherServer:
         self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key)
         self._jobs: dict[int, Job] = {}
         self._keys = count()
-        self._asleep = False
+        self._asleep = self._ended = False
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
 
     @property
@@ -62,6 +62,7 @@ class TeacherServer:
                 f"the teacher's engine at {self.address} failed: {type(error).__name__}: {error}"
             ) from error
         finally:
+            self._ended = True
             for job in self._jobs.values():
                 self._frontend.refuse(job, code, message)
             self._jobs.clear()
@@ -86,7 +87,10 @@ class TeacherServer:
             except BaseException as error:
                 done.set_exception(error)
 
-        self._commands.put(command)
+        if self._ended:
+            done.set_exception(RunFailed(f"the engine at {self.address} has ended"))
+        else:
+            self._commands.put(command)
         return done
 
     def close(self) -> None:

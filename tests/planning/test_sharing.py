@@ -70,6 +70,17 @@ def test_groups_on_one_gpu_take_turns_where_they_do_not_fit_side_by_side() -> No
     assert planned(*smaller) == planned(*smaller, "cluster.take_turns=false")  # not where they do
 
 
+def test_the_push_is_planned_where_it_is_the_worst_moment() -> None:
+    """Sharded over many ranks the actor is small, and an engine's weights are whole."""
+    eight = ("trainer.n_gpus_per_node=8", "rollout.n_gpus_per_node=8", "rollout.share_with=actor", "model.size=14b",
+             "rollout.gpu_memory_utilization=0.8", "actor.max_tokens_per_micro_batch=1280", "cluster.take_turns=true",
+             "actor.gradient_checkpointing=true", "actor.loss_chunk=128")  # fmt: skip
+    actor, rollout = (planned(*eight)[name] for name in ("actor", "rollout"))
+    assert actor.items["engine's weights"] > rollout.items["weights"]
+    assert "gradients" not in actor.items
+    assert actor.total > sum(actor.items[name] for name in ("weights", "optimizer state")) + rollout.items["weights"]
+
+
 def test_taking_turns_is_advised_where_it_is_ruled_out() -> None:
     config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *ONE_GPU, "cluster.take_turns=false"])
     found = advice(Subject(config, models_of(config), cards.gpu(config.plan)), "actor")
