@@ -40,7 +40,7 @@ FULL = {"name": "on_policy_distill", "loss": {"name": "jsd"}}
 
 
 def run_of(algorithm: dict[str, Any], **actor: Any) -> Config:
-    tree = {"algorithm": algorithm, "rollout": {"n": 2}, "reward": {"functions": ["length"]}, "actor": actor}
+    tree = {"algorithm": algorithm, "rollout": {"n": 2}, "actor": actor}
     return load(tree)
 
 
