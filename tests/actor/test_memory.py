@@ -80,12 +80,12 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
     local_ray: None, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On one of two ranks; two updates before memory runs out, so that there are moments, and two after it."""
-    batch, small = put(models.scored(400, k=4, lengths=(80, 100))), put(models.scored(8, k=4, lengths=(8, 9)))
+    batch, small = put(models.scored(200, k=4, lengths=(80, 100))), put(models.scored(8, k=4, lengths=(8, 9)))
     settings = config(update_epochs=2)
     with actor_of(path, 2, settings) as actor:
         started = pids(actor)
         actor.update(small, 1)
-        leave(actor, 400)
+        leave(actor, 200)
         found = actor.update(batch, 2)
         told = [
             record.getMessage() for record in caplog.records if "done again in micro-batches" in record.getMessage()

@@ -54,13 +54,14 @@ def save(model: torch.nn.Module, path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
-    ("transfer", "engine_gpu"),
+    ("transfer", "engine_gpu", "tied"),
     [
-        ("object_store", 0),
-        pytest.param("ipc", 0, marks=needs(1)),
-        pytest.param("nccl", 1, marks=needs(2)),
+        ("object_store", 0, True),
+        pytest.param("ipc", 0, False, marks=needs(1)),
+        pytest.param("ipc", 0, True, marks=needs(1)),
+        pytest.param("nccl", 1, False, marks=needs(2)),
+        pytest.param("nccl", 1, True, marks=needs(2)),
     ],
 )
 def test_the_engine_samples_from_the_actors_weights(
