@@ -18,9 +18,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from gkd.config import Config, load, nearest, settings
+from gkd.config.file import read_yaml
 from gkd.errors import ConfigError
 
 # An installed package carries conf inside itself; a checkout has it at the top.
@@ -67,15 +67,7 @@ def _merged(base: DictConfig, files: Sequence[str]) -> DictConfig:
     if len(files) > 1:
         raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
     try:
-        given = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=True)
-    except OSError as error:
-        raise ConfigError(f"{files[0]}: {error.strerror}") from None
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{files[0]} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"{files[0]} is no configuration: names and values are expected")
-    try:
-        merged = OmegaConf.merge(base, given)
+        merged = OmegaConf.merge(base, read_yaml(files[0]))
     except OmegaConfBaseException as error:  # a list in place of a section
         raise ConfigError(f"{files[0]} does not fit: {str(error).splitlines()[0]}") from None
     assert isinstance(merged, DictConfig)

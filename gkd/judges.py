@@ -10,44 +10,50 @@ from typing import Any
 import ray
 
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
+from gkd.cluster.engines import Engines
 from gkd.cluster.group import Group, Pending
+from gkd.cluster.turns import SLACK_S
 from gkd.config import Config, RewardModel, Scorer
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.inputs import Inputs
 from gkd.teacher.address import Key, external_addresses
 from gkd.vllm_engine import environment
 
-SLACK_S = 10.0
 NAMES = ("teacher", "reference", "reward_model")
 
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """Leaders of the engines of every group that judges, by name, and the key their sockets need."""
+    """The engines of every group that judges, by name, and the key their sockets need."""
 
     config: Config
     inputs: Inputs
-    groups: dict[str, Group] = field(default_factory=dict)
+    engines: dict[str, Engines] = field(default_factory=dict)
     key: Key | None = None
 
     @staticmethod
     def of(config: Config, inputs: Inputs, groups: Mapping[str, Group], rollout: Group) -> Judges:
         """The judging groups among ``groups``. Raises ConfigError where the user's key cannot be read."""
         limit = config.cluster.start_timeout_s
-        found: dict[str, Group] = {}
+        found: dict[str, Engines] = {}
         for name in NAMES:
             if name in groups:
                 settings = _settings(config, name)
                 tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
-                found[name] = groups[name].engines(tensor_parallel, limit)
+                found[name] = Engines.of(groups[name], tensor_parallel, limit)
         return Judges(config, inputs, found, _key(config, rollout, found))
 
-    def builds(self) -> dict[str, Callable[[], Pending]]:
-        """By group, how to start loading its models."""
-        return {name: partial(self._build, name, group) for name, group in self.groups.items()}
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The engines' leaders, by group."""
+        return {name: engines.leaders for name, engines in self.engines.items()}
 
-    def _build(self, name: str, group: Group) -> Pending:
-        settings, models = _settings(self.config, name), self._models(name)
+    def builds(self) -> dict[str, Callable[[], list[Pending]]]:
+        """By group, how to start loading its models."""
+        return {name: partial(self._build, name, engines) for name, engines in self.engines.items()}
+
+    def _build(self, name: str, engines: Engines) -> list[Pending]:
+        group, settings, models = engines.leaders, _settings(self.config, name), self._models(name)
         if isinstance(settings, Scorer):
             # A server of this run's own takes exactly the sequences this run has; less cache is set aside for them.
             longest = settings.max_model_len or self.inputs.max_length
@@ -62,13 +68,14 @@ class Judges:
                 report.device,
                 report.ip if self.key else "127.0.0.1",
                 self.key,
-                name in self.sleeping(),
+                *([name in self.sleeping()] if isinstance(settings, Scorer) else []),
             )
             for rank, report in enumerate(group.reports)
         ]
         threads = environment(group.reports[0].device, self.config.cluster.cpu_threads)
-        worker = "RewardModelWorker" if name == "reward_model" else "TeacherWorker"
-        return group.submit_build(f"gkd.teacher.worker:{worker}", args, environment=threads)
+        if name == "reward_model":
+            return [group.submit_build("gkd.teacher.worker:RewardModelWorker", args, environment=threads)]
+        return engines.submit_build("gkd.teacher.worker:TeacherWorker", "gkd.teacher.worker:follow", args, threads)
 
     def sleeping(self) -> list[str]:
         """Groups that give their memory to the actor while it works."""
@@ -79,8 +86,8 @@ class Judges:
         """Have the engines on the actor's GPUs leave these to it."""
         self._all_do("give_back", "giving memory back")
 
-    def take_back(self, weights_only: bool = False) -> None:
-        """Have them be as before. They are given no new weights."""
+    def take_back(self) -> None:
+        """Have them be as before."""
         self._all_do("take_back", "taking memory again")
 
     def _all_do(self, method: str, what: str) -> None:
@@ -147,10 +154,10 @@ def _settings(config: Config, name: str) -> Scorer | RewardModel:
     return config.teacher if name == "teacher" else config.reference
 
 
-def _key(config: Config, rollout: Group, judges: Mapping[str, Group]) -> Key | None:
+def _key(config: Config, rollout: Group, judges: Mapping[str, Engines]) -> Key | None:
     """The user's key; without one, one of this run's own where its servers and clients are on several machines."""
     if config.teacher.key_file is not None:
         return Key.load(config.teacher.key_file)
-    addresses = {report.ip for group in (rollout, *judges.values()) for report in group.reports}
+    addresses = {report.ip for group in (rollout, *(e.leaders for e in judges.values())) for report in group.reports}
     addresses.add(ray.util.get_node_ip_address())
     return Key.generate() if judges and len(addresses) > 1 else None

@@ -137,8 +137,9 @@ def _with_turns(config: Config, placement: Placement) -> Config:
     Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
     """
     turns = _check_memory(config, placement)
-    if turns and config.cluster.take_turns == "auto":
-        log.info("the groups on the actor's GPUs take turns (cluster.take_turns): side by side they do not fit")
+    if turns:
+        engines = ", ".join(config.on_the_actors_gpus())
+        log.info("actor and %s take turns on their GPUs (cluster.take_turns=%s)", engines, config.cluster.take_turns)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"take_turns": turns})})
 
 

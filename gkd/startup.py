@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gkd.actor.group import ActorGroup
+from gkd.cluster.engines import Engines
 from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.placement import Placement
 from gkd.cluster.turns import Turns
@@ -42,23 +43,25 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     limit, groups = config.cluster.start_timeout_s, placement.groups
     _require_engines_run(config, groups)
     config = _with_transfer(config, groups)
-    rollout = groups["rollout"].engines(config.rollout.tensor_parallel_size, limit)
+    engines = Engines.of(groups["rollout"], config.rollout.tensor_parallel_size, limit)
+    rollout = engines.leaders
     turns = Turns()
     actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), turns)
     judges = Judges.of(config, inputs, groups, rollout)
-    builds: dict[str, Callable[[], Pending]] = {
-        "actor": actor.submit_build,
-        "rollout": partial(_build_rollout, config, inputs, rollout),
+    builds: dict[str, Callable[[], list[Pending]]] = {
+        "actor": lambda: [actor.submit_build()],
+        "rollout": partial(_build_rollout, config, inputs, engines),
         **judges.builds(),
     }
     for wave in waves({name: groups[name] for name in builds}):
-        gather([builds[name]() for name in wave], limit)
+        gather([call for name in wave for call in builds[name]()], limit)
+    followers = [found.bind(limit) for found in (engines, *judges.engines.values())]
     asking, serving = judges.asking(len(rollout)), judges.serve()
     teachers = {name: TeacherClient(**how) for name, how in asking.items() if name.startswith("teacher")}
     for client in teachers.values():
         client.connect()
     rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
-    rollout_group = RolloutGroup(rollout, config, serving, turns)
+    rollout_group = RolloutGroup(rollout, config, serving, turns, followers)
     if config.cluster.take_turns is True:
         turns.actor, turns.judging = actor, [judges]
         turns.sampling = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
@@ -107,10 +110,11 @@ def _with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
 
 
-def _build_rollout(config: Config, inputs: Inputs, group: Group) -> Pending:
+def _build_rollout(config: Config, inputs: Inputs, engines: Engines) -> list[Pending]:
+    group = engines.leaders
     args = [
         (config, inputs.student, inputs.model, inputs.max_length, rank, group.reports[rank].device)
         for rank in range(len(group))
     ]
     threads = environment(group.reports[0].device, config.cluster.cpu_threads)
-    return group.submit_build("gkd.rollout.worker:RolloutWorker", args, environment=threads)
+    return engines.submit_build("gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:follow", args, threads)

@@ -8,12 +8,12 @@ object is at hand. Nothing here imports vLLM or torch.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from gkd.config import Engine
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,16 @@ Device = Literal["cpu", "cuda"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a part of an engine that spans nodes stands; the fields are arguments of vLLM's engines."""
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
 
 
 def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str]:
@@ -69,6 +79,7 @@ def engine_arguments(
     seeded: bool = False,
     seed: int = 0,
     sleeps: bool = False,
+    span: Span | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for the engine of a pool.
 
@@ -76,7 +87,7 @@ def engine_arguments(
     length, or as much of it as the key-value cache takes. ``logprobs_mode`` "processed_logprobs" are those of the
     distribution that was sampled from (temperature and top_p applied), "raw_logprobs" the model's. Any number of
     log-probabilities may be asked for. ``seeded``: requests carry seeds. ``sleeps``: it is to give its memory back at
-    times, which an engine on a CPU has no need of.
+    times, which an engine on a CPU has no need of. ``span``: which part this is of an engine on several nodes.
     """
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -94,6 +105,8 @@ def engine_arguments(
         "seed": seed,
         "disable_log_stats": True,
     }
+    if span is not None:
+        arguments |= asdict(span)
     if sleeps and device == "cuda":
         arguments["enable_sleep_mode"] = True
     if max_num_batched_tokens is not None:
@@ -105,6 +118,26 @@ def engine_arguments(
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_gb * GIB
     return arguments
+
+
+class Follower:
+    """The processes of an engine on a further node: they do what the leader's engine tells them.
+
+    ``arguments`` are those of the leader but for the Span. Returns when all parts of the engine have met; vLLM raises
+    what it likes when they do not.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        config = EngineArgs(**arguments).create_engine_config(headless=True)
+        self._executor = MultiprocExecutor(config, monitor_workers=False)
+
+    def serve(self) -> None:
+        """Wait until one of the processes ends, and raise RunFailed then."""
+        self._executor.start_worker_monitor(inline=True)
+        raise RunFailed("a process of an engine that spans nodes has ended")
 
 
 def sleep(llm_engine: Any, device: Device) -> None:

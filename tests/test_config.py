@@ -62,7 +62,19 @@ def test_every_setting_says_what_it_means() -> None:
         (["rollout.gpus_by_node=[0,1]", "rollout.gpus=0"], r"rollout: gpus and gpus_by_node exclude each other"),
         (["rollout.gpus_by_node=[0]", "rollout.share_with=actor"], r"so leave rollout.gpus_by_node out"),
         (["trainer.gpus=zero"], r"trainer.gpus=zero: .*a range such as 0-3"),
-        (["teacher.n_gpus_per_node=3", "teacher.tensor_parallel_size=2"], r"teacher.*2 does not divide .*3"),
+        (["teacher.n_gpus_per_node=3", "teacher.tensor_parallel_size=2"], r"teacher.*2 does not divide .*3$"),
+        (
+            ["teacher.n_gpus_per_node=2", "teacher.nnodes=2", "teacher.tensor_parallel_size=4"],
+            r"teacher: tensor_parallel_size=4 does not divide n_gpus_per_node=2; across_nodes=true lets an engine span",
+        ),
+        (
+            ["rollout.nnodes=3", "rollout.tensor_parallel_size=2", "rollout.across_nodes=true"],
+            r"rollout: tensor_parallel_size=2 takes 2 nodes of n_gpus_per_node=1, which does not divide nnodes=3",
+        ),
+        (
+            ["teacher.n_gpus_per_node=2", "teacher.tensor_parallel_size=3", "teacher.across_nodes=true"],
+            r"teacher: tensor_parallel_size=3 does not divide n_gpus_per_node=2$",
+        ),
         (["+recipe=distill"], r"recipe=distill: no such choice.* there are .*on_policy_distill"),
         (["placement=9gpu"], r"placement=9gpu: no such choice \(did you mean \dgpu\?\)"),
         (["rollout.gpus=4,5"], r"rollout.gpus=4,5: one value is expected"),

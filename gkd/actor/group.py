@@ -153,7 +153,7 @@ class ActorGroup:
         """Have all ranks move what they hold to the host."""
         self.group.call("give_back", timeout_s=self.config.weights.timeout_s, what="giving memory back")
 
-    def take_back(self, weights_only: bool = False) -> None:
+    def take_back(self) -> None:
         """Have all ranks be as before."""
         if self._loaded:
             self.group.call("take_back", timeout_s=self.config.weights.timeout_s, what="taking memory again")

@@ -65,6 +65,7 @@ class ActorWorker:
         if device == "cpu":
             torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
         self._budget = config.actor.max_tokens_per_micro_batch
+        self._away = False  # whether the weights have left the GPU to others
         self._old: Places = {}
         self._reference: Places = {}
 
@@ -168,6 +169,8 @@ class ActorWorker:
 
         The process is then of no more use than to :meth:`keep` what it has for another one.
         """
+        if self._away:
+            raise RunFailed(f"actor rank {self.rank} was asked to compute while its weights had left the GPU to others")
         self.optimizer.zero_grad(set_to_none=True)
         try:
             return run()
@@ -336,10 +339,12 @@ class ActorWorker:
     def give_back(self) -> None:
         """Move weights and optimizer state to the host, unless they live there."""
         self._move("cpu")
+        self._away = True
 
     def take_back(self) -> None:
         """Move them back."""
         self._move(self.device)
+        self._away = False
 
     def _move(self, device: Device | torch.device) -> None:
         if not self.config.actor.offload_optimizer:

@@ -46,12 +46,12 @@ class Group:
     def submit(self, method: str, *args: Any, what: str | None = None, **kwargs: Any) -> Pending:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
         refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
-        return self._pending(what or method, refs)
+        return self.pending(what or method, refs)
 
     def submit_each(self, method: str, args_per_rank: Sequence[Sequence[Any]], *, what: str | None = None) -> Pending:
         """Start calling ``method`` of every worker's object, rank ``i`` with ``args_per_rank[i]``."""
         pairs = zip(self.workers, args_per_rank, strict=True)
-        return self._pending(what or method, [worker.call.remote(method, *args) for worker, args in pairs])
+        return self.pending(what or method, [worker.call.remote(method, *args) for worker, args in pairs])
 
     def submit_build(
         self, target: str, args_per_rank: Sequence[Sequence[Any]], *, environment: Mapping[str, str] | None = None
@@ -66,7 +66,7 @@ class Group:
             if environment:
                 worker.set_environment.remote(dict(environment))  # same thread, so done before the build
             refs.append(worker.build.remote(target, *args))
-        return self._pending(f"starting {target.partition(':')[2]}", refs)
+        return self.pending(f"starting {target.partition(':')[2]}", refs)
 
     def call(self, method: str, *args: Any, timeout_s: float, what: str | None = None, **kwargs: Any) -> list[Any]:
         """Call ``method`` of every worker's object; results in rank order. Raises what :func:`gather` raises."""
@@ -89,7 +89,7 @@ class Group:
 
     def submit_control(self, method: str, *args: Any, what: str | None = None) -> Pending:
         """Start what :meth:`control` does; wait with :func:`gather`."""
-        return self._pending(what or method, [worker.control.remote(method, *args) for worker in self.workers])
+        return self.pending(what or method, [worker.control.remote(method, *args) for worker in self.workers])
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Ray's generator of references to what a generator method of one worker's object yields.
@@ -102,27 +102,8 @@ class Group:
         """The error to raise for what ``ray.get`` raised about this rank: RunFailed or ConfigError, in one line."""
         return explain(error, str(self.reports[rank]))
 
-    def engines(self, tensor_parallel_size: int, timeout_s: float) -> Group:
-        """The leaders of engines that span ``tensor_parallel_size`` GPUs each, told to see all of them.
-
-        The first of every so many consecutive workers, which are on one node, leads; the others keep their GPUs
-        reserved and do nothing. Ranks of the result count engines. To be called after the check, before any build.
-        """
-        if tensor_parallel_size == 1:
-            return self
-        leaders = range(0, len(self.workers), tensor_parallel_size)
-        refs = []
-        for first in leaders:
-            members = self.reports[first : first + tensor_parallel_size]
-            if len(members) < tensor_parallel_size or len({member.node_id for member in members}) > 1:
-                raise RunFailed(f"{self.name}: tensor_parallel_size={tensor_parallel_size} spans two nodes at {first}")
-            devices = [gpu for member in members for gpu in member.ray_gpu_ids]
-            refs.append(self.workers[first].lead.remote(devices))
-        led = Group(self.name, tuple(self.workers[i] for i in leaders), tuple(self.reports[i] for i in leaders))
-        gather([led._pending("choosing devices", refs)], timeout_s)
-        return led
-
-    def _pending(self, what: str, refs: Sequence[Any]) -> Pending:
+    def pending(self, what: str, refs: Sequence[Any]) -> Pending:
+        """Calls under way, one a worker; wait with :func:`gather`."""
         return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs))
 
 

@@ -149,7 +149,7 @@ def nearest(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) 
 def _smaller(ask: Ask, nodes: Sequence[Node]) -> list[Ask]:
     """The ask itself, where it could be met, and smaller ones: all of them on up to four nodes, a selection on more."""
     most = min(ask.nnodes, len(nodes))
-    step = ask.tensor_parallel_size
+    step = min(ask.tensor_parallel_size, ask.n_gpus)
     largest = min(ask.n_gpus, max((len(node.gpus) for node in nodes), default=0)) // step * step
     sizes = range(step, largest + 1, step)
     if most <= 4:
@@ -157,10 +157,11 @@ def _smaller(ask: Ask, nodes: Sequence[Node]) -> list[Ask]:
     else:  # fewer GPUs on all nodes, or all GPUs on fewer nodes
         fewer = {most - (1 << d) for d in range(most.bit_length())} | {most >> d for d in range(most.bit_length())}
         shapes = {(n, most) for n in sizes} | {(largest, k) for k in fewer if k > 0 and largest > 0}
-    found = [replace(ask, n_gpus=n, nnodes=k, gpus=None, by_node=()) for n, k in sorted(shapes)]
+    whole = sorted((n, k) for n, k in shapes if n * k % ask.tensor_parallel_size == 0)  # engines
+    found = [replace(ask, n_gpus=n, nnodes=k, gpus=None, by_node=()) for n, k in whole]
     if ask.by_node:
         found.append(ask)
     elif ask.gpus is not None:
-        counts = sorted({k for _, k in shapes} | {1})
+        counts = [k for k in sorted({k for _, k in shapes} | {1}) if ask.n_gpus * k % ask.tensor_parallel_size == 0]
         found += [replace(ask, nnodes=k) for k in counts if any(set(ask.gpus) <= set(node.gpus) for node in nodes)]
     return found

@@ -10,12 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+SLACK_S = 10.0
+"""More than its workers have is waited for a group, so that they name what they wait for."""
+
 
 class Resident(Protocol):
     """A group whose memory can leave its GPUs and come back."""
 
     def give_back(self) -> None:
         """Leave the GPUs to others, without losing anything. Nothing may be under way."""
+
+    def take_back(self) -> None:
+        """Be as before."""
+
+
+class Sampling(Resident, Protocol):
+    """A group that is given new weights."""
 
     def take_back(self, weights_only: bool = False) -> None:
         """Be as before; ``weights_only``: as far as new weights need."""
@@ -26,7 +36,7 @@ class Turns:
     """Whose turn it is. Without members everyone always has a turn: where groups have memory of their own."""
 
     actor: Resident | None = None
-    sampling: Sequence[Resident] = ()
+    sampling: Sequence[Sampling] = ()
     """What samples and is on the actor's GPUs."""
     judging: Sequence[Resident] = ()
     """What judges and is on the actor's GPUs."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,10 +65,17 @@ class Worker:
         os.environ.update(variables)
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
-    def lead(self, devices: Sequence[str]) -> None:
-        """Make this worker see all ``devices`` of its tensor-parallel engine. After the check, before :meth:`build`."""
+    def lead(self, devices: Sequence[str]) -> int:
+        """Make this worker see all ``devices`` that its engine has on this node. After the check, before :meth:`build`.
+
+        Returns a port that is free on this node, for an engine whose parts have to meet.
+        """
         self._require_unbuilt("lead")
         os.environ[VISIBLE] = ",".join(devices)
+        os.environ["VLLM_HOST_IP"] = ip = ray.util.get_node_ip_address()  # where other parts reach this one
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
+            probe.bind((ip, 0))
+            return int(probe.getsockname()[1])
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def build(self, target: str, *args: Any, **kwargs: Any) -> None:
@@ -100,6 +109,19 @@ class Worker:
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Yield what a generator method of the object yields, each item as soon as it is there."""
         yield from self._method(method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def end_with(self, calls: Sequence[Any]) -> None:
+        """End this process as soon as one of these calls of other workers ends, which they do only when these fail.
+
+        An engine that lost a part waits for it in a collective, where nothing but its own end would be noticed.
+        """
+
+        def watch() -> None:
+            ray.wait(list(calls), num_returns=1, timeout=None)
+            os._exit(1)
+
+        threading.Thread(target=watch, name="other-parts", daemon=True).start()
 
     def _method(self, name: str) -> Any:
         if self._object is None:

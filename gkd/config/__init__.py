@@ -149,11 +149,10 @@ class Config(Settings):
             raise ValueError("teacher.models and data.teacher_key go together: which teacher is a prompt for?")
         if teacher.models and (teacher.model.path is not None or teacher.server_ip is not None):
             raise ValueError("teacher.models excludes teacher.model.path and teacher.server_ip")
-        n_engines = teacher.n_workers // teacher.tensor_parallel_size
-        if len(teacher.models) > n_engines:
+        if len(teacher.models) > teacher.n_engines:
             raise ValueError(
-                f"teacher.models names {len(teacher.models)} models, and the teacher's pool has {n_engines} engines: "
-                "at least one each (teacher.n_gpus_per_node)"
+                f"teacher.models names {len(teacher.models)} models, and the teacher's pool has {teacher.n_engines} "
+                "engines: at least one each (teacher.n_gpus_per_node)"
             )
         return self
 

@@ -122,6 +122,9 @@ class Engine(Pool):
     """A pool of vLLM engines, one for every ``tensor_parallel_size`` GPUs."""
 
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs one engine spans; divides n_gpus_per_node")
+    across_nodes: bool = Field(
+        False, description="an engine may span nodes: tensor_parallel_size may be n_gpus_per_node times some of nnodes"
+    )
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of a GPU's memory the engine may use")
     kv_cache_gb: int = Field(1, ge=1, description="size of the key-value cache of an engine on a CPU, GiB")
     max_num_seqs: int = Field(128, ge=1, description="sequences one engine works on at the same time")
@@ -129,9 +132,25 @@ class Engine(Pool):
 
     @model_validator(mode="after")
     def _engines_fill_the_pool(self) -> Engine:
-        if self.n_gpus_per_node % self.tensor_parallel_size:
+        tp, n = self.tensor_parallel_size, self.n_gpus_per_node
+        if n % tp == 0:
+            return self
+        if tp % n or not self.across_nodes:
+            hint = "" if tp % n else "; across_nodes=true lets an engine span nodes, over a slower link"
+            raise ValueError(f"tensor_parallel_size={tp} does not divide n_gpus_per_node={n}{hint}")
+        if self.nnodes % self.nodes_an_engine:
             raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} does not divide "
-                f"n_gpus_per_node={self.n_gpus_per_node}"
+                f"tensor_parallel_size={tp} takes {self.nodes_an_engine} nodes of n_gpus_per_node={n}, which does not "
+                f"divide nnodes={self.nnodes}"
             )
         return self
+
+    @property
+    def nodes_an_engine(self) -> int:
+        """Nodes that one engine spans."""
+        return max(1, self.tensor_parallel_size // self.n_gpus_per_node)
+
+    @property
+    def n_engines(self) -> int:
+        """Engines of the pool."""
+        return self.n_workers // self.tensor_parallel_size

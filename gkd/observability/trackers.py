@@ -6,7 +6,6 @@ Both packages are extras and imported only where they are asked for.
 from __future__ import annotations
 
 import importlib.util
-import sys
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,6 +18,8 @@ from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+FINISH_S = 300.0
+"""Time that what is left has to reach wandb when a run ends; its files stay in the output directory."""
 
 
 class Tracker(Protocol):
@@ -69,7 +70,7 @@ class WandB:
                 resume="allow",
                 dir=str(output),
                 config=config.model_dump(mode="json"),
-                settings=wandb.Settings(silent=True, console="off"),
+                settings=wandb.Settings(silent=True, console="off", finish_timeout=FINISH_S),
             )
         except Exception as error:  # no key, no network, no such project: wandb has many names for it
             self._end()
@@ -85,8 +86,10 @@ class WandB:
 
     def close(self, failed: bool) -> None:
         """Send what is left, and end wandb's process."""
-        self._run.finish(exit_code=int(failed))
-        self._end()
+        try:
+            self._run.finish(exit_code=int(failed))
+        finally:
+            self._end()
 
 
 class Trackers:
@@ -98,6 +101,7 @@ class Trackers:
     def __init__(self, config: Config, output: Path, first_step: int) -> None:
         self.config, self.output, self.first_step = config, output, first_step
         self._started: list[Tracker] = []
+        self._open = ExitStack()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand the metrics of a step to all of them."""
@@ -105,23 +109,21 @@ class Trackers:
             tracker.log(step, metrics)
 
     def __enter__(self) -> Self:
-        for name in self.config.trainer.trackers:
-            tensorboard = name == "tensorboard"
-            try:
-                self._started.append(
-                    TensorBoard(self.output, self.first_step) if tensorboard else WandB(self.config, self.output)
-                )
-            except BaseException:
-                self.__exit__(*sys.exc_info())
-                raise
+        with ExitStack() as started:  # which closes the first where the next one fails
+            for name in self.config.trainer.trackers:
+                tracker = self._start(name)
+                started.push(lambda kind, *_, tracker=tracker: tracker.close(failed=kind is not None))
+                self._started.append(tracker)
+            self._open = started.pop_all()
         return self
+
+    def _start(self, name: str) -> Tracker:
+        return TensorBoard(self.output, self.first_step) if name == "tensorboard" else WandB(self.config, self.output)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as rest:  # all are closed, also where one cannot be
-            for tracker in self._started:
-                rest.callback(tracker.close, failed=kind is not None)
+        self._open.__exit__(kind, error, trace)
 
 
 class MetricsLog(JsonLines):

@@ -8,11 +8,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
-
 from gkd.config import Config, load
+from gkd.config.file import read_yaml
 from gkd.errors import ConfigError
 from gkd.planning.stages import Stages, stages_of
 from gkd.planning.subject import Subject, changed, models_of
@@ -88,13 +85,9 @@ def _require_same_device(path: Path, subject: Subject) -> None:
 
 def _config(path: Path) -> Config:
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-    except OSError as error:
-        raise ConfigError(f"--from {path}: no config.yaml of a run can be read there ({error.strerror})") from None
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"--from {path}: config.yaml cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"--from {path}: config.yaml is not that of a run")
+        tree = read_yaml(path / "config.yaml")
+    except ConfigError as error:
+        raise ConfigError(f"--from {error}") from None
     return load(tree)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gkd.config import GROUPS, Config, Engine, Pool
+from gkd.config import GROUPS, Engine, Pool
 from gkd.planning.actor_memory import MicroBatch, Training, worst
 from gkd.planning.cards import GIB
 from gkd.planning.items import GroupMemory
@@ -26,14 +26,10 @@ def memory_of(subject: Subject, only: str | None = None) -> list[GroupMemory]:
         pools = {only: pools[only]}
     found = [group_memory(subject, group, pool) for group, pool in pools.items()]
     if not subject.card.is_cpu:
-        side_by_side = [
-            replace(group, available=_left_by_others(subject, group, found, turns=False)) for group in found
-        ]
-        if not _turns_wanted(subject.config, side_by_side):
-            return side_by_side
-        if "rollout" in subject.config.on_the_actors_gpus():
+        turns = _turns_wanted(subject, found)
+        if turns and "rollout" in subject.config.on_the_actors_gpus():
             found = [_at_push(group, found) if group.group == "actor" else group for group in found]
-        return [replace(group, available=_left_by_others(subject, group, found, turns=True)) for group in found]
+        return [replace(group, available=_left_by_others(subject, group, found, turns)) for group in found]
     engines = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in subject.config.pools()]
     whole = [group.total * group.n_gpus / tp for group, tp in zip(found, engines, strict=True)]
     return [replace(group, available=subject.card.memory - sum(whole) + group.total) for group in found]
@@ -43,17 +39,18 @@ def takes_turns(subject: Subject) -> bool:
     """Whether the actor and the engines on its GPUs are there one at a time (cluster.take_turns)."""
     if subject.card.is_cpu:
         return False
-    found = [group_memory(subject, GROUPS.get(section, section), pool) for section, pool in subject.config.pools()]
-    side_by_side = [replace(group, available=_left_by_others(subject, group, found, turns=False)) for group in found]
-    return _turns_wanted(subject.config, side_by_side)
+    pools = subject.config.pools()
+    return _turns_wanted(subject, [group_memory(subject, GROUPS.get(name, name), pool) for name, pool in pools])
 
 
-def _turns_wanted(config: Config, side_by_side: list[GroupMemory]) -> bool:
+def _turns_wanted(subject: Subject, found: list[GroupMemory]) -> bool:
+    config = subject.config
     engines = config.on_the_actors_gpus()
     if not engines or config.actor.lora.quantize is not None:
         return False
     if config.cluster.take_turns != "auto":
         return config.cluster.take_turns
+    side_by_side = [replace(group, available=_left_by_others(subject, group, found, turns=False)) for group in found]
     return any(not memory.fits for memory in side_by_side if memory.group in ("actor", *engines))
 
 

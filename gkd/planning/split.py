@@ -7,6 +7,7 @@ on its own pool alone, so it is worked out once for each size, and only sums and
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -64,6 +65,7 @@ def best_splits(
 ) -> list[Split]:
     """The ``count`` fastest layouts of at most ``n_gpus`` GPUs, in the terms of an earlier run's ``factors``.
 
+    One with more GPUs than another that is as fast is left out, as long as there are others.
     Raises ConfigError where no layout fits, naming the group that does not, or where there are fewer GPUs than groups.
     """
     sections = [section for section, _ in subject.config.pools()]
@@ -75,16 +77,25 @@ def best_splits(
     base, known = _apart(subject), factors or Factors()
     sizes = {section: _sizes(base, section, n_gpus - len(sections) + 1, n_gpus, known) for section in sections}
     nodes = _nodes(n_gpus, subject.config.plan.gpus_per_node)
-    found: list[Split] = []
+    found: list[dict[str, Size]] = []
+    wasteful: list[dict[str, Size]] = []  # no faster than one of those found, with more GPUs
     for mix in _fastest(sizes, n_gpus, staleness):
-        asks = [Ask(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
-        if solve(asks, nodes, 0.0) is not None:
-            found.append(_split(subject, base, mix, staleness, known))
+        if any(all(size.total <= mix[section].total for section, size in one.items()) for one in found):
+            wasteful.append(mix)
+        elif _placeable(mix, nodes):
+            found.append(mix)
         if len(found) == count:
             break
+    found += itertools.islice((mix for mix in wasteful if _placeable(mix, nodes)), count - len(found))
     if not found:
         raise ConfigError(f"--best {n_gpus}: no split of so many GPUs both fits in memory and on nodes")
-    return sorted(found, key=lambda split: split.step.seconds)
+    splits = [_split(subject, base, mix, staleness, known) for mix in found]
+    return sorted(splits, key=lambda split: split.step.seconds)
+
+
+def _placeable(mix: dict[str, Size], nodes: list[Node]) -> bool:
+    asks = [Ask(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
+    return solve(asks, nodes, 0.0) is not None
 
 
 def _apart(subject: Subject) -> Subject:
@@ -118,12 +129,14 @@ def _sizes(subject: Subject, section: str, most: int, n_gpus: int, factors: Fact
     group = GROUPS.get(section, section)
     widths: tuple[int, ...] = (1,)
     if isinstance(pool, Engine):
-        fitting = [tp for tp in (pool.tensor_parallel_size, *WIDTHS) if _engine_fits(subject, section, pool, tp)]
+        wider = [subject.config.plan.gpus_per_node * k for k in (2, 4)] if pool.across_nodes else []
+        asked = (pool.tensor_parallel_size, *WIDTHS, *wider)
+        fitting = [tp for tp in asked if _engine_fits(subject, section, pool, tp)]
         widths = tuple(fitting[:1])
     found = []
     for n, nnodes in _forms(most, n_gpus, subject.config.plan.gpus_per_node):
         tp = next(iter(widths), 0)
-        if not tp or n % tp:
+        if not tp or (n % tp if tp <= n else n < subject.config.plan.gpus_per_node or n * nnodes % tp):
             continue
         width = {"tensor_parallel_size": tp} if isinstance(pool, Engine) else {}
         tried = pool.model_copy(update={"n_gpus_per_node": n, "nnodes": nnodes, **width})
@@ -137,9 +150,10 @@ def _sizes(subject: Subject, section: str, most: int, n_gpus: int, factors: Fact
 
 
 def _engine_fits(subject: Subject, section: str, pool: Engine, tp: int) -> bool:
-    if tp > subject.config.plan.gpus_per_node:
+    a_node = subject.config.plan.gpus_per_node
+    if tp > a_node and not (pool.across_nodes and tp % a_node == 0):
         return False
-    tried = pool.model_copy(update={"tensor_parallel_size": tp, "n_gpus_per_node": tp})
+    tried = pool.model_copy(update={"tensor_parallel_size": tp, "n_gpus_per_node": min(tp, a_node)})
     return group_memory(subject, section, tried).fits
 
 

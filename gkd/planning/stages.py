@@ -2,8 +2,9 @@
 
 Assumed, and stated because little of it could be measured: matrix products reach ``plan.efficiency`` of a card's
 TFLOP/s, reading weights and caches 0.8 of its bandwidth, an engine of several GPUs 0.85 of as many engines of one, and
-an engine needs 4 ms a step beside its arithmetic. Attention is counted with the mean context; kernels, sampling and
-tokenizing are not counted by themselves. tests/planning/test_stages.py holds the estimates against what was measured.
+an engine needs 4 ms a step beside its arithmetic, and 20 us for each sum over nodes. Attention is counted with the mean
+context; kernels, sampling and tokenizing are not counted by themselves. tests/planning/test_stages.py holds the
+estimates against what was measured.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gkd.planning.subject import Subject
 
 READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
 ENGINE_STEP_S = 0.004  # of vLLM's own work a step: 512 steps of 128 sequences of a 0.5B model took 2.46 s on an H200
+NETWORK_WAIT_S = 20e-6  # until a sum over several nodes begins to arrive
 SAVE_BYTES_S, LOAD_BYTES_S = 0.44e9, 1.5e9  # safetensors.torch.save and load, measured on two cores
 HOST_LINK, HOST_MEMORY = 25e9, 100e9  # PCIe 4.0 x16 and eight channels of DDR4 in practice, bytes a second
 SWITCH_S = 0.02  # of an object store and an engine that stops and starts, measured with small models
@@ -81,25 +83,38 @@ def generate_s(subject: Subject, engine: Engine) -> float:
     tp = engine.tensor_parallel_size
     rate, reading = _speed(subject, tp)
     sampled = work.samples * subject.config.algorithm.on_policy_share
-    each = max(1.0, sampled / (engine.n_workers // tp))
+    each = max(1.0, sampled / (engine.n_engines))
     at_once = min(each, sequences_held(subject, "rollout", engine))
     prefill = each * work.prompts / work.samples * work.prompt * forward_flops(shape, work.prompt / 2) / rate
     context = work.prompt + work.response / 2
     read = c * (shape.n_active if at_once < 4 else shape.n_parameters) + at_once * context * kv_bytes(shape, 1, c)
     computed = at_once * (forward_flops(shape, context) + head_flops(shape)) / rate
     step = (0.0 if card.is_cpu else ENGINE_STEP_S) + max(read / reading, computed)
+    step += crossing_s(subject, shape, engine, at_once)
+    prefill += crossing_s(subject, shape, engine, each * work.prompts / work.samples * work.prompt)
     return prefill + work.response * step * each / at_once
+
+
+def crossing_s(subject: Subject, shape: ModelShape, engine: Engine, tokens: float) -> float:
+    """What an engine over several nodes waits for the network when ``tokens`` pass through it at once.
+
+    Activations are summed over its GPUs twice a layer, and 2 (n - 1) / n of them cross between n nodes in a ring.
+    """
+    if (n := engine.nodes_an_engine) == 1:
+        return 0.0
+    sent = 2 * (n - 1) / n * tokens * shape.hidden * subject.compute / subject.card.network
+    return 2 * shape.n_layers * (NETWORK_WAIT_S + sent)
 
 
 def score_s(subject: Subject, group: str, engine: Engine) -> float:
     """Scoring a batch: one pass over every token, the head at each."""
     work = subject.work()
-    return work.samples / _engines(engine) * _score_one(subject, group, engine)
+    return max(1.0, work.samples / engine.n_engines) * _score_one(subject, group, engine)
 
 
 def tail_s(subject: Subject, group: str, engine: Engine) -> float:
     """Scoring the samples that finish last: one by each engine."""
-    return min(subject.work().samples / _engines(engine), 1.0) * _score_one(subject, group, engine)
+    return _score_one(subject, group, engine)
 
 
 def reward_s(subject: Subject, pool: Pool) -> tuple[float, float]:
@@ -107,19 +122,15 @@ def reward_s(subject: Subject, pool: Pool) -> tuple[float, float]:
     work, shape = subject.work(), subject.models.of("reward_model")
     length = work.prompt + work.response
     one = length * forward_flops(shape, length / 2) / subject.card.flops
-    each = work.samples / pool.n_workers
-    return each * one, min(each, 1.0) * one
+    return max(1.0, work.samples / pool.n_workers) * one, one
 
 
 def _score_one(subject: Subject, group: str, engine: Engine) -> float:
     work, shape = subject.work(), subject.models.of(group)
     rate, _ = _speed(subject, engine.tensor_parallel_size)
     length = work.prompt + work.response
-    return length * (forward_flops(shape, length / 2) + head_flops(shape)) / rate
-
-
-def _engines(engine: Engine) -> int:
-    return engine.n_workers // engine.tensor_parallel_size
+    computed = length * (forward_flops(shape, length / 2) + head_flops(shape)) / rate
+    return computed + crossing_s(subject, shape, engine, length)
 
 
 def _speed(subject: Subject, tp: int) -> tuple[float, float]:

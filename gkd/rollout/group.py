@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from gkd.cluster.failure import WorkerDied, explain
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.cluster.group import Group, Pending, memory_of
-from gkd.cluster.turns import Turns
+from gkd.cluster.turns import SLACK_S, Turns
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.sample import Job, Judging, Record, Request, Scored
@@ -22,7 +22,6 @@ from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
-SLACK_S = 10.0
 
 
 class RolloutGroup:
@@ -35,7 +34,12 @@ class RolloutGroup:
     """
 
     def __init__(
-        self, group: Group, config: Config, serving: Mapping[str, Pending], turns: Turns | None = None
+        self,
+        group: Group,
+        config: Config,
+        serving: Mapping[str, Pending],
+        turns: Turns | None = None,
+        followers: Sequence[Pending] = (),
     ) -> None:
         self.group, self.config, self.turns = group, config, turns or Turns()
         # What serves until it fails, by reference: the group it belongs to, and its name for messages.
@@ -44,6 +48,8 @@ class RolloutGroup:
             for name, calls in serving.items()
             for ref, who in zip(calls.refs, calls.workers, strict=True)
         }
+        # Parts of engines on further nodes. When one fails, its leader ends, and this is told as the reason.
+        self._followers = {ref: who for call in followers for ref, who in zip(call.refs, call.workers, strict=True)}
         self.alive = list(range(len(group)))
         self._next_key = 0
         self._serving = group.submit("serve")  # what it raises comes out of the streams
@@ -91,7 +97,7 @@ class RolloutGroup:
     def _collect(self, deadline: float, timeout_s: float, missing: int) -> list[tuple[int, list[Record] | None]]:
         """Records that have come, by engine; None for an engine that died."""
         by_stream = {stream: engine for engine, stream in self._streams.items()}
-        watched = [*by_stream, *self._judges]
+        watched = [*by_stream, *self._judges, *self._followers]
         # Samples stay on their node until the actor wants them.
         left = max(0.0, deadline - time.monotonic())
         ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)
@@ -104,6 +110,9 @@ class RolloutGroup:
         for stream in ready:
             if stream in self._judges:
                 self._lose_judge(stream)
+                continue
+            if stream in self._followers:
+                self._lose_follower(stream)
                 continue
             engine = by_stream[stream]
             try:
@@ -137,6 +146,13 @@ class RolloutGroup:
         if not self.alive:
             raise failure
         log.warning("%s; its samples are done again by the other %d engines", failure, len(self.alive))
+
+    def _lose_follower(self, serving: Any) -> None:
+        who = self._followers.pop(serving)
+        try:
+            ray.get(serving, timeout=FETCH_TIMEOUT_S)
+        except Exception as error:
+            log.warning("%s; the engine that it is a part of ends", explain(error, who))
 
     def _lose_judge(self, serving: Any) -> None:
         group, who = self._judges.pop(serving)

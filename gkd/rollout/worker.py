@@ -24,7 +24,7 @@ from gkd.rewards.reward_model import tokens_of
 from gkd.rollout.engine import Finished, GpuReceiver, SamplingEngine
 from gkd.sample import Job, Record, Sample, Scored, Target, teacher_of
 from gkd.teacher.client import Rate, Score, TeacherClient
-from gkd.vllm_engine import Device
+from gkd.vllm_engine import Device, Follower, Span, engine_arguments
 from gkd.weights import object_store
 from gkd.weights.pieces import Piece
 
@@ -36,10 +36,17 @@ class RolloutWorker:
     """Runs an engine on the thread that calls :meth:`serve`; everything else may be called from other threads."""
 
     def __init__(
-        self, config: Config, model_path: str, model: Checkpoint, max_length: int, rank: int, device: Device
+        self,
+        config: Config,
+        model_path: str,
+        model: Checkpoint,
+        max_length: int,
+        rank: int,
+        device: Device,
+        span: Span | None = None,
     ) -> None:
         self.config, self.rank, self.device = config, rank, device
-        self.engine = _engine(config, model_path, model, max_length, rank, device)
+        self.engine = _engine(config, model_path, model, max_length, rank, device, span)
         self.judges: dict[str, TeacherClient] = {}
         self.tokenizer = load_tokenizer(model_path)
         self.rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
@@ -52,6 +59,7 @@ class RolloutWorker:
         self._out: queue.Queue[tuple[Record, Scored] | BaseException] = queue.Queue()
         self._jobs: dict[int, Job] = {}
         self._ended: BaseException | None = None
+        self._asleep = False
         self._intact = True  # whether the engine holds one whole version of the weights
 
     def connect(self, judges: Mapping[str, dict[str, Any]]) -> None:
@@ -113,7 +121,7 @@ class RolloutWorker:
 
     def take_back(self, weights_only: bool) -> None:
         """Take it again; ``weights_only``: as far as new weights need. Raises RunFailed past the deadline."""
-        self._between_steps(lambda: self.engine.wake(weights_only), "take its memory again")
+        self._between_steps(lambda: self._wake(weights_only), "take its memory again")
 
     def memory(self) -> dict[str, float]:
         """Memory of this engine's process."""
@@ -161,6 +169,8 @@ class RolloutWorker:
     def _add(self, jobs: Sequence[Job]) -> None:
         if not self._intact:
             raise RunFailed(f"rollout rank {self.rank} was asked to sample from weights that are only half there")
+        if self._asleep:
+            raise RunFailed(f"rollout rank {self.rank} was asked to sample while its memory was others'")
         for job in jobs:
             ids = job.request.prompt.answer_ids
             if job.request.own_answer and ids is not None:
@@ -280,7 +290,12 @@ class RolloutWorker:
 
     def _sleep(self) -> None:
         self._become_idle()
+        self._asleep = True
         self.engine.sleep()
+
+    def _wake(self, weights_only: bool) -> None:
+        self.engine.wake(weights_only)
+        self._asleep = weights_only
 
     def _become_idle(self) -> None:
         while self.engine.busy():
@@ -306,33 +321,53 @@ class RolloutWorker:
         return self.engine
 
 
+def follow(
+    config: Config, model_path: str, model: Checkpoint, max_length: int, rank: int, device: Device, span: Span
+) -> Follower:
+    """The part on a further node of the engine that a RolloutWorker with these arguments leads."""
+    return Follower(_arguments(config, model_path, max_length, rank, device, span))
+
+
 def _engine(
-    config: Config, model_path: str, model: Checkpoint, max_length: int, rank: int, device: Device
+    config: Config,
+    model_path: str,
+    model: Checkpoint,
+    max_length: int,
+    rank: int,
+    device: Device,
+    span: Span | None,
 ) -> SamplingEngine:
     """Start the engine that the configuration names, for sequences of up to ``max_length`` tokens."""
-    dtype = config.model.dtype_on(device)
     if config.rollout.engine == "hf":
         import torch
 
         from gkd.rollout.hf import HFEngine
 
-        return HFEngine(model_path, model, device, getattr(torch, dtype), config.rollout.max_num_seqs)
+        dtype = getattr(torch, config.model.dtype_on(device))
+        return HFEngine(model_path, model, device, dtype, config.rollout.max_num_seqs)
     from vllm import LLM
 
     from gkd.rollout.vllm import VLLMEngine
-    from gkd.vllm_engine import engine_arguments
+
+    return VLLMEngine(LLM(**_arguments(config, model_path, max_length, rank, device, span)), model, device)
+
+
+def _arguments(
+    config: Config, model_path: str, max_length: int, rank: int, device: Device, span: Span | None
+) -> dict[str, Any]:
+    """Arguments of vLLM's engine, and its weight backend made known to this process."""
     from gkd.weights import vllm_plugin
 
     arguments = engine_arguments(
         model_path,
         device,
         config.rollout,
-        dtype=dtype,
+        dtype=config.model.dtype_on(device),
         max_model_len=max_length,
         logprobs_mode="processed_logprobs",
         seeded=True,
         seed=config.trainer.seed + rank,
         sleeps=config.cluster.take_turns is True and "rollout" in config.on_the_actors_gpus(),
+        span=span,
     )
-    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_plugin.register(config.weights.transfer)})
-    return VLLMEngine(llm, model, device)
+    return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register(config.weights.transfer)}}

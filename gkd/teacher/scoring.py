@@ -27,7 +27,7 @@ from gkd.data.checkpoint import Checkpoint
 from gkd.errors import ConfigError, RunFailed
 from gkd.sample import Target
 from gkd.teacher.requests import Answer, Generate, Limits, Refused, Request, Score
-from gkd.vllm_engine import GIB, Device, SetShape, Shape, engine_arguments, sleep, wake
+from gkd.vllm_engine import GIB, Device, SetShape, Shape, Span, engine_arguments, sleep, wake
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,36 @@ class _Running:
     request: Request
     bytes: int
     rows: list[Any] = field(default_factory=list)
+
+
+def scoring_arguments(
+    path: str,
+    checkpoint: Checkpoint,
+    settings: Scorer,
+    device: Device,
+    dtype: Literal["float32", "bfloat16"],
+    sleeps: bool = False,
+    span: Span | None = None,
+    max_num_batched_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Arguments of vLLM for an engine that scores. Raises ConfigError for sequences longer than the model takes."""
+    longest = settings.max_model_len
+    if longest is not None and checkpoint.positions is not None and longest > checkpoint.positions:
+        raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {checkpoint.positions} positions")
+    if max_num_batched_tokens is None and device == "cpu":
+        fitting = LOGIT_BYTES // (4 * checkpoint.vocabulary)
+        max_num_batched_tokens = max(settings.max_num_seqs, 256, min(4096, fitting))
+    return engine_arguments(
+        path,
+        device,
+        settings,
+        dtype=dtype,
+        max_model_len=None if longest is None else longest + 1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=False,
+        sleeps=sleeps,
+        span=span,
+    )
 
 
 class VllmEngine:
@@ -64,25 +94,11 @@ class VllmEngine:
         dtype: Literal["float32", "bfloat16"],
         max_num_batched_tokens: int | None = None,
         sleeps: bool = False,
+        span: Span | None = None,
     ) -> None:
         from vllm import LLM
 
-        longest = settings.max_model_len
-        if longest is not None and checkpoint.positions is not None and longest > checkpoint.positions:
-            raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {checkpoint.positions} positions")
-        if max_num_batched_tokens is None and device == "cpu":
-            fitting = LOGIT_BYTES // (4 * checkpoint.vocabulary)
-            max_num_batched_tokens = max(settings.max_num_seqs, 256, min(4096, fitting))
-        arguments = engine_arguments(
-            path,
-            device,
-            settings,
-            dtype=dtype,
-            max_model_len=None if longest is None else longest + 1,
-            max_num_batched_tokens=max_num_batched_tokens,
-            prefix_caching=False,
-            sleeps=sleeps,
-        )
+        arguments = scoring_arguments(path, checkpoint, settings, device, dtype, sleeps, span, max_num_batched_tokens)
         self._device = device
         try:
             self.llm_engine = LLM(**arguments).llm_engine

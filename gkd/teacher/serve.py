@@ -50,6 +50,8 @@ def _serve(config: Config, stop: _Stop) -> int:
             f"a server has one engine of teacher.tensor_parallel_size={teacher.tensor_parallel_size} GPUs, and "
             f"{teacher.n_workers} are asked for: start one server for each engine, on ports of their own"
         )
+    if teacher.nodes_an_engine > 1:
+        raise ConfigError("a server's engine is on one machine: teacher.across_nodes is for a run's own teachers")
     key = None if teacher.key_file is None else Key.load_or_create(teacher.key_file)
     require_key(host, key)
     _require_free(host, port)

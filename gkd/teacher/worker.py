@@ -13,7 +13,7 @@ from gkd.errors import RunFailed
 from gkd.observability.memory import memory_here
 from gkd.teacher.address import Key
 from gkd.teacher.requests import Engine
-from gkd.vllm_engine import Device
+from gkd.vllm_engine import Device, Follower, Span
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -76,14 +76,36 @@ class TeacherWorker(JudgeWorker):
         bind_ip: str,
         key: Key | None,
         sleeps: bool = False,
+        span: Span | None = None,
     ) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         from gkd.teacher.scoring import VllmEngine
 
-        tokenizer = load_tokenizer(model_path, "teacher.model.path")
-        checkpoint = Checkpoint.read(model_path, "teacher.model.path", tokenizer)
-        engine = VllmEngine(model_path, checkpoint, settings, device, dtype=dtype, sleeps=sleeps)
+        engine = VllmEngine(
+            model_path, _checkpoint(model_path), settings, device, dtype=dtype, sleeps=sleeps, span=span
+        )
         super().__init__(engine, tokenizer_hash, bind_ip, key)
+
+
+def follow(
+    settings: Scorer,
+    dtype: Dtype,
+    model_path: str,
+    tokenizer_hash: str,
+    device: Device,
+    bind_ip: str,
+    key: Key | None,
+    sleeps: bool,
+    span: Span,
+) -> Follower:
+    """The part on a further node of the engine that a TeacherWorker with these arguments leads."""
+    from gkd.teacher.scoring import scoring_arguments
+
+    return Follower(scoring_arguments(model_path, _checkpoint(model_path), settings, device, dtype, sleeps, span))
+
+
+def _checkpoint(model_path: str) -> Checkpoint:
+    return Checkpoint.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path"))
 
 
 class RewardModelWorker(JudgeWorker):
@@ -98,7 +120,6 @@ class RewardModelWorker(JudgeWorker):
         device: Device,
         bind_ip: str,
         key: Key | None,
-        sleeps: bool = False,
     ) -> None:
         import torch
 

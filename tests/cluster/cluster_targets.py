@@ -8,6 +8,19 @@ import threading
 from gkd.errors import ConfigError, RunFailed
 
 
+class Part:
+    """A part of an engine."""
+
+    def __init__(self, engine, span):
+        self.told = (engine, span, os.environ["CUDA_VISIBLE_DEVICES"])
+
+    def what(self):
+        return self.told
+
+    def serve(self):
+        threading.Event().wait(60)
+
+
 class Echo:
     """Answers, fails and dies on request."""
 

@@ -114,18 +114,6 @@ def test_calling_before_building_is_said(placed):
         gather([actor.submit_build("nowhere:Thing", [()])], 30)
 
 
-def test_leaders_of_tensor_parallel_engines_see_all_their_gpus(placed):
-    rollout = placed(configuration(1, {"n_gpus_per_node": 4, "tensor_parallel_size": 2}, None)).groups["rollout"]
-    ids = [r.cuda_visible_devices for r in rollout.reports]
-    engines = rollout.engines(2, timeout_s=30)
-    assert len(engines) == 2
-    gather([engines.submit_build(ECHO, [(0,), (1,)])], 30)
-    assert engines.call("environment", "CUDA_VISIBLE_DEVICES", timeout_s=30) == [
-        f"{ids[0]},{ids[1]}", f"{ids[2]},{ids[3]}",
-    ]  # fmt: skip
-    assert rollout.engines(1, timeout_s=30) is rollout
-
-
 def test_children_of_workers_end_with_the_session(cluster):
     config = configuration(1, 1, None)
     with connect(config) as session:

@@ -159,18 +159,6 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     assert rows(tmp_path / "run")[-1]["distill/reverse_kl"] > 0
 
 
-def test_engines_over_several_gpus(start: Any) -> None:
-    """Tensor parallelism in both groups: vLLM's child processes get the weights too, and end with the run."""
-    run = start(
-        "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2", "teacher.n_gpus_per_node=2",
-        "teacher.tensor_parallel_size=2", "trainer.total_steps=3", "trainer.batch_size=8",
-    )  # fmt: skip
-    assert run.end(300) == 0, run.text()
-    found = run.metrics()
-    assert [row["step"] for row in found] == [0, 1, 2, 3]
-    assert all(abs(row["mismatch/kl"]) < 1e-4 for row in found[1:])  # also after weights have arrived
-
-
 def test_each_prompt_has_the_teacher_its_row_names(
     start: Any, finished: tuple[Path, str], cache: Path, tmp_path: Path
 ) -> None:

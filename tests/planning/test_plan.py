@@ -112,7 +112,10 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
         (["+recipe=grpo", "model.size=7b", "model.path=x"], r"path=x and size=7b exclude each other"),
         (["+recipe=grpo", "model.path=/nowhere/at/all"], r"model.path=/nowhere/at/all: no such directory"),
         (["+recipe=grpo", "model.size=7b", "plan.card=h20"], r"plan.card=h20 is not known \(did you mean h200\?\)"),
-        (["+recipe=grpo", "model.size=7b", "--from", "/nowhere"], r"--from /nowhere: no config.yaml of a run"),
+        (
+            ["+recipe=grpo", "model.size=7b", "--from", "/nowhere"],
+            r"--from /nowhere/config.yaml: No such file",
+        ),
         (["+recipe=grpo", "model.size=7b", "--best", "1"], r"--best 1: 2 groups need a GPU each"),
         (["+recipe=grpo", "model.size=7b", "plan.crad=h200"], r"unknown setting plan.crad \(did you mean plan.card"),
     ],
@@ -163,7 +166,7 @@ ROW = '{"step": 1, "timing_s/update": 1.0, "timing_s/generate": 1.0, "timing_s/s
     ("config", "metrics", "message"),
     [
         ("a: [", ROW, "config.yaml cannot be read"),
-        ("[1, 2]", ROW, "config.yaml is not that of a run"),
+        ("[1, 2]", ROW, "config.yaml is no configuration"),
         ("a: ${nothing}", ROW, "config.yaml cannot be read|unknown setting a"),
         ("recipe: grpo", "{", "metrics.jsonl cannot be read"),
         ("recipe: grpo", "[1]", "no step with timings yet"),

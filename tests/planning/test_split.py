@@ -77,6 +77,27 @@ def test_a_teacher_too_large_for_one_gpu_gets_several() -> None:
     assert split.settings["teacher.n_gpus_per_node"] % split.settings["teacher.tensor_parallel_size"] == 0
 
 
+def test_no_split_is_another_one_with_gpus_that_do_not_help() -> None:
+    """A batch of eight on forty GPUs: more engines than samples help nobody."""
+    splits = best_splits(subject(*SMALL, "trainer.batch_size=8", "plan.card=h200"), 40)
+    for one, other in itertools.permutations(splits, 2):
+        faster = one.step.seconds < other.step.seconds - 1e-9
+        assert faster or any(one.gpus[group] < n for group, n in other.gpus.items())
+
+
+def test_an_engine_spans_nodes_only_where_it_may() -> None:
+    """A teacher of 405 billion parameters on nodes of four cards of 141 GB."""
+    wide = (*SMALL, "teacher.model.size=405b", "plan.card=h200", "plan.gpus_per_node=4")
+    with pytest.raises(ConfigError, match="teacher fits on none"):
+        best_splits(subject(*wide), 24)
+    split = best_splits(subject(*wide, "teacher.across_nodes=true"), 24)[0]
+    assert split.settings["teacher.n_gpus_per_node"] == 4
+    assert split.settings["teacher.tensor_parallel_size"] == 8
+    assert split.gpus["teacher"] % 8 == 0
+    again = subject(*wide, "teacher.across_nodes=true", *split.overrides().split())
+    assert all(group.fits for group in memory_of(again))
+
+
 def test_four_thousand_gpus_and_four_groups_take_less_than_five_seconds() -> None:
     s = subject(*LARGE, "algorithm.kl.coef=0.1")
     began = time.process_time()

@@ -55,6 +55,16 @@ def test_what_costs_time_does() -> None:
     assert generate_s(longer, longer.config.rollout) > 1.8 * generate_s(s, s.config.rollout)
 
 
+def test_an_engine_over_two_nodes_waits_for_the_network() -> None:
+    """By hand: 28 layers, two sums of 1,536 bfloat16 a token and layer, one of two copies crosses, at 50 GB/s."""
+    pool = ["teacher.n_gpus_per_node=2", "teacher.nnodes=2", "teacher.tensor_parallel_size=4"]
+    s = subject(*H200, *pool, "teacher.across_nodes=true", "plan.network_gb_s=50", "trainer.batch_size=1")
+    on_one = s.config.teacher.model_copy(update={"n_gpus_per_node": 4, "nnodes": 1})
+    length = s.work().prompt + s.work().response
+    waited = 28 * 2 * (20e-6 + length * 1_536 * 2 / 50e9)
+    assert score_s(s, "teacher", s.config.teacher) - score_s(s, "teacher", on_one) == pytest.approx(waited)
+
+
 def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:
     slow, fast = (subject(*H200, f"plan.network_gb_s={g}") for g in ("0.1", "400"))
     assert update_s(slow, 16, 2) > 5 * update_s(fast, 16, 2)

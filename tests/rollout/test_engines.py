@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,20 @@ def make(tied: bool, seed: int) -> torch.nn.Module:
     return model.float().eval()
 
 
+def small_engine(path: str) -> dict[str, Any]:
+    """Few tokens a step, so that prompts compete for them: on a CPU a seeded prompt must never be split."""
+    return engine_arguments(
+        path,
+        "cpu",
+        Rollout(),
+        dtype="float32",
+        max_model_len=64,
+        max_num_batched_tokens=128,
+        logprobs_mode="processed_logprobs",
+        seeded=True,
+    )
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -60,18 +75,7 @@ def pair(
     path = str(tmp_path_factory.mktemp("model"))
     model = make(request.param, seed=0)
     model.save_pretrained(path)
-    # Few tokens a step, so that prompts compete for them: on a CPU a seeded prompt must never be split.
-    arguments = engine_arguments(
-        path,
-        "cpu",
-        Rollout(),
-        dtype="float32",
-        max_model_len=64,
-        max_num_batched_tokens=128,
-        logprobs_mode="processed_logprobs",
-        seeded=True,
-    )
-    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_plugin.register()})
+    llm = LLM(**small_engine(path), weight_transfer_config={"backend": vllm_plugin.register()})
     described = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
     yield {
         "vllm": VLLMEngine(llm, described),

@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gkd.config import Rollout
 from gkd.data.checkpoint import Checkpoint
 from gkd.errors import RunFailed
 from gkd.rollout.engine import GpuReceiver
 from gkd.sample import Sampling
-from gkd.vllm_engine import engine_arguments, environment
+from gkd.vllm_engine import environment
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Packer, Piece
-from tests.rollout.test_engines import EOS, N_TOKENS, SHAPE, make, requests, run, worst_difference
+from tests.rollout.test_engines import EOS, N_TOKENS, SHAPE, make, requests, run, small_engine, worst_difference
 
 pytestmark = pytest.mark.vllm
 
@@ -53,17 +52,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     path: Path = tmp_path_factory.mktemp("model")
     make(True, seed=0).save_pretrained(path)
-    arguments = engine_arguments(
-        str(path),
-        "cpu",
-        Rollout(),
-        dtype="float32",
-        max_model_len=64,
-        max_num_batched_tokens=128,
-        logprobs_mode="processed_logprobs",
-        seeded=True,
-    )
-    llm = LLM(**arguments, weight_transfer_config={"backend": vllm_plugin.register(request.param)})
+    llm = LLM(**small_engine(str(path)), weight_transfer_config={"backend": vllm_plugin.register(request.param)})
     yield VLLMEngine(llm, Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS))
     del llm
 

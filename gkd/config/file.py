@@ -1,0 +1,25 @@
+"""Configuration files, without Hydra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from gkd.errors import ConfigError
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """What a configuration file says, unchecked. Raises ConfigError for a file that holds no names and values."""
+    try:
+        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path} is no configuration: names and values are expected")
+    return {str(name): value for name, value in given.items()}
