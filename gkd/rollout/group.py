@@ -112,7 +112,7 @@ class RolloutGroup:
                 self._lose_judge(stream)
                 continue
             if stream in self._followers:
-                self._lose_follower(stream)
+                self._tell_of_followers()
                 continue
             engine = by_stream[stream]
             try:
@@ -141,18 +141,24 @@ class RolloutGroup:
             raise self.group.explain(engine, error) from error
 
     def _lose(self, engine: int, failure: WorkerDied) -> None:
+        self._tell_of_followers()
         self.alive.remove(engine)
         del self._streams[engine]
         if not self.alive:
             raise failure
         log.warning("%s; its samples are done again by the other %d engines", failure, len(self.alive))
 
-    def _lose_follower(self, serving: Any) -> None:
-        who = self._followers.pop(serving)
-        try:
-            ray.get(serving, timeout=FETCH_TIMEOUT_S)
-        except Exception as error:
-            log.warning("%s; the engine that it is a part of ends", explain(error, who))
+    def _tell_of_followers(self) -> None:
+        """Name the parts of engines that have failed, which is why their leaders end."""
+        if not self._followers:
+            return
+        failed, _ = ray.wait(list(self._followers), num_returns=len(self._followers), timeout=0)
+        for serving in failed:
+            who = self._followers.pop(serving)
+            try:
+                ray.get(serving, timeout=FETCH_TIMEOUT_S)
+            except Exception as error:
+                log.warning("%s; the engine that it is a part of ends", explain(error, who))
 
     def _lose_judge(self, serving: Any) -> None:
         group, who = self._judges.pop(serving)

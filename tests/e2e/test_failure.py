@@ -19,7 +19,8 @@ LONG = "trainer.total_steps=100000"
 
 
 def test_a_lost_replica_loses_nothing_and_the_last_one_ends_the_run(start: Any) -> None:
-    run = start(LONG, "rollout.n_gpus_per_node=2", "teacher.n_gpus_per_node=2", "teacher.heartbeat_s=1")
+    pools = ("rollout.n_gpus_per_node=2", "rollout.engine=hf", "teacher.n_gpus_per_node=2", "teacher.heartbeat_s=1")
+    run = start(LONG, *pools)
     run.wait_for_step(2, timeout_s=300)
     workers = run.workers()
     for lost in (("teacher", 1), ("rollout", 1)):
@@ -38,7 +39,7 @@ def test_a_lost_replica_loses_nothing_and_the_last_one_ends_the_run(start: Any) 
 
 
 def test_a_dead_actor_ends_the_run(start: Any) -> None:
-    run = start(LONG, "rollout.engine=hf")
+    run = start(LONG, "rollout.engine=hf", "trainer.batch_size=4", "rollout.n=4", recipe="grpo")
     run.wait_for_step(2)
     os.kill(run.workers()["actor", 0], signal.SIGKILL)
     assert run.end() == 1

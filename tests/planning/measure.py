@@ -46,12 +46,14 @@ def student_of(config: PretrainedConfig, run: Config) -> Student:
         return load(path, run.actor.gradient_checkpointing, run.actor.lora)
 
 
-def peak_of_update(student: Student, run: Config, scored: Sequence[Scored], n_updates: int = 2) -> int:
+def peak_of_update(
+    student: Student, run: Config, scored: Sequence[Scored], n_updates: int = 2, resizing: bool = False
+) -> int:
     """Peak bytes of tensors over optimizer steps as :meth:`gkd.actor.worker.ActorWorker.update` makes them."""
     optimizer = adamw(student, run.actor)
     lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in scored]
     n = sum(len(s.sample.response_ids) for s in scored)
-    tensors = TensorBytes()
+    tensors = TensorBytes(resizing)
     with tensors:
         tensors.count([*student.parameters(), *student.buffers()])
         for _ in range(n_updates):

@@ -25,7 +25,7 @@ WIDE = {
     "num_key_value_heads": 2, "vocab_size": 4096,
 }  # fmt: skip
 DEEP = {
-    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 512,
 }  # fmt: skip
 MODELS: dict[str, PretrainedConfig] = {
@@ -112,7 +112,8 @@ def test_the_same_under_fsdp(mesh: DeviceMesh, name: str, r: int | None, checkpo
     model = MODELS[name]
     student = student_of(model, run)
     shard(student, mesh, torch.float32)
-    measured = peak_of_update(student, run, samples([LENGTH] * N, RESPONSE, model.vocab_size, None))
+    scored = samples([LENGTH] * N, RESPONSE, model.vocab_size, None)
+    measured = peak_of_update(student, run, scored, resizing=True)
     assert estimate(model, run, tokens, None, sharded=True) == pytest.approx(measured, rel=0.15)
 
 
