@@ -75,7 +75,9 @@ class Judges:
         threads = environment(group.reports[0].device, self.config.cluster.cpu_threads)
         if name == "reward_model":
             return [group.submit_build("gkd.teacher.worker:RewardModelWorker", args, environment=threads)]
-        return engines.submit_build("gkd.teacher.worker:TeacherWorker", "gkd.teacher.worker:follow", args, threads)
+        return engines.submit_build(
+            "gkd.teacher.worker:TeacherWorker", "gkd.teacher.worker:teacher_follower", args, threads
+        )
 
     def sleeping(self) -> list[str]:
         """Groups that give their memory to the actor while it works."""

@@ -55,7 +55,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     }
     for wave in waves({name: groups[name] for name in builds}):
         gather([call for name in wave for call in builds[name]()], limit)
-    followers = [found.bind(limit) for found in (engines, *judges.engines.values())]
+    followers = [found.bind() for found in (engines, *judges.engines.values())]
     asking, serving = judges.asking(len(rollout)), judges.serve()
     teachers = {name: TeacherClient(**how) for name, how in asking.items() if name.startswith("teacher")}
     for client in teachers.values():
@@ -117,4 +117,6 @@ def _build_rollout(config: Config, inputs: Inputs, engines: Engines) -> list[Pen
         for rank in range(len(group))
     ]
     threads = environment(group.reports[0].device, config.cluster.cpu_threads)
-    return engines.submit_build("gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:follow", args, threads)
+    return engines.submit_build(
+        "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower", args, threads
+    )

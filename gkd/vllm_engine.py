@@ -1,8 +1,8 @@
 """How this project starts vLLM: the environment a process needs before importing it, the arguments of an engine, and
 what is done to its logits.
 
-Rollout and teacher both run vLLM inside their own process, so that nothing outlives a worker that dies and the model
-object is at hand. Nothing here imports vLLM or torch.
+Rollout and teacher both run vLLM inside their own process, so that the model object is at hand and no server outlives a
+worker that dies. Nothing here imports vLLM or torch before it is asked for an engine.
 """
 
 from __future__ import annotations
@@ -129,9 +129,11 @@ class Follower:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        config = EngineArgs(**arguments).create_engine_config(headless=True)
+        # Defaults, such as how many tokens a step has, depend on the context; vllm.LLM has this one.
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
         self._executor = MultiprocExecutor(config, monitor_workers=False)
 
     def serve(self) -> None:

@@ -8,7 +8,7 @@ GPUs and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gkd.cluster.group import Group, Pending, gather
@@ -18,13 +18,13 @@ from gkd.vllm_engine import Span
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a group; ranks of ``leaders`` count them."""
+    """The engines of a group, in the order of ``leaders``."""
 
     leaders: Group
     followers: Group
     """Parts on further nodes, engine by engine; none where every engine keeps to a node."""
-    spans: tuple[Span | None, ...]
-    """Of the leaders; None for an engine on one node."""
+    timeout_s: float
+    """How long a worker may take to answer."""
 
     @staticmethod
     def of(group: Group, tensor_parallel_size: int, timeout_s: float) -> Engines:
@@ -33,66 +33,79 @@ class Engines:
         Raises RunFailed where parts of engines have different numbers of GPUs, or a worker does not answer.
         """
         if tensor_parallel_size == 1:
-            return Engines(group, group.only([]), (None,) * len(group))
-        engines = [_parts(group, first, tensor_parallel_size) for first in range(0, len(group), tensor_parallel_size)]
-        parts = [ranks for engine in engines for ranks in engine]
+            return Engines(group, group.only([]), timeout_s)
+        parts = _parts(group, tensor_parallel_size)
+        each = tensor_parallel_size // len(parts[0])  # parts of an engine
         heads = group.only([ranks[0] for ranks in parts])
         seen = [[gpu for rank in ranks for gpu in group.reports[rank].ray_gpu_ids] for ranks in parts]
-        refs = [worker.lead.remote(devices) for worker, devices in zip(heads.workers, seen, strict=True)]
-        told = gather([heads.pending("choosing devices", refs)], timeout_s)[0]
-        ports = {ranks[0]: port for ranks, port in zip(parts, told, strict=True)}
-        first = [engine[0][0] for engine in engines]
-        return Engines(
-            group.only(first),
-            group.only([ranks[0] for engine in engines for ranks in engine[1:]]),
-            tuple(
-                Span(len(engine), 0, group.reports[rank].ip, ports[rank]) if len(engine) > 1 else None
-                for engine, rank in zip(engines, first, strict=True)
-            ),
-        )
+        calls = [worker.see.remote(devices, each > 1) for worker, devices in zip(heads.workers, seen, strict=True)]
+        gather([heads.pending("choosing devices", calls)], timeout_s)
+        leading = range(0, len(parts), each)
+        return Engines(heads.only(leading), heads.only([i for i in range(len(parts)) if i not in leading]), timeout_s)
+
+    @property
+    def nnodes(self) -> int:
+        """Nodes that each engine is on."""
+        return 1 + len(self.followers) // len(self.leaders)
 
     def submit_build(
         self, target: str, follower: str, args_per_engine: Sequence[Sequence[Any]], environment: Mapping[str, str]
     ) -> list[Pending]:
         """Start building every engine: ``target`` at its leader, ``follower`` at its other parts.
 
-        Both take the arguments of their engine and then their Span. The parts of an engine wait for each other.
+        Both take the arguments of their engine and then their Span, None for an engine on one node. The parts of an
+        engine wait for each other. Raises RunFailed when a worker does not answer.
         """
-        leading = [(*args, span) for args, span in zip(args_per_engine, self.spans, strict=True)]
-        following = [
-            (*args, replace(span, node_rank=node_rank))
-            for args, span in zip(args_per_engine, self.spans, strict=True)
-            if span is not None
-            for node_rank in range(1, span.nnodes)
+        if not self.followers:
+            alone = [(*args, None) for args in args_per_engine]
+            return [self.leaders.submit_build(target, alone, environment=environment)]
+        asked = [worker.free_port.remote() for worker in self.leaders.workers]
+        ports = gather([self.leaders.pending("finding a port", asked)], self.timeout_s)[0]
+        leading, following = [], []
+        for args, report, port in zip(args_per_engine, self.leaders.reports, ports, strict=True):
+            spans = [Span(self.nnodes, node_rank, report.ip, port) for node_rank in range(self.nnodes)]
+            leading.append((*args, spans[0]))
+            following += [(*args, span) for span in spans[1:]]
+        return [
+            self.leaders.submit_build(target, leading, environment=environment),
+            self.followers.submit_build(follower, following, environment=environment),
         ]
-        calls = [self.leaders.submit_build(target, leading, environment=environment)]
-        if following:
-            calls.append(self.followers.submit_build(follower, following, environment=environment))
-        return calls
 
-    def bind(self, timeout_s: float) -> Pending:
-        """Have followers serve, and every leader's process end as soon as one of its followers stops. After the build.
+    def bind(self) -> Pending:
+        """Have followers serve, and all parts of an engine end as soon as one of them does; after the build.
 
-        Returns the followers' calls, which end only when one fails. Raises RunFailed when a leader does not answer.
+        Returns the followers' calls, which end only when one fails. Raises RunFailed when a worker does not answer.
         """
         serving = self.followers.submit("serve", what="following")
-        if serving.refs:
-            each = len(serving.refs) // len(self.leaders)
-            parts = [list(serving.refs[i : i + each]) for i in range(0, len(serving.refs), each)]
-            calls = [worker.end_with.remote(own) for worker, own in zip(self.leaders.workers, parts, strict=True)]
-            gather([self.leaders.pending("watching the other parts of an engine", calls)], timeout_s)
+        if not serving.refs:
+            return serving
+        each = self.nnodes - 1
+        own = [list(serving.refs[i : i + each]) for i in range(0, len(serving.refs), each)]
+        lasts = [worker.last.remote() for worker in self.leaders.workers for _ in range(each)]
+        watching = [
+            self.leaders.pending("watching followers", _each(self.leaders, own)),
+            self.followers.pending("watching leaders", _each(self.followers, [[last] for last in lasts])),
+        ]
+        gather(watching, self.timeout_s)
         return serving
 
 
-def _parts(group: Group, first: int, tensor_parallel_size: int) -> list[list[int]]:
-    """Ranks of the engine that begins at ``first``, node by node."""
-    by_node: dict[str, list[int]] = {}
-    for rank in range(first, min(first + tensor_parallel_size, len(group))):
-        by_node.setdefault(group.reports[rank].node_id, []).append(rank)
-    parts = list(by_node.values())
-    if sum(map(len, parts)) < tensor_parallel_size or len({len(ranks) for ranks in parts}) > 1:
-        told = " + ".join(str(len(ranks)) for ranks in parts)
-        raise RunFailed(
-            f"{group.name}: tensor_parallel_size={tensor_parallel_size} has {told} GPUs on its nodes from rank {first}"
-        )
+def _each(group: Group, calls: Sequence[list[Any]]) -> list[Any]:
+    return [worker.end_with.remote(own) for worker, own in zip(group.workers, calls, strict=True)]
+
+
+def _parts(group: Group, tensor_parallel_size: int) -> list[list[int]]:
+    """Ranks of every part of every engine: those on one node."""
+    parts: list[list[int]] = []
+    for first in range(0, len(group), tensor_parallel_size):
+        by_node: dict[str, list[int]] = {}
+        for rank in range(first, min(first + tensor_parallel_size, len(group))):
+            by_node.setdefault(group.reports[rank].node_id, []).append(rank)
+        parts += by_node.values()
+        if len(group) % tensor_parallel_size or len({len(ranks) for ranks in parts}) > 1:
+            told = " + ".join(str(len(ranks)) for ranks in by_node.values())
+            raise RunFailed(
+                f"{group.name}: an engine of tensor_parallel_size={tensor_parallel_size} from rank {first} on has "
+                f"{told} GPUs on its nodes"
+            )
     return parts

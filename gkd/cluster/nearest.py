@@ -125,8 +125,8 @@ def _overrides(asks: Sequence[Ask], found: Sequence[Ask]) -> list[str]:
 def nearest(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) -> list[Ask] | None:
     """The layout that fits and gives up least: GPUs first, then exact ranges, then nodes; None when nothing fits.
 
-    ``tensor_parallel_size`` keeps dividing the GPUs a node. Among equals the later groups keep theirs, because the
-    teacher and the rollout are what an actor of few GPUs waits for.
+    Engines stay as wide as they are, on one node or on as many GPUs of each node as before. Among equals the later
+    groups keep theirs, because the teacher and the rollout are what an actor of few GPUs waits for.
     """
     capacity = sum(node.free_gpus for node in nodes)
     options = [_smaller(ask, nodes) for ask in asks]

@@ -13,8 +13,10 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import ray
 
 from gkd.cluster.gpu import VISIBLE, devices_seen, smallest_memory
@@ -65,16 +67,21 @@ class Worker:
         os.environ.update(variables)
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
-    def lead(self, devices: Sequence[str]) -> int:
+    def see(self, devices: Sequence[str], on_several_nodes: bool) -> None:
         """Make this worker see all ``devices`` that its engine has on this node. After the check, before :meth:`build`.
 
-        Returns a port that is free on this node, for an engine whose parts have to meet.
+        ``on_several_nodes``: the engine has parts elsewhere, which reach this one at the node's address.
         """
-        self._require_unbuilt("lead")
+        self._require_unbuilt("see")
         os.environ[VISIBLE] = ",".join(devices)
-        os.environ["VLLM_HOST_IP"] = ip = ray.util.get_node_ip_address()  # where other parts reach this one
-        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
-            probe.bind((ip, 0))
+        if on_several_nodes:
+            os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
+    def free_port(self) -> int:
+        """A port that was free on this node a moment ago."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
@@ -111,15 +118,26 @@ class Worker:
         yield from self._method(method)(*args, **kwargs)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def end_with(self, calls: Sequence[Any]) -> None:
-        """End this process as soon as one of these calls of other workers ends, which they do only when these fail.
+    def last(self) -> None:
+        """Return when this process ends, which is never: for others to :meth:`end_with`."""
+        threading.Event().wait()
 
-        An engine that lost a part waits for it in a collective, where nothing but its own end would be noticed.
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def end_with(self, calls: Sequence[Any]) -> None:
+        """End this process and its children as soon as one of these calls of other workers ends, as it does on failure.
+
+        An engine that lost a part waits for it in a collective, where nothing but its own end would be noticed; its
+        children wait there too, and do not look whether this process is still there.
         """
 
         def watch() -> None:
-            ray.wait(list(calls), num_returns=1, timeout=None)
-            os._exit(1)
+            try:
+                ray.wait(list(calls), num_returns=1, timeout=None)
+            finally:
+                for child in psutil.Process().children(recursive=True):
+                    with suppress(psutil.NoSuchProcess):
+                        child.kill()
+                os._exit(1)
 
         threading.Thread(target=watch, name="other-parts", daemon=True).start()
 

@@ -121,7 +121,7 @@ class Pool(Settings):
 class Engine(Pool):
     """A pool of vLLM engines, one for every ``tensor_parallel_size`` GPUs."""
 
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs one engine spans; divides n_gpus_per_node")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs one engine spans, which divide n_gpus_per_node")
     across_nodes: bool = Field(
         False, description="an engine may span nodes: tensor_parallel_size may be n_gpus_per_node times some of nnodes"
     )

@@ -98,7 +98,8 @@ def generate_s(subject: Subject, engine: Engine) -> float:
 def crossing_s(subject: Subject, shape: ModelShape, engine: Engine, tokens: float) -> float:
     """What an engine over several nodes waits for the network when ``tokens`` pass through it at once.
 
-    Activations are summed over its GPUs twice a layer, and 2 (n - 1) / n of them cross between n nodes in a ring.
+    Activations are summed over its GPUs twice a layer: within each of n nodes, and then 2 (n - 1) / n of them cross.
+    The gathering of logits is not counted.
     """
     if (n := engine.nodes_an_engine) == 1:
         return 0.0

@@ -158,9 +158,10 @@ class RolloutGroup:
             try:
                 ray.get(serving, timeout=FETCH_TIMEOUT_S)
             except Exception as error:
-                log.warning("%s; the engine that it is a part of ends", explain(error, who))
+                log.warning("%s is lost, and the engine that it is a part of with it: %s", who, explain(error, who))
 
     def _lose_judge(self, serving: Any) -> None:
+        self._tell_of_followers()
         group, who = self._judges.pop(serving)
         try:
             ray.get(serving)

@@ -321,7 +321,7 @@ class RolloutWorker:
         return self.engine
 
 
-def follow(
+def rollout_follower(
     config: Config, model_path: str, model: Checkpoint, max_length: int, rank: int, device: Device, span: Span
 ) -> Follower:
     """The part on a further node of the engine that a RolloutWorker with these arguments leads."""

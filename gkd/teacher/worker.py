@@ -87,7 +87,7 @@ class TeacherWorker(JudgeWorker):
         super().__init__(engine, tokenizer_hash, bind_ip, key)
 
 
-def follow(
+def teacher_follower(
     settings: Scorer,
     dtype: Dtype,
     model_path: str,

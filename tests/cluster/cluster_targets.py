@@ -8,6 +8,10 @@ import threading
 from gkd.errors import ConfigError, RunFailed
 
 
+def spawn():
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
 class Part:
     """A part of an engine."""
 
@@ -16,6 +20,9 @@ class Part:
 
     def what(self):
         return self.told
+
+    def spawn_child(self):
+        return spawn()
 
     def serve(self):
         threading.Event().wait(60)
@@ -64,4 +71,4 @@ class Echo:
             yield i
 
     def spawn_child(self):
-        return subprocess.Popen(["sleep", "600"]).pid
+        return spawn()

@@ -26,7 +26,7 @@ def test_a_leader_sees_all_the_gpus_of_its_engine(placed):
     assert engines.leaders.call("what", timeout_s=30) == [
         ("a", None, f"{ids[0]},{ids[1]}"), ("b", None, f"{ids[2]},{ids[3]}"),
     ]  # fmt: skip
-    assert engines.bind(30).refs == ()
+    assert engines.bind().refs == ()
     assert Engines.of(rollout, 1, timeout_s=30).leaders is rollout
 
 
@@ -45,16 +45,20 @@ def test_an_engine_over_nodes_has_a_part_on_each_and_ends_with_any(placed):
             assert seen == ",".join(r.cuda_visible_devices for r in reports)
     assert [span.master_port for _, span, _ in leading] == [span.master_port for _, span, _ in following]
 
-    serving = engines.bind(30)
+    serving = engines.bind()
     assert len(serving.refs) == 2
+    children = engines.leaders.call("spawn_child", timeout_s=30)
     os.kill(engines.followers.reports[1].pid, signal.SIGKILL)
-    assert eventually(lambda: not alive(engines.leaders.reports[1].pid))
-    assert engines.leaders.only([0]).call("what", timeout_s=30)  # the other engine goes on
+    assert eventually(lambda: not alive(engines.leaders.reports[1].pid) and not alive(children[1]))
     with pytest.raises(RunFailed, match=r"rollout rank 6 .* died"):
         gather([serving], 30)
+    assert engines.leaders.only([0]).call("what", timeout_s=30)  # the other engine goes on
+    assert alive(children[0])
+    os.kill(engines.leaders.reports[0].pid, signal.SIGKILL)
+    assert eventually(lambda: not alive(engines.followers.reports[0].pid))
 
 
 def test_an_engine_with_more_gpus_on_one_node_than_on_another_is_refused(placed):
     rollout = rollout_of(placed, n_gpus_per_node=3, nnodes=2)
-    with pytest.raises(RunFailed, match=r"tensor_parallel_size=4 has 3 \+ 1 GPUs on its nodes from rank 0"):
+    with pytest.raises(RunFailed, match=r"an engine of tensor_parallel_size=4 from rank 0 on has 3 \+ 1 GPUs"):
         Engines.of(rollout, 4, timeout_s=30)

@@ -18,11 +18,26 @@ pytestmark = pytest.mark.e2e
 LONG = "trainer.total_steps=100000"
 
 
+def _the_monitor_shows(run: Run, workers: dict[str, int]) -> None:
+    command = [sys.executable, "-m", "gkd.monitor", str(run.output)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    for group, n in workers.items():
+        (row,) = (line.split() for line in shown.splitlines() if line.startswith(group))
+        assert row[1:4] == [str(n), "of", str(n)]
+        assert float(row[4]) > 0.1  # GB
+        assert abs(float(row[4]) / n - float(row[6])) < 1
+    (last,) = (line for line in shown.splitlines() if line.startswith(str(run.output)))
+    assert "/100000" in last
+    assert "distill/loss" in last
+    assert "val/accuracy" in last
+
+
 def test_a_lost_replica_loses_nothing_and_the_last_one_ends_the_run(start: Any) -> None:
     pools = ("rollout.n_gpus_per_node=2", "rollout.engine=hf", "teacher.n_gpus_per_node=2", "teacher.heartbeat_s=1")
     run = start(LONG, *pools)
     run.wait_for_step(2, timeout_s=300)
     workers = run.workers()
+    _the_monitor_shows(run, {"actor": 1, "rollout": 2, "teacher": 2})
     for lost in (("teacher", 1), ("rollout", 1)):
         os.kill(workers[lost], signal.SIGKILL)
         run.wait_for_step(run.metrics()[-1]["step"] + 4)
@@ -46,30 +61,17 @@ def test_a_dead_actor_ends_the_run(start: Any) -> None:
     assert any("actor rank 0" in line and "died" in line for line in run.errors())
 
 
-def _the_monitor_shows(run: Run) -> None:
-    command = [sys.executable, "-m", "gkd.monitor", str(run.output)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    for group in ("actor", "rollout", "teacher"):
-        (row,) = (line.split() for line in shown.splitlines() if line.startswith(group))
-        assert row[1:4] == ["1", "of", "1"]
-        assert float(row[4]) > 0.1  # GB
-        assert abs(float(row[4]) - float(row[6])) < 1
-    (last,) = (line for line in shown.splitlines() if line.startswith(str(run.output)))
-    assert "/100000" in last
-    assert "distill/loss" in last
-    assert "val/accuracy" in last
-
-
 def test_sigterm_ends_everything_and_the_run_goes_on_exactly_where_it_was(start: Any) -> None:
     settings = (
         "trainer.save_every=2",
         "trainer.keep_checkpoints=100",
         "actor.lr_decay=constant",
         "trainer.val_every=3",
+        "trainer.batch_size=8",
+        "rollout.n=4",
     )
-    run = start(LONG, *settings)
+    run = start(LONG, *settings, recipe="grpo")
     run.wait_for_step(5)
-    _the_monitor_shows(run)
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143, run.text()
     assert not any("Traceback" in line for line in run.errors())
@@ -78,18 +80,20 @@ def test_sigterm_ends_everything_and_the_run_goes_on_exactly_where_it_was(start:
     for path in (run.output / "checkpoints").glob("step_*"):
         if path.name != "step_2":
             shutil.rmtree(path)
-    again = start(*settings, f"trainer.total_steps={last}", f"trainer.output_dir={run.output}", "trainer.resume=true")
+    goes_on = (f"trainer.output_dir={run.output}", "trainer.resume=true")
+    again = start(*settings, f"trainer.total_steps={last}", *goes_on, recipe="grpo")
     assert again.end(300) == 0, again.text()
     after = run.metrics()
     assert [row["step"] for row in after] == list(range(last + 1))
     for one, other in zip(before, after, strict=True):
         # The last step of a run is validated as well.
-        same = [key for key in one if not key.startswith(("timing_s/", "perf/", "memory/"))]
+        measured = ("timing_s/", "perf/", "memory/")
+        same = [key for key in one if not key.startswith(measured) and not key.endswith("/seconds")]
         assert {key: one[key] for key in same} == {key: other[key] for key in same}
     assert f"going on after step 2 from {run.output / 'checkpoints' / 'step_2'}" in again.text()
     samples = [json.loads(line)["step"] for line in (run.output / "samples.jsonl").read_text().splitlines()]
     assert samples == sorted(samples)
     assert {samples.count(step) for step in range(1, last + 1)} == {4}
-    other = start(f"trainer.output_dir={run.output}", "trainer.resume=true", "trainer.seed=5")
+    other = start(*goes_on, "trainer.seed=5", recipe="grpo")
     assert other.end() == 2
     assert "was made with" in other.errors()[0]

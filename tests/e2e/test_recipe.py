@@ -142,7 +142,7 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
         command += ["teacher.server_ip=127.0.0.1", f"data.train_files=[{data / 'train.jsonl'}]"]
         command += [f"data.val_files=[{data / 'val.jsonl'}]", "data.answer_key=answer", "data.val_limit=32"]
         command += ["rollout.max_response_length=8", "trainer.total_steps=2", "trainer.batch_size=8"]
-        command += [f"trainer.output_dir={tmp_path / 'run'}"]
+        command += ["rollout.engine=hf", f"trainer.output_dir={tmp_path / 'run'}"]
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environment(), check=False
         )

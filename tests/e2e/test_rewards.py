@@ -88,7 +88,7 @@ def test_distillation_and_reward_in_one_update(start: Any) -> None:
     """Of adapters beside 4-bit weights, on the one GPU that all groups share."""
     run = start(
         "trainer.total_steps=3", "trainer.batch_size=8", "actor.lora.r=4", "actor.lora.quantize=nf4",
-        "actor.offload_optimizer=true", "placement=single_gpu", recipe="distill_and_reward",
+        "actor.offload_optimizer=true", "placement=single_gpu", "rollout.engine=hf", recipe="distill_and_reward",
     )  # fmt: skip
     assert run.end(300) == 0, run.text()
     placed = json.loads((run.output / "placement.json").read_text())
@@ -102,10 +102,11 @@ def test_distillation_and_reward_in_one_update(start: Any) -> None:
 
 def test_a_reward_that_fails_too_often_ends_the_run(start: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def broken(completion):\n    return completion.nothing\n")
-    run = start("reward.functions=['mine:broken']", recipe="grpo")
+    few = ("trainer.batch_size=8", "rollout.n=8", "rollout.engine=hf")
+    run = start("reward.functions=['mine:broken']", *few, recipe="grpo")
     assert run.end(300) == 1
     (line,) = [line for line in run.errors() if line.startswith("failed: ")]
-    assert "reward mine:broken failed on 512 of 512 samples, for example: AttributeError" in line
+    assert "reward mine:broken failed on 64 of 64 samples, for example: AttributeError" in line
 
 
 def test_the_datas_own_answers_are_learned_from_too(start: Any) -> None:

@@ -121,7 +121,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
 
     class Lent:
         def __init__(self, path: str, checkpoint: Checkpoint, settings: Teacher, device: str, **how: object) -> None:
-            assert how == {"dtype": "float32", "sleeps": False}
+            assert how == {"dtype": "float32", "sleeps": False, "span": None}
             assert (path, device) == (str(model), "cpu")
             assert (checkpoint.vocabulary, checkpoint.n_tokens, checkpoint.eos_ids) == (96, 96, [2, 95])
             self.limits, self.busy, self.step = vllm_engine.limits, vllm_engine.busy, vllm_engine.step
