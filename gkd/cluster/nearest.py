@@ -81,7 +81,9 @@ def _nearest_text(asks: Sequence[Ask], idle: Sequence[Node], cpus: float) -> str
         words = [*_overrides(asks, found), _cpu_override(found, idle)]
     if found is None:
         external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(asks) else ""
-        return f"no layout of {len(asks)} groups fits: each needs a GPU of its own{external}{_sharing(asks, idle)}"
+        wide = max(ask.tensor_parallel_size for ask in asks)
+        own = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
+        return f"no layout of {len(asks)} groups fits: each needs {own}{external}{_sharing(asks, idle)}"
     return f"nearest that fits: {' '.join(words)}"
 
 

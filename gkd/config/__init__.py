@@ -343,7 +343,8 @@ def settings() -> dict[str, str]:
 
 def nearest(key: str, known: Mapping[str, Any] | list[str]) -> str:
     """`` (did you mean X?)`` for a misspelt name, or an empty string when nothing is near."""
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    longer = [name for name in known if name.startswith(key)][:1]
+    close = longer or difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
     if not close:  # the right leaf under the wrong section: compare last parts
         leaf = key.rsplit(".", 1)[-1]
         close = [k for k in known if k.rsplit(".", 1)[-1] == leaf][:1]

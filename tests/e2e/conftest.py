@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["builtin.digits=3", "builtin.teacher_steps=80", "builtin.student_steps=40", "data.val_limit=64"]
+SMALL = ["builtin.digits=3", "builtin.teacher_steps=60", "builtin.student_steps=40", "data.val_limit=64"]
 
 
 def environment() -> dict[str, str]:

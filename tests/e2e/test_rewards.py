@@ -50,7 +50,7 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(USERS)
     model = _reward_model(tmp_path / "reward_model")
     run = start(
-        "trainer.total_steps=30", "trainer.batch_size=8", "rollout.n=8", "actor.lr=1e-3", "actor.mini_batch_size=32",
+        "trainer.total_steps=20", "trainer.batch_size=8", "rollout.n=8", "actor.lr=2e-3", "actor.mini_batch_size=32",
         "algorithm.kl.coef=0.01", "algorithm.dynamic_sampling.max_rounds=3", "algorithm.correction.level=token",
         "reward.functions=[format,accuracy,'mine:odd',reward_model]", "reward.weights=[1.0,1.0,0.1,0.01]",
         f"reward_model.model.path={tmp_path / 'reward_model'}", "reward_model.share_with=reference",
@@ -63,7 +63,7 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
         ("actor", ["0"]), ("rollout", ["1"]), ("reference", ["2"]), ("reward_model", ["2"]),
     ]  # fmt: skip
     rows = run.metrics()
-    assert [row["step"] for row in rows] == list(range(31))
+    assert [row["step"] for row in rows] == list(range(21))
     for row in rows[1:]:
         assert row.keys() >= PARTS, PARTS - row.keys()
         assert all(math.isfinite(value) for value in row.values())

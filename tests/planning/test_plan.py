@@ -112,6 +112,7 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
         (["+recipe=grpo", "model.size=7b", "model.path=x"], r"path=x and size=7b exclude each other"),
         (["+recipe=grpo", "model.path=/nowhere/at/all"], r"model.path=/nowhere/at/all: no such directory"),
         (["+recipe=grpo", "model.size=7b", "plan.card=h20"], r"plan.card=h20 is not known \(did you mean h200\?\)"),
+        (["+recipe=grpo", "model.size=7b", "plan.card=h100"], r"plan.card=h100 is not .* mean h100-80gb\?\)"),
         (
             ["+recipe=grpo", "model.size=7b", "--from", "/nowhere"],
             r"--from /nowhere/config.yaml: No such file",

@@ -2,40 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gkd.config import Rollout
-from gkd.vllm_engine import Follower, Span, engine_arguments
-from tests.rollout.test_engines import make
+from gkd.config import Teacher, load
+from gkd.data.checkpoint import Checkpoint
+from gkd.errors import RunFailed
+from gkd.rollout.worker import RolloutWorker, rollout_follower
+from gkd.teacher.worker import TeacherWorker, teacher_follower
+from gkd.vllm_engine import Span
+from tests.data.models import word_tokenizer
+from tests.rollout.test_engines import EOS, N_TOKENS, SHAPE, make
 
 pytestmark = pytest.mark.vllm
+WIDE = {"n_gpus_per_node": 1, "nnodes": 2, "tensor_parallel_size": 2, "across_nodes": True}
+Ends = tuple[Callable[..., object], Callable[..., object], tuple[Any, ...]]
 
 
-class Asked(Exception):
-    """vLLM's configuration is about to be made."""
+def rollout_ends(path: str) -> Ends:
+    checkpoint = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+    return (
+        RolloutWorker,
+        rollout_follower,
+        (load({"rollout": WIDE, "weights": {"transfer": "object_store"}}), path, checkpoint, 64, 0, "cpu"),
+    )
 
 
-def test_what_is_left_to_vllm_is_left_to_it_alike(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defaults, such as the tokens of a step, depend on who asks; parts that differ would wait for each other."""
-    from vllm import LLM
+def teacher_ends(path: str) -> Ends:
+    return TeacherWorker, teacher_follower, (Teacher(**WIDE), "float32", path, "hash", "cpu", "127.0.0.1", None, False)
+
+
+@pytest.mark.parametrize("ends", [rollout_ends, teacher_ends])
+def test_leader_and_follower_ask_vllm_for_the_same(
+    ends: Callable[[str], Ends], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what is left to vLLM, such as the tokens of a step: it depends on who asks, and parts that differ hang."""
     from vllm.engine.arg_utils import EngineArgs
 
-    seen: list[tuple[Any, Any]] = []
+    seen: list[tuple[dict[str, Any], Any]] = []
 
     def create(arguments: Any, usage_context: Any = None, headless: bool = False) -> None:
-        seen.append((arguments, usage_context))
-        raise Asked
+        seen.append((vars(arguments), usage_context))
+        raise RuntimeError("that was all")
 
     make(True, seed=0).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(EngineArgs, "create_engine_config", create)
-    pool = Rollout(n_gpus_per_node=1, nnodes=2, tensor_parallel_size=2, across_nodes=True)
-    for node_rank, start in enumerate((LLM, lambda **a: Follower(a))):
-        span = Span(2, node_rank, "127.0.0.1", 29500)
-        with pytest.raises(Asked):
-            start(**engine_arguments(str(tmp_path), "cpu", pool, dtype="float32", max_model_len=64, span=span))
+    leader, follower, arguments = ends(str(tmp_path))
+    for node_rank, start in enumerate((leader, follower)):
+        with pytest.raises((RuntimeError, RunFailed), match="that was all"):
+            start(*arguments, Span(2, node_rank, "127.0.0.1", 29500))
     (leading, leads_as), (following, follows_as) = seen
     assert leads_as == follows_as
-    told = {name: (value, vars(following)[name]) for name, value in vars(leading).items()}
-    assert {name: pair for name, pair in told.items() if pair[0] != pair[1]} == {"node_rank": (0, 1)}
+    assert leading["nnodes"] == 2
+    assert {name for name, value in leading.items() if value != following[name]} == {"node_rank"}
