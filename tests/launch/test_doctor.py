@@ -17,7 +17,9 @@ from tests.launch.conftest import ROOT
 
 H200 = devices.Gpus("570.1", 12080, ["H200", "H200"], [140 * GIB, 140 * GIB], [141 * GIB, 141 * GIB])
 TORCH = {"cuda": "12.8", "available": True, "count": 2, "nccl": "2.27.3", "gloo": True}
-NODE = cluster.NodeFacts("10.0.0.1/ab", 8, {"python": "3.11.7", "ray": "2.60.0"}, ["GPU-"] * 8, False, 0.0, 0.001)
+NODE = cluster.NodeFacts(
+    "10.0.0.1/ab", 8, {"python": "3.11.7", "ray": "2.60.0"}, ["GPU-"] * 8, False, "10.0.0.1", 0.0, 0.001
+)
 
 
 def of_level(findings: object, level: str) -> list[Finding]:
@@ -142,6 +144,9 @@ def test_disks_shared_memory_and_limits(monkeypatch: pytest.MonkeyPatch, tmp_pat
             "failed",
             "ray: 2.60.0 on 10.0.0.1/ab; 2.59.0 on 10.0.0.2/cd",
         ),
+        ({"gloo_address": "127.0.1.1"}, "warning", "10.0.0.2/cd takes its own name to be 127.0.1.1"),
+        ({"gloo_address": "127.0.1.1", "name": "10.0.0.1/cd"}, "ok", "2 answer"),
+        ({"gloo_address": ""}, "ok", "an address that others can reach"),
         ({"uuids": []}, "failed", "Ray hands out 8 GPUs and NVML sees 0"),
         ({"ray_gpus": 4}, "warning", "4 of the 8 GPUs"),
         ({"simulated": True, "uuids": []}, "ok", "simulates 8"),
