@@ -8,4 +8,4 @@ environment test
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-exec "$PYTHON" -m pytest -n 2 --dist loadscope "$@"  # two lanes, see tests/conftest.py
+exec "$PYTHON" -m pytest -n 2 --dist loadscope "$@"  # two processes, see tests/conftest.py

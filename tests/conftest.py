@@ -14,16 +14,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported;
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two lanes, each a process with the tests of its folders in order: they mostly wait, for Ray and vLLM to start.
+    """Two processes take turns at four lanes, whose tests share a Ray, engines, or models made for them.
 
-    Whole programs are one lane; the other has everything that shares a Ray and engines within its process.
+    The lanes are begun in the order of their tests: those of the cluster first, as they have the process' connection to
+    Ray for themselves, and the whole programs last.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "programs" if nodeid.startswith(("tests/e2e/", "tests/launch/")) else "library"
+            folder = nodeid.split("/")[1]
+            return folder if folder in ("cluster", "e2e", "launch") else "library"
 
+    config.option.loadscopereorder = False
     return Lanes(config, log)
 
 
