@@ -88,8 +88,9 @@ logit_rows = st.lists(st.floats(-12, 12, width=32), min_size=V, max_size=V)
 @given(logit_rows, logit_rows, st.integers(1, V), st.sampled_from(DIVERGENCES))
 @hypothesis_settings(max_examples=100, deadline=None)
 def test_truncated_loss_lies_between_zero_and_the_full_vocabulary(teacher, student, k, loss):
-    # A teacher's tail is known to about machine epsilon, and can be as small as exp(-24) here.
-    for dtype, rounding in ((torch.float64, 1e-4), (torch.float32, 1e-2)):
+    # A teacher's tail is known to about machine epsilon, and can be as small as exp(-24) here. Where it is a few
+    # epsilon, its logarithm, of about -15, is off by up to a half.
+    for dtype, rounding in ((torch.float64, 1e-4), (torch.float32, 8e-2)):
         p, q = torch.tensor([teacher], dtype=dtype), torch.tensor([student], dtype=dtype)
         full = position_losses(q, make_targets(p, V), Loss(**loss)).loss.item()
         truncated = position_losses(q, make_targets(p, k), Loss(**loss, top_k=k)).loss.item()
