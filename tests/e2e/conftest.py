@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["builtin.digits=3", "builtin.teacher_steps=60", "builtin.student_steps=40", "data.val_limit=64"]
+SMALL = [
+    "builtin.digits=3",
+    "builtin.teacher_steps=60",
+    "builtin.student_steps=40",
+    "data.val_limit=64",
+    "cluster.cpu_threads=1",
+]
 
 
 def environment() -> dict[str, str]:
