@@ -132,11 +132,11 @@ class Worker:
 
         def watch() -> None:
             try:
-                ray.wait(list(calls), num_returns=1, timeout=None)
-            finally:
+                ray.wait(list(calls), num_returns=1, timeout=None)  # for as long as the engine lives
                 for child in psutil.Process().children(recursive=True):
                     with suppress(psutil.NoSuchProcess):
                         child.kill()
+            finally:  # whatever went wrong: unwatched, it might wait for ever
                 os._exit(1)
 
         threading.Thread(target=watch, name="other-parts", daemon=True).start()
