@@ -17,6 +17,7 @@ from gkd.config import Config, RewardModel, Scorer
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.inputs import Inputs
 from gkd.teacher.address import Key, external_addresses
+from gkd.teacher.worker import JudgeSpec
 from gkd.vllm_engine import environment
 
 NAMES = ("teacher", "reference", "reward_model")
@@ -62,13 +63,15 @@ class Judges:
         args = [
             (
                 settings,
-                self.config.model.dtype_on(report.device),
-                self.inputs.judges[models[rank % len(models)]],
-                self._tokenizer(name),
-                report.device,
-                report.ip if self.key else "127.0.0.1",
-                self.key,
-                *([name in self.sleeping()] if isinstance(settings, Scorer) else []),
+                JudgeSpec(
+                    self.config.model.dtype_on(report.device),
+                    self.inputs.judges[models[rank % len(models)]],
+                    report.device,
+                    self._tokenizer(name),
+                    report.ip if self.key else "127.0.0.1",
+                    self.key,
+                    name in self.sleeping(),
+                ),
             )
             for rank, report in enumerate(group.reports)
         ]

@@ -16,6 +16,7 @@ from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.inputs import Inputs
 from gkd.judges import Judges
+from gkd.rollout.engine import EngineSpec
 from gkd.rollout.group import RolloutGroup
 from gkd.sync import WeightSync
 from gkd.teacher.client import TeacherClient
@@ -113,8 +114,8 @@ def _with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
 def _build_rollout(config: Config, inputs: Inputs, engines: Engines) -> list[Pending]:
     group = engines.leaders
     args = [
-        (config, inputs.student, inputs.model, inputs.max_length, rank, group.reports[rank].device)
-        for rank in range(len(group))
+        (config, EngineSpec(inputs.student, inputs.model, inputs.max_length, rank, report.device))
+        for rank, report in enumerate(group.reports)
     ]
     threads = environment(group.reports[0].device, config.cluster.cpu_threads)
     return engines.submit_build(

@@ -127,16 +127,14 @@ def _sizes(subject: Subject, section: str, most: int, n_gpus: int, factors: Fact
     """Every pool of ``section`` that fits in memory, with engines as wide as they are set, or as they have to be."""
     pool: Pool = getattr(subject.config, section)
     group = GROUPS.get(section, section)
-    widths: tuple[int, ...] = (1,)
+    a_node, tp = subject.config.plan.gpus_per_node, 1
     if isinstance(pool, Engine):
-        wider = [subject.config.plan.gpus_per_node * k for k in (2, 4)] if pool.across_nodes else []
+        wider = [a_node * k for k in (2, 4)] if pool.across_nodes else []
         asked = (pool.tensor_parallel_size, *WIDTHS, *wider)
-        fitting = [tp for tp in asked if _engine_fits(subject, section, pool, tp)]
-        widths = tuple(fitting[:1])
+        tp = next((width for width in asked if _engine_fits(subject, section, pool, width)), 0)
     found = []
-    for n, nnodes in _forms(most, n_gpus, subject.config.plan.gpus_per_node):
-        tp = next(iter(widths), 0)
-        if not tp or (n % tp if tp <= n else n < subject.config.plan.gpus_per_node or n * nnodes % tp):
+    for n, nnodes in _forms(most, n_gpus, a_node) if tp else ():
+        if n % tp and (n < a_node or n * nnodes % tp):
             continue
         width = {"tensor_parallel_size": tp} if isinstance(pool, Engine) else {}
         tried = pool.model_copy(update={"n_gpus_per_node": n, "nnodes": nnodes, **width})

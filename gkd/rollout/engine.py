@@ -6,12 +6,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from gkd.data.checkpoint import Checkpoint
 from gkd.sample import Float32, Int32, Request
+from gkd.vllm_engine import Device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gkd.weights.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Where an engine stands among those of its group, ``rank``, and the model that it begins with.
+
+    ``model`` describes the one in ``model_path``; sequences have up to ``max_length`` tokens.
+    """
+
+    model_path: str
+    model: Checkpoint
+    max_length: int
+    rank: int
+    device: Device
 
 
 @dataclass(frozen=True, slots=True)

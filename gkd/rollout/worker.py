@@ -14,17 +14,16 @@ import numpy as np
 
 from gkd.cluster.failure import one_line
 from gkd.config import REWARD_MODEL, Config
-from gkd.data.checkpoint import Checkpoint
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import RunFailed
 from gkd.observability.memory import memory_here
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
-from gkd.rollout.engine import Finished, GpuReceiver, SamplingEngine
+from gkd.rollout.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
 from gkd.sample import Job, Record, Sample, Scored, Target, teacher_of
 from gkd.teacher.client import Rate, Score, TeacherClient
-from gkd.vllm_engine import Device, Follower, Span, engine_arguments
+from gkd.vllm_engine import Follower, Span, engine_arguments
 from gkd.weights import object_store
 from gkd.weights.pieces import Piece
 
@@ -35,20 +34,11 @@ Result = TypeVar("Result")
 class RolloutWorker:
     """Runs an engine on the thread that calls :meth:`serve`; everything else may be called from other threads."""
 
-    def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        model: Checkpoint,
-        max_length: int,
-        rank: int,
-        device: Device,
-        span: Span | None = None,
-    ) -> None:
-        self.config, self.rank, self.device = config, rank, device
-        self.engine = _engine(config, model_path, model, max_length, rank, device, span)
+    def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
+        self.config, self.rank, self.device = config, spec.rank, spec.device
+        self.engine = _engine(config, spec, span)
         self.judges: dict[str, TeacherClient] = {}
-        self.tokenizer = load_tokenizer(model_path)
+        self.tokenizer = load_tokenizer(spec.model_path)
         self.rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
         self._rater: tuple[Any, bool] | None = None  # the reward model's tokenizer, and whether it is the student's
         if config.asks_reward_model:
@@ -321,52 +311,40 @@ class RolloutWorker:
         return self.engine
 
 
-def rollout_follower(
-    config: Config, model_path: str, model: Checkpoint, max_length: int, rank: int, device: Device, span: Span
-) -> Follower:
+def rollout_follower(config: Config, spec: EngineSpec, span: Span) -> Follower:
     """The part on a further node of the engine that a RolloutWorker with these arguments leads."""
-    return Follower(_arguments(config, model_path, max_length, rank, device, span))
+    return Follower(_arguments(config, spec, span))
 
 
-def _engine(
-    config: Config,
-    model_path: str,
-    model: Checkpoint,
-    max_length: int,
-    rank: int,
-    device: Device,
-    span: Span | None,
-) -> SamplingEngine:
-    """Start the engine that the configuration names, for sequences of up to ``max_length`` tokens."""
+def _engine(config: Config, spec: EngineSpec, span: Span | None) -> SamplingEngine:
+    """Start the engine that the configuration names."""
     if config.rollout.engine == "hf":
         import torch
 
         from gkd.rollout.hf import HFEngine
 
-        dtype = getattr(torch, config.model.dtype_on(device))
-        return HFEngine(model_path, model, device, dtype, config.rollout.max_num_seqs)
+        dtype = getattr(torch, config.model.dtype_on(spec.device))
+        return HFEngine(spec.model_path, spec.model, spec.device, dtype, config.rollout.max_num_seqs)
     from vllm import LLM
 
     from gkd.rollout.vllm import VLLMEngine
 
-    return VLLMEngine(LLM(**_arguments(config, model_path, max_length, rank, device, span)), model, device)
+    return VLLMEngine(LLM(**_arguments(config, spec, span)), spec.model, spec.device)
 
 
-def _arguments(
-    config: Config, model_path: str, max_length: int, rank: int, device: Device, span: Span | None
-) -> dict[str, Any]:
+def _arguments(config: Config, spec: EngineSpec, span: Span | None) -> dict[str, Any]:
     """Arguments of vLLM's engine, and its weight backend made known to this process."""
     from gkd.weights import vllm_plugin
 
     arguments = engine_arguments(
-        model_path,
-        device,
+        spec.model_path,
+        spec.device,
         config.rollout,
-        dtype=config.model.dtype_on(device),
-        max_model_len=max_length,
+        dtype=config.model.dtype_on(spec.device),
+        max_model_len=spec.max_length,
         logprobs_mode="processed_logprobs",
         seeded=True,
-        seed=config.trainer.seed + rank,
+        seed=config.trainer.seed + spec.rank,
         sleeps=config.cluster.take_turns is True and "rollout" in config.on_the_actors_gpus(),
         span=span,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Literal
 
 from gkd.config import RewardModel, Scorer
@@ -18,6 +19,19 @@ from gkd.vllm_engine import Device, Follower, Span
 Dtype = Literal["float32", "bfloat16"]
 
 
+@dataclass(frozen=True, slots=True)
+class JudgeSpec:
+    """The model that judges, how it runs, and where its server listens. ``sleeps``: it is to give its memory back."""
+
+    dtype: Dtype
+    model_path: str
+    device: Device
+    tokenizer_hash: str
+    bind_ip: str
+    key: Key | None
+    sleeps: bool = False
+
+
 class JudgeWorker:
     """Built inside a Ray worker: has an engine and binds a free port of ``bind_ip``.
 
@@ -26,11 +40,11 @@ class JudgeWorker:
     and there is no ``key``; RunFailed when the engine does not start.
     """
 
-    def __init__(self, engine: Engine, tokenizer_hash: str, bind_ip: str, key: Key | None) -> None:
+    def __init__(self, engine: Engine, spec: JudgeSpec) -> None:
         from gkd.teacher.server import TeacherServer
 
         self._engine = engine
-        self._server = TeacherServer(engine, tokenizer_hash, bind_ip, 0, key)
+        self._server = TeacherServer(engine, spec.tokenizer_hash, spec.bind_ip, 0, spec.key)
 
     def address(self) -> str:
         """``tcp://host:port`` for clients."""
@@ -66,42 +80,23 @@ class JudgeWorker:
 class TeacherWorker(JudgeWorker):
     """Scores tokens with the model in ``model_path``, on vLLM."""
 
-    def __init__(
-        self,
-        settings: Scorer,
-        dtype: Dtype,
-        model_path: str,
-        tokenizer_hash: str,
-        device: Device,
-        bind_ip: str,
-        key: Key | None,
-        sleeps: bool = False,
-        span: Span | None = None,
-    ) -> None:
+    def __init__(self, settings: Scorer, spec: JudgeSpec, span: Span | None = None) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         from gkd.teacher.scoring import VllmEngine
 
-        engine = VllmEngine(
-            model_path, _checkpoint(model_path), settings, device, dtype=dtype, sleeps=sleeps, span=span
-        )
-        super().__init__(engine, tokenizer_hash, bind_ip, key)
+        path, device = spec.model_path, spec.device
+        found = _checkpoint(path)
+        engine = VllmEngine(path, found, settings, device, dtype=spec.dtype, sleeps=spec.sleeps, span=span)
+        super().__init__(engine, spec)
 
 
-def teacher_follower(
-    settings: Scorer,
-    dtype: Dtype,
-    model_path: str,
-    tokenizer_hash: str,
-    device: Device,
-    bind_ip: str,
-    key: Key | None,
-    sleeps: bool,
-    span: Span,
-) -> Follower:
+def teacher_follower(settings: Scorer, spec: JudgeSpec, span: Span) -> Follower:
     """The part on a further node of the engine that a TeacherWorker with these arguments leads."""
     from gkd.teacher.scoring import scoring_arguments
 
-    return Follower(scoring_arguments(model_path, _checkpoint(model_path), settings, device, dtype, sleeps, span))
+    path = spec.model_path
+    arguments = scoring_arguments(path, _checkpoint(path), settings, spec.device, spec.dtype, spec.sleeps, span)
+    return Follower(arguments)
 
 
 def _checkpoint(model_path: str) -> Checkpoint:
@@ -111,19 +106,10 @@ def _checkpoint(model_path: str) -> Checkpoint:
 class RewardModelWorker(JudgeWorker):
     """Rates responses with the classification model in ``model_path``, on transformers."""
 
-    def __init__(
-        self,
-        settings: RewardModel,
-        dtype: Dtype,
-        model_path: str,
-        tokenizer_hash: str,
-        device: Device,
-        bind_ip: str,
-        key: Key | None,
-    ) -> None:
+    def __init__(self, settings: RewardModel, spec: JudgeSpec) -> None:
         import torch
 
         from gkd.teacher.rating import ClassifierEngine
 
-        engine = ClassifierEngine(model_path, settings, device, getattr(torch, dtype))
-        super().__init__(engine, tokenizer_hash, bind_ip, key)
+        engine = ClassifierEngine(spec.model_path, settings, spec.device, getattr(torch, spec.dtype))
+        super().__init__(engine, spec)

@@ -11,8 +11,9 @@ import pytest
 from gkd.config import Teacher, load
 from gkd.data.checkpoint import Checkpoint
 from gkd.errors import RunFailed
+from gkd.rollout.engine import EngineSpec
 from gkd.rollout.worker import RolloutWorker, rollout_follower
-from gkd.teacher.worker import TeacherWorker, teacher_follower
+from gkd.teacher.worker import JudgeSpec, TeacherWorker, teacher_follower
 from gkd.vllm_engine import Span
 from tests.data.models import word_tokenizer
 from tests.rollout.test_engines import EOS, N_TOKENS, SHAPE, make
@@ -27,12 +28,22 @@ def rollout_ends(path: str) -> Ends:
     return (
         RolloutWorker,
         rollout_follower,
-        (load({"rollout": WIDE, "weights": {"transfer": "object_store"}}), path, checkpoint, 64, 0, "cpu"),
+        (
+            load({"rollout": WIDE, "weights": {"transfer": "object_store"}}),
+            EngineSpec(path, checkpoint, 64, 0, "cpu"),
+        ),
     )
 
 
 def teacher_ends(path: str) -> Ends:
-    return TeacherWorker, teacher_follower, (Teacher(**WIDE), "float32", path, "hash", "cpu", "127.0.0.1", None, False)
+    return (
+        TeacherWorker,
+        teacher_follower,
+        (
+            Teacher(**WIDE),
+            JudgeSpec("float32", path, "cpu", "hash", "127.0.0.1", None),
+        ),
+    )
 
 
 @pytest.mark.parametrize("ends", [rollout_ends, teacher_ends])

@@ -115,7 +115,7 @@ def test_bad_input_is_told_in_one_line(arguments: list[str], message: str) -> No
 def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the Ray host uses it: built, and served on one thread. The engine is the session's."""
     from gkd.teacher import scoring
-    from gkd.teacher.worker import TeacherWorker
+    from gkd.teacher.worker import JudgeSpec, TeacherWorker
 
     closed: list[bool] = []
 
@@ -138,7 +138,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     monkeypatch.setattr(scoring, "VllmEngine", Lent)
     settings = Teacher(max_model_len=VLLM_LENGTH)
     key = Key.generate()
-    worker = TeacherWorker(settings, "float32", str(model), "hash", "cpu", "127.0.0.1", key)
+    worker = TeacherWorker(settings, JudgeSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key))
     failures: list[RunFailed] = []
 
     def serve_until_it_fails() -> None:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from gkd.actor.worker import ActorWorker
 from gkd.config import Config
+from gkd.data.checkpoint import Checkpoint
 from gkd.errors import RunFailed
 from gkd.rollout import worker as rollout_worker
-from gkd.rollout.engine import Finished
+from gkd.rollout.engine import EngineSpec, Finished
 from gkd.sample import Request
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Packer, Piece, unpack
@@ -157,7 +158,7 @@ class CpuRollout(rollout_worker.RolloutWorker):
     def __init__(self, config: Config, rank: int, gpus: list[str]) -> None:
         rollout_worker._engine = lambda *_: Keeper(gpus[rank])
         rollout_worker.load_tokenizer = lambda *_: None
-        super().__init__(config, "", None, 0, rank, "cpu")
+        super().__init__(config, EngineSpec("", Checkpoint(1, 1, [], 1), 1, rank, "cpu"))
 
     def use(self, config: Config, gpus: list[str]) -> None:
         """Have other settings from now on, and believe to be on another GPU."""
