@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from gkd.actor import attention
-from gkd.actor.lora import add_adapter, is_adapter, merged
 from gkd.actor.packing import MicroBatch
 from gkd.actor.quantize import dequantized, loading, packed_parameters
 from gkd.config import Lora
@@ -81,7 +80,11 @@ class Student(nn.Module):
         are named once.
         """
         tensors = self._gathered()
-        for name, whole in merged(self.lm, tensors, _whole) if self.has_adapter else tensors:
+        if self.has_adapter:
+            from gkd.actor.lora import merged
+
+            tensors = merged(self.lm, tensors, _whole)
+        for name, whole in tensors:
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -97,6 +100,11 @@ class Student(nn.Module):
             if id(value) not in seen:
                 seen.add(id(value))
                 yield name, _whole(value.detach())
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of the model belongs to its adapter."""
+    return ".lora_" in name
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -134,6 +142,8 @@ def load(
     lm.train()  # which gradient checkpointing asks for
     _without_dropout(lm)
     if lora is not None and lora.r is not None:
+        from gkd.actor.lora import add_adapter  # imports peft, a second of every start
+
         add_adapter(lm, lora)
     return Student(lm)
 

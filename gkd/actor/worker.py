@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from gkd.actor.balance import pack
-from gkd.actor.lora import save_adapter, without_adapter
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.model import load, shard, write_model
 from gkd.actor.optimizer import adamw, learning_rate
@@ -112,6 +111,8 @@ class ActorWorker:
         if old:
             self._old |= self._fitting(lessons, lambda: self._logprobs(lessons))
         if reference:
+            from gkd.actor.lora import without_adapter
+
             with without_adapter(self.student.lm):
                 self._reference |= self._fitting(lessons, lambda: self._logprobs(lessons))
 
@@ -323,6 +324,8 @@ class ActorWorker:
             write_model(self.student.lm, self.model_path, state, source, directory)
             AutoTokenizer.from_pretrained(self.model_path, local_files_only=True).save_pretrained(directory)
         if self.student.has_adapter:
+            from gkd.actor.lora import save_adapter
+
             adapter = {name: t.cpu() for name, t in self.student.adapter_tensors()}
             if self.rank == 0:
                 save_adapter(adapter, self.config.actor.lora, self.model_path, Path(directory, "adapter"))
