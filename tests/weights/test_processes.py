@@ -20,6 +20,7 @@ from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.checkpoint import Checkpoint
+from gkd.rollout.engine import EngineSpec
 from gkd.rollout.group import RolloutGroup
 from gkd.sample import Judging, Sampling
 from gkd.sync import WeightSync
@@ -88,7 +89,9 @@ def test_the_engine_samples_from_the_actors_weights(
                 "gkd.actor.worker:ActorWorker", [(config, paths[1], 0, 1, HERE)], environment=surroundings
             ),
             engine.submit_build(
-                "gkd.rollout.worker:RolloutWorker", [(config, paths[0], model, 64, 0, HERE)], environment=surroundings
+                "gkd.rollout.worker:RolloutWorker",
+                [(config, EngineSpec(paths[0], model, 64, 0, HERE))],
+                environment=surroundings,
             ),
         ],
         300,
