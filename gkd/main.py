@@ -64,6 +64,7 @@ def run(config: Config) -> None:
     """One run from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind."""
     from gkd.cluster.session import connect
     from gkd.cluster.signals import exit_on_signals
+    from gkd.garbage import uncollected
     from gkd.inputs import find_inputs
     from gkd.observability.progress import console, log_to
     from gkd.observability.trackers import require_trackers
@@ -76,7 +77,8 @@ def run(config: Config) -> None:
     output = _output_dir(config)
     claim = _claim(output)
     try:
-        inputs = find_inputs(config, out.print)
+        with uncollected():
+            inputs = find_inputs(config, out.print)
         out.print("starting Ray and reserving GPUs")
         with connect(config) as session:
             from gkd.run import drive

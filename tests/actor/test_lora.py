@@ -26,8 +26,8 @@ from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
 from gkd.sample import Lesson
 from tests.actor import models
+from tests.actor.ranks import Ranks, config, put
 from tests.actor.test_packing import micro_batch
-from tests.actor.test_ranks import Ranks, config, put
 
 FAMILIES = ["llama", "qwen2 tied", "gpt2", "qwen3 moe"]
 
@@ -131,27 +131,23 @@ def test_weights_that_are_not_all_there(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_two_ranks_one_rank_and_what_they_write(local_ray: None, tmp_path: Path) -> None:
+def test_two_ranks_one_rank_and_what_they_write(processes: dict[int, Ranks], tmp_path: Path) -> None:
     """The same steps on one rank and on two, away from a reference that is the model without its adapter."""
     base("qwen2 tied").save_pretrained(tmp_path)
     _tokenizer(tmp_path)
     settings = config(lora={"r": 4}).model_copy(update={"algorithm": Algorithm.model_validate({"kl": {"coef": 0.1}})})
-    groups = {world: Ranks(str(tmp_path), world, settings) for world in (1, 2)}
-    try:
-        for step in (1, 2):
-            batch: list[Lesson] = put(models.scored(5, seed=step))
-            for ranks in groups.values():
-                ranks.run("remember", batch, False, True)
-            one, two = (ranks.run("update", batch, step) for ranks in groups.values())
-            assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
-            assert (one["actor/kl_reference"] < 1e-6) == (step == 1)
-        single, double = (ranks.weights() for ranks in groups.values())
-        for name, value in single.items():
-            torch.testing.assert_close(double[name], value, rtol=1e-3, atol=1e-4)
-        ray.get([w.save.remote(str(tmp_path / "out")) for w in groups[2].workers], timeout=60)
-    finally:
-        for ranks in groups.values():
-            ranks.end()
+    groups = [processes[world].become(str(tmp_path), settings) for world in (1, 2)]
+    for step in (1, 2):
+        batch: list[Lesson] = put(models.scored(5, seed=step))
+        for ranks in groups:
+            ranks.run("remember", batch, False, True)
+        one, two = (ranks.run("update", batch, step) for ranks in groups)
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
+        assert (one["actor/kl_reference"] < 1e-6) == (step == 1)
+    single, double = (ranks.weights() for ranks in groups)
+    for name, value in single.items():
+        torch.testing.assert_close(double[name], value, rtol=1e-3, atol=1e-4)
+    ray.get([w.save.remote(str(tmp_path / "out")) for w in processes[2].workers], timeout=60)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     alone = PeftModel.from_pretrained(base("qwen2 tied"), tmp_path / "out" / "adapter")
     torch.testing.assert_close(logits(merged), logits(alone), rtol=1e-4, atol=1e-5)

@@ -27,13 +27,20 @@ from gkd.config import Config, load
 from gkd.errors import OutOfMemory
 from gkd.weights import object_store
 from tests.actor import models
-from tests.actor.test_ranks import put
+from tests.actor.ranks import Ranks, put
 
 SETTINGS = {"lr": 1e-6, "max_tokens_per_micro_batch": 30_000, "loss_chunk": 256}
 
 
 def config(**actor: object) -> Config:
-    return load({"actor": {**SETTINGS, **actor}, "trainer": {"total_steps": 10}, "cluster": {"cpu_threads": 1}})
+    return load(
+        {
+            "actor": {**SETTINGS, **actor},
+            "algorithm": {"aggregation": "sequence_mean"},
+            "trainer": {"total_steps": 10},
+            "cluster": {"cpu_threads": 1},
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +84,7 @@ def pids(actor: ActorGroup) -> set[int]:
 
 
 def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradient(
-    local_ray: None, path: str, caplog: pytest.LogCaptureFixture
+    processes: dict[int, Ranks], path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On one of two ranks; two updates before memory runs out, so that there are moments, and two after it."""
     batch, small = put(models.scored(200, k=4, lengths=(80, 100))), put(models.scored(8, k=4, lengths=(8, 9)))
@@ -96,16 +103,18 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
         assert pids(actor).isdisjoint(started)  # what waits for another rank is ended
         assert actor.version == 3
         after = weights(actor)
-    with actor_of(path, 1, config(update_epochs=2, max_tokens_per_micro_batch=2_000)) as plain:
-        plain.update(small, 1)
-        expected = plain.update(batch, 2), plain.update(batch, 3)
-        same = weights(plain)
-    assert found == pytest.approx(expected[0], rel=1e-4)
-    assert again == pytest.approx(expected[1], rel=1e-4)
+    plain, expected = processes[1].become(path, config(max_tokens_per_micro_batch=2_000)), []
+    for step, learned in enumerate((small, batch, batch), 1):
+        plain.run("remember", learned, True, False)
+        one, other = (plain.run("update", learned, step) for _ in range(settings.actor.update_epochs))
+        expected.append({name: (one[name] + other[name]) / 2 for name in one})
+        same = plain.weights()
+    assert found == pytest.approx(expected[1], rel=1e-4)
+    assert again == pytest.approx(expected[2], rel=1e-4)
     assert all(torch.allclose(after[name], same[name], rtol=0, atol=1e-7) for name in same)
 
 
-def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(local_ray: None, path: str) -> None:
+def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: dict[int, Ranks], path: str) -> None:
     """On the only rank, where FSDP takes itself to be within that pass for good."""
     batch = put(models.scored(8, k=4, lengths=(80, 100)))
 
@@ -121,14 +130,13 @@ def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(local_ray: No
     def fail(worker: Any) -> None:
         worker._object.student.lm.model.layers[0].register_forward_hook(lambda _, __, hidden: Fails.apply(hidden))
 
-    def updated(fails: bool) -> list[dict[str, float]]:
-        with actor_of(path, 1, config(max_tokens_per_micro_batch=400)) as actor:
-            if fails:
-                ray.get(actor.group.workers[0].__ray_call__.remote(fail), timeout=60)
-            return [actor.update(batch, step) for step in (1, 2)]
-
-    for found, expected in zip(updated(True), updated(False), strict=True):
-        assert found == pytest.approx(expected, rel=1e-3)  # the norm of the gradient is among them
+    settings = config(max_tokens_per_micro_batch=400)
+    plain = processes[1].become(path, settings)
+    with actor_of(path, 1, settings) as actor:
+        ray.get(actor.group.workers[0].__ray_call__.remote(fail), timeout=60)
+        for step in (1, 2):
+            expected = plain.run("update", batch, step)
+            assert actor.update(batch, step) == pytest.approx(expected, rel=1e-3)  # the gradient's norm is among them
 
 
 def test_one_sequence_that_does_not_fit_ends_with_advice_and_changes_nothing(

@@ -11,12 +11,9 @@ import pytest
 import ray
 import torch
 
-from gkd.actor.balance import share
-from gkd.algorithms.aggregation import token_weights
-from gkd.config import Algorithm, Config, Loss, load
-from gkd.sample import Lesson, Scored
-from gkd.weights import object_store
+from gkd.config import Algorithm, Loss
 from tests.actor import models
+from tests.actor.ranks import Ranks, config, put
 
 STEPS = 3
 
@@ -26,51 +23,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("student")
     models.make("qwen2 tied").save_pretrained(path)
     return str(path)
-
-
-def config(**actor: object) -> Config:
-    settings = {"lr": 1e-2, "max_tokens_per_micro_batch": 40, "loss_chunk": 7, "grad_clip": 0.5, **actor}
-    return load({"actor": settings, "trainer": {"total_steps": 10}, "cluster": {"cpu_threads": 1}})
-
-
-def put(batch: list[Scored]) -> list[Lesson]:
-    """Lists of two samples each in the object store, as engines hand them on; advantages of either sign."""
-    refs = [ray.put(batch[i : i + 2]) for i in range(0, len(batch), 2)]
-    return [models.lesson(refs[i // 2], i % 2, s, (-1.0) ** i) for i, s in enumerate(batch)]
-
-
-class Ranks:
-    """The actor's ranks as Ray actors, without the pools around them."""
-
-    def __init__(self, path: str, world: int, settings: Config) -> None:
-        self.path = path
-        worker = ray.remote(num_cpus=0)(_worker())
-        self.workers = [worker.remote(settings, path, rank, world, "cpu") for rank in range(world)]
-        host, port = ray.get(self.workers[0].open_store.remote(), timeout=60)
-        ray.get([w.join.remote(host, port) for w in self.workers], timeout=60)
-        ray.get([w.load.remote() for w in self.workers], timeout=60)
-
-    def run(self, method: str, lessons: list[Lesson], *last: object) -> dict[str, float]:
-        """Call a method of all ranks with their shares of a batch."""
-        lengths = [lesson.record.n_response for lesson in lessons]
-        weights = token_weights(lengths, [True] * len(lessons), "sequence_mean", 12)
-        shares = share([lesson.record.n_tokens for lesson in lessons], len(self.workers))
-        calls = []
-        for worker, part in zip(self.workers, shares, strict=True):
-            args = last if method == "remember" else ([weights[i] for i in part], sum(lengths), *last)
-            calls.append(getattr(worker, method).remote([lessons[i] for i in part], *args))
-        found = ray.get(calls, timeout=120)
-        assert all(f == found[0] for f in found)  # every rank knows the metrics of the whole batch
-        return found[0]
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        pushes = ray.get([w.publish.remote(1) for w in self.workers], timeout=60)
-        assert all(push is None for push in pushes[1:])
-        return {name: t for piece in object_store.receive(pushes[0], 60) for name, t in piece.items()}
-
-    def end(self) -> None:
-        for worker in self.workers:
-            ray.kill(worker)
 
 
 @contextmanager
@@ -86,19 +38,10 @@ def using(ranks: dict[int, Ranks], algorithm: dict[str, object]) -> Iterator[Non
             yield
 
 
-def _worker() -> type:
-    from gkd.actor.worker import ActorWorker
-
-    return ActorWorker
-
-
 @pytest.fixture(scope="module")
-def ranks(local_ray: None, model_path: str) -> Iterator[dict[int, Ranks]]:
+def ranks(processes: dict[int, Ranks], model_path: str) -> dict[int, Ranks]:
     """One rank and two ranks of the same student."""
-    found = {world: Ranks(model_path, world, config()) for world in (1, 2)}
-    yield found
-    for group in found.values():
-        group.end()
+    return {world: found.become(model_path, config()) for world, found in processes.items()}
 
 
 def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int, Ranks]) -> None:

@@ -7,6 +7,7 @@ import math
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,12 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
          "teacher.max_model_len=128"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
+    watchdog = threading.Timer(300, server.kill)  # ends the wait for its line, should it never come
+    watchdog.start()
     try:
         assert server.stdout is not None
-        assert server.stdout.readline().startswith("teacher ready at")
+        line = server.stdout.readline()
+        assert line.startswith(f"teacher ready at tcp://127.0.0.1:{port}: {teacher}, K up to "), line
         command = [sys.executable, "-m", "gkd.main", "+recipe=on_policy_distill", f"model.path={student}", *shared]
         command += ["teacher.server_ip=127.0.0.1", f"data.train_files=[{data / 'train.jsonl'}]"]
         command += [f"data.val_files=[{data / 'val.jsonl'}]", "data.answer_key=answer", "data.val_limit=32"]
@@ -147,10 +151,13 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
             command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environment(), check=False
         )
     finally:
+        watchdog.cancel()
         server.terminate()
-        _, errors = server.communicate(timeout=30)
+        said, errors = server.communicate(timeout=30)
     assert done.returncode == 0, done.stderr
     assert server.returncode == 0, errors
+    assert said == ""
+    assert "Traceback" not in errors
     placement = json.loads((tmp_path / "run" / "placement.json").read_text())
     assert [row["group"] for row in placement] == ["actor", "rollout"]  # no pool for a teacher that is elsewhere
     assert {"val/reverse_kl", "val/accuracy"} == set(

@@ -112,6 +112,7 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     attached = cluster.submit("--attach", name)
     assert attached.returncode == 143
     assert "before training" in attached.stdout
+    assert "Traceback" not in attached.stdout
 
 
 def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:

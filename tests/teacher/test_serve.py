@@ -46,40 +46,6 @@ def model(tiny_llama: Path) -> Path:
     return tiny_llama
 
 
-@pytest.mark.vllm
-def test_a_server_standing_alone(model: Path, tmp_path: Path) -> None:
-    """Ready in one line, answers a client with its key, ends cleanly at SIGTERM."""
-    from gkd.data.tokenizer import tokenizer_hash
-
-    port, key_file = free_port(), tmp_path / "key"
-    process = serve(
-        f"teacher.model.path={model}",
-        f"teacher.server_port={port}",
-        f"teacher.key_file={key_file}",
-        "teacher.max_model_len=64",
-    )
-    watchdog = threading.Timer(60, process.kill)
-    watchdog.start()
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith(f"teacher ready at tcp://127.0.0.1:{port}: {model}, K up to 96 of 96"), line
-    client = TeacherClient(
-        [f"tcp://127.0.0.1:{port}"], tokenizer_hash(str(model)), 3, max_length=64, key=Key.load(key_file)
-    )
-    try:
-        client.connect(10)
-        request = Score(np.array([5, 6], np.int32), np.array([7, 8, 9], np.int32), 3)
-        assert client.submit(request).result(20).ids.shape == (3, 3)
-        os.kill(process.pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=10)
-    finally:
-        client.close()
-        watchdog.cancel()
-        process.kill()
-    assert process.returncode == 0, err
-    assert out == "" and "Traceback" not in err
-
-
 def test_ctrl_c_while_the_model_loads(model: Path) -> None:
     process = serve(f"teacher.model.path={model}", f"teacher.server_port={free_port()}")
     assert process.stderr is not None
