@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gkd.config import GROUPS, Config, Engine, Rollout
+from gkd.config import GROUPS, Config, Engine, Pool, Rollout
 from gkd.planning.items import GB, GroupMemory
 from gkd.planning.memory import memory_of
 from gkd.planning.pipeline import step_of
@@ -143,12 +143,18 @@ def _after(subject: Subject, group: str, settings: Mapping[str, Value]) -> Group
 
 
 def _complete(subject: Subject, settings: Mapping[str, Value]) -> dict[str, Value]:
-    """With as many GPUs as wider engines fill, where the pool has not."""
-    found = dict(settings)
+    """With as many GPUs as wider engines fill, where the pool has not: those of whole nodes for one that spans them."""
+    found, per_node = dict(settings), subject.config.plan.gpus_per_node
     for setting, width in settings.items():
         section, _, name = setting.partition(".")
-        if name == "tensor_parallel_size" and (n := getattr(subject.config, section).n_gpus_per_node) % width:
-            found[f"{section}.n_gpus_per_node"] = -(-n // int(width)) * int(width)
+        if name != "tensor_parallel_size":
+            continue
+        pool: Engine = getattr(subject.config, section)
+        if width > per_node:
+            whole: dict[str, Value] = {"n_gpus_per_node": per_node, "nnodes": int(width) // per_node}
+            found |= {f"{section}.{key}": value for key, value in (whole | {"across_nodes": True}).items()}
+        elif pool.n_gpus_per_node % width:
+            found[f"{section}.n_gpus_per_node"] = -(-pool.n_gpus_per_node // int(width)) * int(width)
     return found
 
 
@@ -228,11 +234,32 @@ def _turns(subject: Subject) -> list[Knob]:
 
 def _room(config: Config, section: str) -> int:
     """GPUs of a node that a pool could have: all that are not others' own. 0 where it has named or others' GPUs."""
-    pools, guests = dict(config.pools()), config.hosts()
-    if pools[section].ranges() is not None or GROUPS.get(section, section) in guests:
+    if not _moves(config, section):
         return 0
-    own = [name for name in pools if name != section and GROUPS.get(name, name) not in guests]
-    return config.plan.gpus_per_node - sum(pools[name].n_gpus_per_node for name in own)
+    return config.plan.gpus_per_node - sum(pool.n_gpus_per_node for pool in _others(config, section))
+
+
+def _moves(config: Config, section: str) -> bool:
+    """Whether a pool takes GPUs where there are some, and not named or others' ones."""
+    pool: Pool = getattr(config, section)
+    return pool.ranges() is None and GROUPS.get(section, section) not in config.hosts()
+
+
+def _others(config: Config, section: str) -> list[Pool]:
+    """The other pools that have GPUs of their own."""
+    guests = config.hosts()
+    return [pool for name, pool in config.pools() if name != section and GROUPS.get(name, name) not in guests]
+
+
+def _spans(subject: Subject, section: str) -> Iterator[int]:
+    """Widths of an engine on all GPUs of several nodes, as long as there are nodes for the others as well."""
+    per_node, heads = subject.config.plan.gpus_per_node, subject.models.of(GROUPS.get(section, section)).heads
+    others = _others(subject.config, section)
+    beside = max([*(pool.nnodes for pool in others), -(-sum(pool.n_workers for pool in others) // per_node)])
+    for nnodes in (2, 4) if _moves(subject.config, section) else ():
+        enough = subject.nodes is None or nnodes + beside <= subject.nodes
+        if enough and heads % (nnodes * per_node) == 0:
+            yield nnodes * per_node
 
 
 def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
@@ -256,5 +283,5 @@ def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
     widths = [tp for i in (1, 2, 3) if heads % (tp := engine.tensor_parallel_size << i) == 0]
     knobs.append(Knob(f"{section}.tensor_parallel_size", 1, tuple(tp for tp in widths if n % tp == 0)))
     wider = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)  # of more GPUs
-    knobs.append(Knob(f"{section}.tensor_parallel_size", 2, wider))
+    knobs.append(Knob(f"{section}.tensor_parallel_size", 2, (*wider, *_spans(subject, section))))
     return [*knobs, *_shorter(subject.config)]

@@ -34,6 +34,9 @@ CASES = {
     "actor with a range": ("+recipe=grpo", "model.size=7b", "trainer.gpus=0-1", "rollout.gpus=2-3"),
     "actor on shared GPUs": ("+recipe=grpo", "model.size=7b", "placement=2gpu", "plan.card=h200",
                              "cluster.take_turns=false"),
+    "rollout that no node holds": ("+recipe=grpo", "model.size=405b", "plan.card=h100-80gb"),
+    "teacher that no node holds": ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=405b",
+                                   "plan.card=h100-80gb", "teacher.n_gpus_per_node=8"),
 }  # fmt: skip
 
 
@@ -46,9 +49,10 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
     for one in found:
         pasted = subject(*overrides, *one.overrides().split())
         assert _memory(pasted, group).fits
-        widths = {name for name in one.settings if name.endswith("tensor_parallel_size")}
+        widths = [name for name in one.settings if name.endswith("tensor_parallel_size")]
+        follows = ("n_gpus_per_node", "nnodes", "across_nodes")  # what a width asks for
         for left_out in one.settings.keys() - {
-            name.replace("tensor_parallel_size", "n_gpus_per_node") for name in widths
+            name.replace("tensor_parallel_size", other) for name in widths for other in follows
         }:
             fewer = {name: value for name, value in one.settings.items() if name != left_out}
             s = subject(*overrides)
@@ -132,6 +136,15 @@ def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
     for nodes in (1, 3):
         for one in advice(replace(whole, nodes=nodes), "actor"):
             assert one.settings.get("trainer.nnodes", 1) <= nodes
+
+
+def test_an_engine_that_no_node_holds_is_advised_whole_nodes_as_long_as_there_are_some_for_the_others() -> None:
+    wide = subject(*CASES["teacher that no node holds"])
+    whole = {"tensor_parallel_size": 16, "n_gpus_per_node": 8, "nnodes": 2, "across_nodes": True}
+    (one,) = advice(replace(wide, nodes=3), "teacher")
+    assert {name.removeprefix("teacher."): value for name, value in one.settings.items()} == whole
+    assert advice(replace(wide, nodes=2), "teacher") == []
+    assert advice(subject(*CASES["teacher that no node holds"], "teacher.gpus=0-7"), "teacher") == []
 
 
 def test_on_a_cpu_all_groups_share_its_memory() -> None:
