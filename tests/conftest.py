@@ -14,17 +14,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported;
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two processes take turns at four lanes, whose tests share a Ray, engines, or models made for them.
+    """Two processes take turns at five lanes, whose tests share a Ray, engines, or models made for them.
 
-    The lanes are begun in the order of their tests: those of the cluster first, as they have the process' connection to
-    Ray for themselves, and the whole programs last.
+    The lanes are begun in the order of their tests: those of the cluster are among the first two, as they have the
+    process' connection to Ray for themselves, and the small ones of the planning are what is left for the end.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             folder = nodeid.split("/")[1]
-            return folder if folder in ("cluster", "e2e", "launch") else "library"
+            return folder if folder in ("cluster", "e2e", "launch", "planning") else "library"
 
     config.option.loadscopereorder = False
     return Lanes(config, log)

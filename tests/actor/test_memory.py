@@ -83,35 +83,51 @@ def pids(actor: ActorGroup) -> set[int]:
     return {report.pid for report in actor.group.reports}
 
 
+@pytest.fixture(scope="module")
+def two(local_ray: None, path: str) -> Iterator[ActorGroup]:
+    """Two ranks, which get new processes where theirs run out of memory."""
+    with actor_of(path, 2, config(update_epochs=2)) as actor:
+        yield actor
+
+
 def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradient(
-    processes: dict[int, Ranks], path: str, caplog: pytest.LogCaptureFixture
+    two: ActorGroup, processes: dict[int, Ranks], path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On one of two ranks; two updates before memory runs out, so that there are moments, and two after it."""
     batch, small = put(models.scored(200, k=4, lengths=(80, 100))), put(models.scored(8, k=4, lengths=(8, 9)))
-    settings = config(update_epochs=2)
-    with actor_of(path, 2, settings) as actor:
-        started = pids(actor)
-        actor.update(small, 1)
-        leave(actor, 200)
-        found = actor.update(batch, 2)
-        told = [
-            record.getMessage() for record in caplog.records if "done again in micro-batches" in record.getMessage()
-        ]
-        again = actor.update(batch, 3)
-        assert "step 2: memory ran out" in "".join(told)
-        assert len(told) == sum("done again in micro" in record.getMessage() for record in caplog.records)  # said once
-        assert pids(actor).isdisjoint(started)  # what waits for another rank is ended
-        assert actor.version == 3
-        after = weights(actor)
+    started = pids(two)
+    two.update(small, 1)
+    leave(two, 200)
+    found = two.update(batch, 2)
+    told = [record.getMessage() for record in caplog.records if "done again in micro-batches" in record.getMessage()]
+    again = two.update(batch, 3)
+    assert "step 2: memory ran out" in "".join(told)
+    assert len(told) == sum("done again in micro" in record.getMessage() for record in caplog.records)  # said once
+    assert pids(two).isdisjoint(started)  # what waits for another rank is ended
+    assert two.version == 3
+    after = weights(two)
     plain, expected = processes[1].become(path, config(max_tokens_per_micro_batch=2_000)), []
     for step, learned in enumerate((small, batch, batch), 1):
         plain.run("remember", learned, True, False)
-        one, other = (plain.run("update", learned, step) for _ in range(settings.actor.update_epochs))
+        one, other = (plain.run("update", learned, step) for _ in range(2))
         expected.append({name: (one[name] + other[name]) / 2 for name in one})
         same = plain.weights()
     assert found == pytest.approx(expected[1], rel=1e-4)
     assert again == pytest.approx(expected[2], rel=1e-4)
     assert all(torch.allclose(after[name], same[name], rtol=0, atol=1e-7) for name in same)
+
+
+def test_one_sequence_that_does_not_fit_ends_with_advice_and_changes_nothing(two: ActorGroup, tmp_path: Path) -> None:
+    two.update(put(models.scored(8, k=4, lengths=(8, 9))), 4)
+    before = weights(two)
+    leave(two, 60)
+    with pytest.raises(OutOfMemory, match=r"even with one sequence of \d+ tokens; what would help"):
+        two.update(put(models.scored(2, k=4, lengths=(12_000, 12_001))), 5)
+    assert two.settled
+    two.save_state(str(tmp_path / "actor"))  # the ranks can still do things together
+    assert (tmp_path / "actor" / ".metadata").exists()
+    after = weights(two)
+    assert all(before[name].equal(after[name]) for name in before)
 
 
 def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: dict[int, Ranks], path: str) -> None:
@@ -137,22 +153,6 @@ def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: di
         for step in (1, 2):
             expected = plain.run("update", batch, step)
             assert actor.update(batch, step) == pytest.approx(expected, rel=1e-3)  # the gradient's norm is among them
-
-
-def test_one_sequence_that_does_not_fit_ends_with_advice_and_changes_nothing(
-    local_ray: None, path: str, tmp_path: Path
-) -> None:
-    with actor_of(path, 2, config()) as actor:
-        actor.update(put(models.scored(8, k=4, lengths=(8, 9))), 1)
-        before = weights(actor)
-        leave(actor, 60)
-        with pytest.raises(OutOfMemory, match=r"even with one sequence of \d+ tokens; what would help"):
-            actor.update(put(models.scored(2, k=4, lengths=(12_000, 12_001))), 2)
-        assert actor.settled
-        actor.save_state(str(tmp_path / "actor"))  # the ranks can still do things together
-        assert (tmp_path / "actor" / ".metadata").exists()
-        after = weights(actor)
-    assert all(before[name].equal(after[name]) for name in before)
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 2000))
