@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported;
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two processes take turns at five lanes, whose tests share a Ray, engines, or models made for them.
+    """Two processes take turns at six lanes, whose tests share a Ray, engines, or models made for them.
 
     The lanes are begun in the order of their tests: those of the cluster are among the first two, as they have the
     process' connection to Ray for themselves, and the small ones of the planning are what is left for the end.
@@ -23,8 +23,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = nodeid.split("/")[1]
-            return folder if folder in ("cluster", "e2e", "launch", "planning") else "library"
+            folder = nodeid.partition("::")[0].rpartition("/")[0].removeprefix("tests/")
+            return folder if folder in ("cluster", "e2e/on_a_cluster", "e2e", "launch", "planning") else "library"
 
     config.option.loadscopereorder = False
     return Lanes(config, log)

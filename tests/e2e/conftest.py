@@ -89,7 +89,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path, cache: Path) -> Iterator[Any]:
+def variables() -> dict[str, str]:
+    """The environment of programs."""
+    return environment()
+
+
+@pytest.fixture
+def start(tmp_path: Path, cache: Path, variables: dict[str, str]) -> Iterator[Any]:
     """Start ``python -m gkd.main`` on the small task; what is still running afterwards is ended and is a failure."""
     runs: list[Run] = []
 
@@ -99,7 +105,7 @@ def start(tmp_path: Path, cache: Path) -> Iterator[Any]:
         command = [sys.executable, "-m", "gkd.main", f"+recipe={recipe}", *SMALL]
         command += [f"builtin.cache_dir={cache}", f"trainer.output_dir={output}", *overrides]
         with log.open("wb") as out, log.with_suffix(".err").open("wb") as err:
-            process = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=err, env=environment())
+            process = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=err, env=variables)
         runs.append(Run(process, output, log))
         return runs[-1]
 

@@ -13,7 +13,7 @@ import pytest
 from gkd.doctor import cluster, devices, packages, system
 from gkd.doctor.__main__ import main
 from gkd.doctor.finding import GIB, Finding
-from tests.launch.conftest import ROOT
+from tests.e2e.conftest import ROOT
 
 H200 = devices.Gpus("570.1", 12080, ["H200", "H200"], [140 * GIB, 140 * GIB], [141 * GIB, 141 * GIB])
 TORCH = {"cuda": "12.8", "available": True, "count": 2, "nccl": "2.27.3", "gloo": True}

@@ -18,8 +18,8 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from gkd.compose import compose
-from tests.e2e.conftest import environment
-from tests.launch.conftest import ROOT, marked
+from tests.e2e.conftest import ROOT, environment
+from tests.e2e.on_a_cluster.conftest import marked
 
 SBATCH = ROOT / "launch" / "slurm.sbatch"
 # One machine as two nodes: srun drops its own options and starts the rest here.

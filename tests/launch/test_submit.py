@@ -20,7 +20,7 @@ from gkd.launch import package as package_module
 from gkd.launch.package import pack
 from gkd.launch.paths import settle
 from gkd.launch.submit import main
-from tests.launch.conftest import free_port
+from tests.e2e.on_a_cluster.conftest import free_port
 
 
 def packed(directory: Path, target: Path) -> set[str]:

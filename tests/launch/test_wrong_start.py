@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.launch.conftest import ROOT
+from tests.e2e.conftest import ROOT
 
 BARE = (sys.executable, "-S", "-E")  # the interpreter without any installed package
 NO_PACKAGE = "./launch/quickstart.sh installs what is needed into .venv"

@@ -1,4 +1,7 @@
-"""One real cluster for all tests of the folder: a head with its dashboard and a worker node, on simulated GPUs."""
+"""One real cluster for all tests of the folder: a head with its dashboard and a worker node, on simulated GPUs.
+
+Programs started here join it by themselves.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SMALL, environment
+from tests.e2e.conftest import ROOT, SMALL, environment
 
-ROOT = Path(__file__).parents[2]
 HEAD_GPUS, WORKER_GPUS = 2, 4
 
 
@@ -110,6 +112,11 @@ def cluster() -> Iterator[ClusterHere]:
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stdout.count("stopped the ") == 2
     assert not left
+
+
+@pytest.fixture
+def variables(cluster: ClusterHere) -> dict[str, str]:
+    return cluster.environment()
 
 
 @pytest.fixture(scope="package")

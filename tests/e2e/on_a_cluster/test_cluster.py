@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere, eventually
+from tests.e2e.on_a_cluster.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere, eventually
 
 pytestmark = pytest.mark.e2e
 USERS = """
