@@ -12,19 +12,29 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.vllm_engine.environment
 
 
+# Lanes of tests that share a Ray, engines, or models made for them, in the order in which they begin: those of the
+# cluster have their process' connection to Ray for themselves, and small ones are left for the end.
+LIBRARY = "library"
+LANES = ("cluster", LIBRARY, "e2e/on_a_cluster", "e2e", "launch", "planning")
+
+
+def lane(nodeid: str) -> str:
+    folder = nodeid.partition("::")[0].rpartition("/")[0].removeprefix("tests/")
+    return folder if folder in LANES else LIBRARY
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LANES.index(lane(item.nodeid)))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two processes take turns at six lanes, whose tests share a Ray, engines, or models made for them.
-
-    The lanes are begun in the order of their tests: those of the cluster are among the first two, as they have the
-    process' connection to Ray for themselves, and the small ones of the planning are what is left for the end.
-    """
+    """Two processes take turns at the lanes."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = nodeid.partition("::")[0].rpartition("/")[0].removeprefix("tests/")
-            return folder if folder in ("cluster", "e2e/on_a_cluster", "e2e", "launch", "planning") else "library"
+            return lane(nodeid)
 
     config.option.loadscopereorder = False
     return Lanes(config, log)

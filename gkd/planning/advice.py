@@ -252,11 +252,14 @@ def _others(config: Config, section: str) -> list[Pool]:
 
 
 def _spans(subject: Subject, section: str) -> Iterator[int]:
-    """Widths of an engine on all GPUs of several nodes, as long as there are nodes for the others as well."""
-    per_node, heads = subject.config.plan.gpus_per_node, subject.models.of(GROUPS.get(section, section)).heads
+    """Widths of an engine on all GPUs of several nodes, its own, as long as there are nodes for the others as well."""
+    group, per_node = GROUPS.get(section, section), subject.config.plan.gpus_per_node
+    if not _moves(subject.config, section) or group in subject.config.hosts().values():
+        return
+    heads = subject.models.of(group).heads
     others = _others(subject.config, section)
     beside = max([*(pool.nnodes for pool in others), -(-sum(pool.n_workers for pool in others) // per_node)])
-    for nnodes in (2, 4) if _moves(subject.config, section) else ():
+    for nnodes in (2, 4):
         enough = subject.nodes is None or nnodes + beside <= subject.nodes
         if enough and heads % (nnodes * per_node) == 0:
             yield nnodes * per_node
