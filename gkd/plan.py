@@ -23,6 +23,8 @@ from gkd.planning.result import plan
 from gkd.planning.subject import Subject, models_of
 from gkd.planning.tables import show
 
+MOST_GPUS = 65_536  # of which the best splits are found in 6 s; more would take minutes
+
 # A plan needs no data; names stand in for those a run would have to be given.
 STAND_INS = {"data.train_files": "[unnamed]", "data.val_files": "[unnamed]", "data.answer_key": "unnamed"}
 
@@ -38,7 +40,7 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--from", dest="run", metavar="RUN_DIR", help="take timings from an earlier run's metrics.jsonl"
     )
-    parser.add_argument("--best", type=_positive, metavar="N", help="the three best splits of N GPUs")
+    parser.add_argument("--best", type=_n_gpus, metavar="N", help="the three best splits of N GPUs")
     parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on cards of other sizes")
     parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main")
     options = parser.parse_intermixed_args(arguments)
@@ -58,9 +60,9 @@ def _main(arguments: Sequence[str]) -> int:
     return 0 if all(group.fits for group in result.memory) or result.splits else 1
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs")
+def _n_gpus(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs from 1 to {MOST_GPUS}")
     return int(text)
 
 
