@@ -129,6 +129,11 @@ class _State:
         )
 
 
+def idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
+    """Nodes with so many GPUs each, of which nobody has any."""
+    return [Node(str(i), str(i), tuple(range(n)), 0.0).idle() for i, n in enumerate(gpus_of_nodes)]
+
+
 def asks_of(config: Config) -> list[Ask]:
     """What the groups of a configuration ask for, in the order GPUs are handed out; guests are with their hosts."""
     hosts = config.hosts()

@@ -22,7 +22,7 @@ from gkd.errors import ConfigError, RunFailed
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 60.0  # a cluster that stays silent longer is gone
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 600.0  # for a job's last checkpoint; without being told Ray kills it after 3 s
 LOOK_EVERY_S = 5.0
 
 Write = Callable[[str], None]
@@ -79,7 +79,10 @@ class Jobs:
             self._client.submit_job(
                 entrypoint=command,
                 submission_id=name,
-                runtime_env={"working_dir": str(package)},
+                runtime_env={
+                    "working_dir": str(package),
+                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": f"{STOP_TIMEOUT_S:.0f}"},
+                },
                 metadata={"output_dir": str(output)},
             )
         except (RuntimeError, ValueError, requests.exceptions.RequestException) as error:
@@ -118,10 +121,11 @@ class Jobs:
         if before.status.is_terminal():
             return before, False
         self._client.stop_job(name)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        limit = STOP_TIMEOUT_S + 30  # by then it was killed
+        deadline = time.monotonic() + limit
         while not (now := self.info(name)).status.is_terminal():
             if time.monotonic() > deadline:
-                raise RunFailed(f"job {name} has not ended within {STOP_TIMEOUT_S:.0f} s of being told to")
+                raise RunFailed(f"job {name} has not ended within {limit:.0f} s of being told to")
             time.sleep(0.2)
         return now, True
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gkd.cluster.layout import asks_of, idle_nodes, solve
 from gkd.config import GROUPS, Config, Engine, Pool, Rollout
 from gkd.planning.items import GB, GroupMemory
 from gkd.planning.memory import memory_of
@@ -123,11 +124,22 @@ def _cheapest(subject: Subject, group: str, level: int) -> Advice | None:
             if memory.fits and not any(_after(subject, group, fewer).fits for fewer in _without_one(settings)):
                 saved = now - _needed(memory)
                 whole = _complete(subject, settings)
-                slower = _seconds(replace(subject, config=changed(subject.config, whole))) / seconds
-                fitting.append(Advice(group, level, whole, saved, memory.margin, slower))
+                config = changed(subject.config, whole)
+                if _can_be(subject, config):
+                    slower = _seconds(replace(subject, config=config)) / seconds
+                    fitting.append(Advice(group, level, whole, saved, memory.margin, slower))
         if fitting:
             return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
     return None
+
+
+def _can_be(subject: Subject, config: Config) -> bool:
+    """Whether a configuration composes and, where the nodes are known, its groups have room on them."""
+    try:
+        Config.model_validate(config.model_dump())
+    except ValueError:
+        return False
+    return subject.nodes is None or solve(asks_of(config), idle_nodes(subject.nodes), 0.0) is not None
 
 
 def _possible(subject: Subject, group: str, knobs: Sequence[Knob]) -> bool:
@@ -150,11 +162,14 @@ def _complete(subject: Subject, settings: Mapping[str, Value]) -> dict[str, Valu
         if name != "tensor_parallel_size":
             continue
         pool: Engine = getattr(subject.config, section)
-        if width > per_node:
-            whole: dict[str, Value] = {"n_gpus_per_node": per_node, "nnodes": int(width) // per_node}
-            found |= {f"{section}.{key}": value for key, value in (whole | {"across_nodes": True}).items()}
-        elif pool.n_gpus_per_node % width:
-            found[f"{section}.n_gpus_per_node"] = -(-pool.n_gpus_per_node // int(width)) * int(width)
+        if not (n := pool.n_gpus_per_node) % width:
+            continue
+        if width <= per_node:
+            found[f"{section}.n_gpus_per_node"] = -(-n // int(width)) * int(width)
+            continue
+        an_engine, now = int(width) // per_node, pool.nnodes if n == per_node else 1
+        whole: dict[str, Value] = {"n_gpus_per_node": per_node, "nnodes": -(-now // an_engine) * an_engine}
+        found |= {f"{section}.{key}": value for key, value in (whole | {"across_nodes": True}).items()}
     return found
 
 
@@ -220,7 +235,7 @@ def _more_gpus(subject: Subject) -> Knob:
     now, per_node, nnodes = config.trainer.n_gpus_per_node, config.plan.gpus_per_node, config.trainer.nnodes
     if now >= per_node:
         more = (nnodes << i for i in (1, 2, 3))
-        return Knob("trainer.nnodes", 2, tuple(n for n in more if subject.nodes is None or n <= subject.nodes))
+        return Knob("trainer.nnodes", 2, tuple(more))
     free = _room(config, "trainer")
     return Knob("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
 
@@ -236,7 +251,9 @@ def _room(config: Config, section: str) -> int:
     """GPUs of a node that a pool could have: all that are not others' own. 0 where it has named or others' GPUs."""
     if not _moves(config, section):
         return 0
-    return config.plan.gpus_per_node - sum(pool.n_gpus_per_node for pool in _others(config, section))
+    pools, guests = dict(config.pools()), config.hosts()
+    own = [name for name in pools if name != section and GROUPS.get(name, name) not in guests]
+    return config.plan.gpus_per_node - sum(pools[name].n_gpus_per_node for name in own)
 
 
 def _moves(config: Config, section: str) -> bool:
@@ -245,24 +262,16 @@ def _moves(config: Config, section: str) -> bool:
     return pool.ranges() is None and GROUPS.get(section, section) not in config.hosts()
 
 
-def _others(config: Config, section: str) -> list[Pool]:
-    """The other pools that have GPUs of their own."""
-    guests = config.hosts()
-    return [pool for name, pool in config.pools() if name != section and GROUPS.get(name, name) not in guests]
-
-
-def _spans(subject: Subject, section: str) -> Iterator[int]:
-    """Widths of an engine on all GPUs of several nodes, its own, as long as there are nodes for the others as well."""
+def _spans(subject: Subject, section: str) -> list[int]:
+    """Widths of an engine on all GPUs of several nodes, its own, where one on those of a node does not fit."""
     group, per_node = GROUPS.get(section, section), subject.config.plan.gpus_per_node
     if not _moves(subject.config, section) or group in subject.config.hosts().values():
-        return
+        return []
     heads = subject.models.of(group).heads
-    others = _others(subject.config, section)
-    beside = max([*(pool.nnodes for pool in others), -(-sum(pool.n_workers for pool in others) // per_node)])
-    for nnodes in (2, 4):
-        enough = subject.nodes is None or nnodes + beside <= subject.nodes
-        if enough and heads % (nnodes * per_node) == 0:
-            yield nnodes * per_node
+    widest = max(width for width in range(1, per_node + 1) if per_node % width == heads % width == 0)
+    if _after(subject, group, {f"{section}.tensor_parallel_size": widest}).fits:
+        return []
+    return [nnodes * per_node for nnodes in (2, 4) if heads % (nnodes * per_node) == 0]
 
 
 def _engine_knobs(subject: Subject, section: str) -> list[Knob]:

@@ -58,9 +58,10 @@ def _subjects(
     """What to plan, by the group whose card it is on; None: all on a CPU."""
     if card_bytes_by_group is None:
         return {None: Subject(config, models, cards.cpu(config.plan))}
-    card, nodes = cards.gpu(config.plan), None  # its speed only orders the advice
+    card = cards.gpu(config.plan)  # its speed only orders the advice
+    nodes: tuple[int, ...] | None = None
     if gpus_of_nodes:
-        config, nodes = changed(config, {"plan.gpus_per_node": max(gpus_of_nodes)}), len(gpus_of_nodes)
+        config, nodes = changed(config, {"plan.gpus_per_node": max(gpus_of_nodes)}), tuple(gpus_of_nodes)
     return {
         group: Subject(config, models, replace(card, memory=size), nodes) for group, size in card_bytes_by_group.items()
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.cluster.layout import Ask, Node, solve
+from gkd.cluster.layout import Ask, Node, idle_nodes, solve
 from gkd.config import GROUPS, Engine, Pool
 from gkd.errors import ConfigError
 from gkd.planning.measured import Factors
@@ -107,18 +107,21 @@ def _apart(subject: Subject) -> Subject:
 
 def _nodes(n_gpus: int, per_node: int) -> list[Node]:
     whole, rest = divmod(n_gpus, per_node)
-    counts = [per_node] * whole + [rest] * (rest > 0)
-    return [Node(str(i), str(i), tuple(range(n)), 0.0).idle() for i, n in enumerate(counts)]
+    return idle_nodes([per_node] * whole + [rest] * (rest > 0))
 
 
-def _forms(most: int, n_gpus: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """GPUs a node and nodes: within one node, whole nodes, a slice of every node of a cluster of ``n_gpus``."""
+def _forms(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tuple[int, int]]:
+    """GPUs a node and nodes: within one node, whole nodes, a slice of every node of a cluster of ``n_gpus``.
+
+    Those that engines of ``tp`` GPUs fill: each within a node, or on whole ones.
+    """
     seen: set[int] = set()
     within = [(n, 1) for n in range(1, per_node + 1)]
     whole = [(per_node, nnodes) for nnodes in range(2, most // per_node + 1)]
     slices = [(n, n_gpus // per_node) for n in range(1, per_node)]
     for n, nnodes in [*within, *whole, *slices]:
-        if 0 < n * nnodes <= most and n * nnodes not in seen:
+        filled = n % tp == 0 or (n == per_node < tp and n * nnodes % tp == 0)
+        if filled and 0 < n * nnodes <= most and n * nnodes not in seen:
             seen.add(n * nnodes)
             yield n, nnodes
 
@@ -133,9 +136,7 @@ def _sizes(subject: Subject, section: str, most: int, n_gpus: int, factors: Fact
         asked = (pool.tensor_parallel_size, *WIDTHS, *wider)
         tp = next((width for width in asked if _engine_fits(subject, section, pool, width)), 0)
     found = []
-    for n, nnodes in _forms(most, n_gpus, a_node) if tp else ():
-        if n % tp and (n < a_node or n * nnodes % tp):
-            continue
+    for n, nnodes in _forms(most, n_gpus, a_node, tp) if tp else ():
         width = {"tensor_parallel_size": tp} if isinstance(pool, Engine) else {}
         tried = pool.model_copy(update={"n_gpus_per_node": n, "nnodes": nnodes, **width})
         if isinstance(tried, Engine) or group_memory(subject, group, tried).fits:

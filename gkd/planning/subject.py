@@ -65,13 +65,13 @@ class Work:
 class Subject:
     """A configuration with everything that its plan follows from. ``compute``: bytes of a number in the engines.
 
-    ``nodes``: how many there are, of ``plan.gpus_per_node`` GPUs; None where that is open.
+    ``nodes``: how many GPUs each node has, ``plan.gpus_per_node`` at most; None where that is open.
     """
 
     config: Config
     models: Models
     card: Card
-    nodes: int | None = None
+    nodes: tuple[int, ...] | None = None
 
     @property
     def compute(self) -> int:

@@ -35,6 +35,11 @@ CASES = {
     "actor on shared GPUs": ("+recipe=grpo", "model.size=7b", "placement=2gpu", "plan.card=h200",
                              "cluster.take_turns=false"),
     "rollout that no node holds": ("+recipe=grpo", "model.size=405b", "plan.card=h100-80gb"),
+    "rollout of several engines that no node holds": ("+recipe=grpo", "model.size=405b", "plan.card=h100-80gb",
+                                                      "rollout.n_gpus_per_node=8", "rollout.nnodes=3"),
+    "teacher on a larger node than is planned": ("+recipe=on_policy_distill", "model.size=3b",
+                                                 "teacher.model.size=405b", "plan.card=h100-80gb",
+                                                 "teacher.gpus=0-15", "teacher.tensor_parallel_size=8"),
     "teacher that no node holds": ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=405b",
                                    "plan.card=h100-80gb", "teacher.n_gpus_per_node=8"),
 }  # fmt: skip
@@ -133,18 +138,34 @@ def test_a_run_is_advised_no_more_gpus_than_there_are(gpus: tuple[int, ...], mor
 def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
     whole = subject("+recipe=grpo", "model.size=7b", "trainer.n_gpus_per_node=8", "plan.card=rtx-4090")
     assert any("trainer.nnodes" in one.settings for one in advice(whole, "actor"))
-    for nodes in (1, 3):
-        for one in advice(replace(whole, nodes=nodes), "actor"):
-            assert one.settings.get("trainer.nnodes", 1) <= nodes
+    for nodes in (1, 3):  # one is the rollout's
+        for one in advice(replace(whole, nodes=(8,) * nodes), "actor"):
+            assert one.settings.get("trainer.nnodes", 1) < max(2, nodes)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.gpus_by_node=[0-7,0-7]", "rollout.n_gpus_per_node=8"),
+        ("trainer.n_gpus_per_node=8", "trainer.share_with=rollout", "rollout.n_gpus_per_node=8"),
+    ],
+)
+def test_named_and_shared_gpus_stay_as_many_as_they_are(overrides: tuple[str, ...]) -> None:
+    case = ("+recipe=grpo", "model.size=70b", "plan.card=h100-80gb", "rollout.tensor_parallel_size=8", *overrides)
+    for one in advice(subject(*case), "actor"):
+        assert _memory(subject(*case, *one.overrides().split()), "actor").fits
 
 
 def test_an_engine_that_no_node_holds_is_advised_whole_nodes_as_long_as_there_are_some_for_the_others() -> None:
     wide = subject(*CASES["teacher that no node holds"])
     whole = {"tensor_parallel_size": 16, "n_gpus_per_node": 8, "nnodes": 2, "across_nodes": True}
-    (one,) = advice(replace(wide, nodes=3), "teacher")
+    (one,) = advice(replace(wide, nodes=(8, 8, 8)), "teacher")
     assert {name.removeprefix("teacher."): value for name, value in one.settings.items()} == whole
-    assert advice(replace(wide, nodes=2), "teacher") == []
+    for nodes in ((8, 8), (8, 4, 4)):
+        assert advice(replace(wide, nodes=nodes), "teacher") == []
     assert advice(subject(*CASES["teacher that no node holds"], "teacher.gpus=0-7"), "teacher") == []
+    held = subject("+recipe=grpo", "model.size=70b", "plan.card=h100-80gb", "rollout.n_gpus_per_node=8")
+    assert not any("rollout.across_nodes" in one.settings for one in advice(held, "rollout"))
 
 
 def test_on_a_cpu_all_groups_share_its_memory() -> None:

@@ -109,7 +109,10 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
         (["+recipe=grpo", "model.size=0b"], r"model.size=0b: "),
         (["+recipe=grpo", "model.size=0.0m"], r"model.size=0.0m: "),
         (["+recipe=grpo", "model.size=7b", "--best", "many"], r"--best: many is not a number of GPUs"),
-        (["+recipe=grpo", "model.size=7b", "--best", "99999999"], r"--best: 99999999 is not a number of GPUs from 1 to"),
+        (
+            ["+recipe=grpo", "model.size=7b", "--best", "99999999"],
+            r"--best: 99999999 is not a number of GPUs from 1 to",
+        ),
         (["+recipe=grpo", "model.size=7b", "model.path=x"], r"path=x and size=7b exclude each other"),
         (["+recipe=grpo", "model.path=/nowhere/at/all"], r"model.path=/nowhere/at/all: no such directory"),
         (["+recipe=grpo", "model.size=7b", "plan.card=h20"], r"plan.card=h20 is not known \(did you mean h200\?\)"),

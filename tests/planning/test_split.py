@@ -71,6 +71,14 @@ def test_a_split_gives_every_group_gpus_of_its_own(placement: str, rated: bool, 
         assert step_of(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
 
 
+def test_engines_that_do_not_divide_a_node_are_offered_no_whole_ones() -> None:
+    wide = ("+recipe=grpo", "model.size=7b", "plan.card=h100-80gb", "plan.gpus_per_node=6", "rollout.n_gpus_per_node=4")
+    long = ("rollout.max_response_length=2048", "plan.response_length=2048", "actor.gradient_checkpointing=true")
+    overrides = (*wide, *long, "rollout.tensor_parallel_size=4")
+    for split in best_splits(subject(*overrides), 36):
+        assert subject(*overrides, *split.overrides().split()).config.rollout.n_gpus_per_node == 4
+
+
 def test_a_teacher_too_large_for_one_gpu_gets_several() -> None:
     split = best_splits(subject(*LARGE), 16)[0]
     assert split.settings["teacher.tensor_parallel_size"] > 1

@@ -16,10 +16,10 @@ from tests.e2e.on_a_cluster.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere,
 
 pytestmark = pytest.mark.e2e
 USERS = """
-import pathlib
+import os, pathlib
 import gkd
 def odd(completion):
-    pathlib.Path({told!r}).write_text(gkd.__file__)
+    pathlib.Path({told!r}).write_text(gkd.__file__ + " " + os.environ["RAY_JOB_STOP_WAIT_TIME_S"])
     return 0.5 * (completion.n_tokens % 2)
 """
 OTHER_RAY = "import sys, ray; ray.__version__ = '2.59.1'; from {module} import main; sys.exit(main(sys.argv[1:]))"
@@ -68,7 +68,9 @@ def test_a_job_brings_its_code_and_leaves_its_results_here(
     packed = re.search(r"packed \d+ files of .*, ([\d.]+) MB", done.stdout)
     assert packed is not None
     assert float(packed[1]) < 1.0
-    assert "/working_dir_files/" in told.read_text()
+    code, time_to_stop_s = told.read_text().split()
+    assert "/working_dir_files/" in code
+    assert float(time_to_stop_s) > 60  # for a last checkpoint; without it Ray kills after 3 s
 
 
 def test_a_jobs_own_exit_code_and_what_it_said(cluster: ClusterHere, tmp_path: Path) -> None:
@@ -113,6 +115,7 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     assert attached.returncode == 143
     assert "before training" in attached.stdout
     assert "Traceback" not in attached.stdout
+    assert re.search(r"checkpoint of step \d+", attached.stdout), attached.stdout[-1500:]
 
 
 def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:
