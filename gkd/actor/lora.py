@@ -122,3 +122,8 @@ def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, director
     described.save_pretrained(directory)
     named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": t.contiguous() for name, t in tensors.items()}
     save_file(named, directory / "adapter_model.safetensors")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of the model belongs to its adapter."""
+    return _LORA in name

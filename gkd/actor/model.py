@@ -29,10 +29,9 @@ class Student(nn.Module):
     ``lm`` is the Hugging Face model, parameters in float32. Calling it evaluates an objective on one micro-batch.
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, has_adapter: bool) -> None:
         super().__init__()
-        self.lm = lm
-        self.has_adapter = any(is_adapter(name) for name, _ in lm.named_parameters())
+        self.lm, self.has_adapter = lm, has_adapter
         self.packed = lm.config._attn_implementation == attention.NAME
 
     def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
@@ -89,6 +88,8 @@ class Student(nn.Module):
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's parameters, gathered. A collective."""
+        from gkd.actor.lora import is_adapter
+
         return ((name, whole) for name, whole in self._gathered() if is_adapter(name))
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,11 +101,6 @@ class Student(nn.Module):
             if id(value) not in seen:
                 seen.add(id(value))
                 yield name, _whole(value.detach())
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a tensor of the model belongs to its adapter."""
-    return ".lora_" in name
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -141,11 +137,12 @@ def load(
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()  # which gradient checkpointing asks for
     _without_dropout(lm)
-    if lora is not None and lora.r is not None:
-        from gkd.actor.lora import add_adapter  # imports peft, a second of every start
+    if lora is None or lora.r is None:
+        return Student(lm, has_adapter=False)
+    from gkd.actor.lora import add_adapter  # imports peft, a second of every start
 
-        add_adapter(lm, lora)
-    return Student(lm)
+    add_adapter(lm, lora)
+    return Student(lm, has_adapter=True)
 
 
 def write_model(lm: PreTrainedModel, path: str, state: dict[str, Tensor], dtype: torch.dtype, directory: str) -> None:

@@ -52,6 +52,7 @@ def _main(arguments: Sequence[str]) -> int:
     if options.attach is not None:
         return _follow(jobs, options.attach)
     if options.stop is not None:
+        print(f"stopping {options.stop}, which may write a last checkpoint", file=sys.stderr)
         job, ran = jobs.stop(options.stop)
         print(f"stopped {options.stop}" if ran else f"{options.stop} had ended already: {_line(job)}")
         return 0

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pydantic import ValidationError
+
 from gkd.cluster.layout import asks_of, idle_nodes, solve
 from gkd.config import GROUPS, Config, Engine, Pool, Rollout
 from gkd.planning.items import GB, GroupMemory
@@ -137,7 +139,7 @@ def _can_be(subject: Subject, config: Config) -> bool:
     """Whether a configuration composes and, where the nodes are known, its groups have room on them."""
     try:
         Config.model_validate(config.model_dump())
-    except ValueError:
+    except ValidationError:
         return False
     return subject.nodes is None or solve(asks_of(config), idle_nodes(subject.nodes), 0.0) is not None
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.on_a_cluster.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere, eventually
+from tests.cluster.conftest import eventually
+from tests.e2e.on_a_cluster.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere
 
 pytestmark = pytest.mark.e2e
 USERS = """
@@ -108,6 +109,7 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
 
     stopped = cluster.submit("--stop", name)
     assert (stopped.returncode, stopped.stdout) == (0, f"stopped {name}\n"), stopped.stderr
+    assert stopped.stderr.startswith(f"stopping {name}, ")
     assert eventually(lambda: not any(process.is_running() for process in processes), 15)
     assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 20)
     assert f"{name}  STOPPED  {output}" in cluster.submit("--status").stdout
