@@ -115,19 +115,19 @@ class Jobs:
             raise RunFailed(f"the cluster at {self.address} does not list its jobs: {one_line(error)}") from error
         return sorted((job for job in found if job.submission_id), key=lambda job: job.start_time or 0)
 
-    def stop(self, name: str) -> tuple[JobDetails, bool]:
-        """End a job and wait until it has ended; also says whether it still ran."""
-        before = self.info(name)
-        if before.status.is_terminal():
-            return before, False
-        self._client.stop_job(name)
+    def stop(self, name: str) -> JobDetails:
+        """Tell a job that runs to end, and wait until it has."""
+        try:
+            self._client.stop_job(name)
+        except (RuntimeError, requests.exceptions.RequestException) as error:
+            raise RunFailed(f"the cluster at {self.address} did not stop job {name}: {one_line(error)}") from error
         limit = STOP_TIMEOUT_S + 30  # by then it was killed
         deadline = time.monotonic() + limit
         while not (now := self.info(name)).status.is_terminal():
             if time.monotonic() > deadline:
                 raise RunFailed(f"job {name} has not ended within {limit:.0f} s of being told to")
             time.sleep(0.2)
-        return now, True
+        return now
 
     def follow(self, name: str, write: Write) -> JobDetails:
         """Pass a job's log on until the job has ended, also over a broken connection."""

@@ -52,10 +52,7 @@ def _main(arguments: Sequence[str]) -> int:
     if options.attach is not None:
         return _follow(jobs, options.attach)
     if options.stop is not None:
-        print(f"stopping {options.stop}, which may write a last checkpoint", file=sys.stderr)
-        job, ran = jobs.stop(options.stop)
-        print(f"stopped {options.stop}" if ran else f"{options.stop} had ended already: {_line(job)}")
-        return 0
+        return _stop(jobs, options.stop)
     return _submit(jobs, options.overrides, options.follow)
 
 
@@ -134,6 +131,16 @@ def _follow(jobs: Jobs, name: str) -> int:
 def _status(jobs: Jobs, name: str) -> int:
     for job in [jobs.info(name)] if name else jobs.list():
         print(f"{job.submission_id}  {_line(job)}  {(job.metadata or {}).get('output_dir', '')}")
+    return 0
+
+
+def _stop(jobs: Jobs, name: str) -> int:
+    if (job := jobs.info(name)).status.is_terminal():
+        print(f"{name} had ended already: {_line(job)}")
+        return 0
+    print(f"stopping {name}, which may write a last checkpoint", file=sys.stderr)
+    job = jobs.stop(name)
+    print(f"stopped {name}" if job.status == "STOPPED" else f"{name} ended before it was told: {_line(job)}")
     return 0
 
 

@@ -80,7 +80,10 @@ def test_a_jobs_own_exit_code_and_what_it_said(cluster: ClusterHere, tmp_path: P
     done = cluster.submit("--follow", "+recipe=grpo", "model.path=/nowhere/model", *files, cwd=tmp_path)
     assert done.returncode == 2
     assert "error: model.path=/nowhere/model: no such directory" in done.stdout
-    assert re.search(r"^grpo-\S+: FAILED with exit code 2$", done.stderr, re.M)
+    [name] = re.findall(r"^(grpo-\S+): FAILED with exit code 2$", done.stderr, re.M)
+    stopped = cluster.submit("--stop", name)
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    assert stopped.stdout == f"{name} had ended already: FAILED with exit code 2\n"
 
 
 def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
