@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gkd.compose import compose
@@ -20,7 +21,7 @@ from gkd.planning import cards
 from gkd.planning.cards import Card
 from gkd.planning.measured import factors_of
 from gkd.planning.result import plan
-from gkd.planning.subject import Subject, models_of
+from gkd.planning.subject import Subject, models_of, nodes_of
 from gkd.planning.tables import show
 
 MOST_GPUS = 65_536  # of which the best splits are found in 6 s; more would take minutes
@@ -45,11 +46,11 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main")
     options = parser.parse_intermixed_args(arguments)
     config = _composed(options.overrides)
-    subject = Subject(config, models_of(config), _card(config, options.best is not None))
+    subject = Subject(config, models_of(config), _card(config, options.best is not None), nodes_of(config))
     factors = None
     if options.run is not None:
         factors = factors_of(options.run, subject)
-        subject = Subject(factors.lengths(config), subject.models, subject.card)
+        subject = replace(subject, config=factors.lengths(config))
     result = plan(subject, factors, options.best, options.by_memory)
     show(result)
     if options.json is not None:

@@ -21,7 +21,8 @@ class Plan(Settings):
         None, gt=0, description="from GPU to GPU of one node, one direction; null: the card's"
     )
     network_gb_s: float = Field(25.0, gt=0, description="from GPU to GPU of two nodes, one direction")
-    gpus_per_node: int = Field(8, ge=1, description="GPUs of a node, for --best")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of a node, for advice and --best")
+    nnodes: int | None = Field(None, ge=1, le=8192, description="nodes, for advice; null: as many as it takes")
     efficiency: float | None = Field(
         None, gt=0, le=1, description="share of tflops that matrix products reach; null: 0.24, measured on an H200 "
         "with models of 0.5 and 1.5 billion parameters (on a CPU 0.3); larger models reach more"

@@ -53,7 +53,7 @@ class Advice:
 
     def overrides(self) -> str:
         """To paste behind the command."""
-        return " ".join(f"{name}={str(value).lower()}" for name, value in self.settings.items())
+        return overrides(self.settings)
 
     def line(self) -> str:
         """In words."""
@@ -63,24 +63,63 @@ class Advice:
 def advice(subject: Subject, group: str) -> list[Advice]:
     """For each level that can make ``group`` fit, its cheapest changes; empty when none can, or none is needed.
 
-    Groups keep their own settings apart, so other groups need not fit for this one to.
+    Other groups need not fit for it, and may want the same GPUs: see :func:`together`.
     """
-    if _of(subject, group).fits:
-        return []
-    found = (_cheapest(subject, group, level) for level in LEVELS)
-    return [one for one in found if one is not None]
+    return list(_advice(subject, group))
+
+
+def together(subject: Subject) -> str | None:
+    """Overrides after which every group fits, of low levels rather. None: all fit already, or none were found."""
+    groups = _short_groups(subject)
+    if any(_hopeless_anywhere(subject, group) for group in groups):
+        return None
+    known: dict[tuple[str, str], list[Advice]] = {}
+    # The first in order may take GPUs that the next needs; the mildest changes of one may not be enough for another.
+    for pick, order in itertools.product((0, -1), (groups, groups[::-1])):
+        settings: dict[str, Value] = {}
+        now = subject
+        for i, group in enumerate([*order, *order]):  # again, for what another's changes took from it or left it
+            if group not in _short_groups(now):
+                continue
+            if (key := (group, overrides(settings))) not in known:
+                known[key] = advice(now, group)
+            if known[key]:
+                settings |= known[key][pick].settings
+                now = replace(subject, config=changed(subject.config, settings))
+            elif i >= len(order):
+                break
+        if settings and not _short_groups(now):
+            return overrides(settings)
+    return None
+
+
+def _hopeless_anywhere(subject: Subject, group: str) -> bool:
+    """Whether a group that loads a model of its own fits on no GPUs of its own either."""
+    if subject.card.is_cpu or group in ("actor", "reference") or advice(subject, group):
+        return False
+    section = next(section for section, _ in subject.config.pools() if GROUPS.get(section, section) == group)
+    own = changed(subject.config, {f"{section}.{name}": None for name in ("share_with", "gpus", "gpus_by_node")})
+    apart = replace(subject, config=own, nodes=None)
+    return not _of(apart, group).fits and next(_advice(apart, group), None) is None
+
+
+def overrides(settings: Mapping[str, Value]) -> str:
+    """To paste behind the command."""
+    return " ".join(f"{name}={str(value).lower()}" for name, value in settings.items())
 
 
 def shortage(subject: Subject, group: str) -> str:
     """In one line: what does not fit, and the mildest changes, for a message or a handler of out-of-memory errors."""
     memory = _of(subject, group)
-    found = advice(subject, group)
-    hint = f"this fits: {found[0].overrides()}" if found else hopeless(subject, memory)
+    found = next(_advice(subject, group), None)
+    hint = hopeless(subject, memory) if found is None else f"this fits: {found.overrides()}"
     return f"{short(memory, subject.card.is_cpu)}; {hint}"
 
 
 def hopeless(subject: Subject, memory: GroupMemory) -> str:
     """What to say of a group that does not fit, and for which there is no advice."""
+    if subject.nodes is not None and advice(replace(subject, nodes=None), memory.group):
+        return "no change of settings makes it fit on the nodes there are: more would"
     if memory.lack or memory.total > subject.card.memory:
         return "no change of settings makes it fit: a smaller model or a larger card would"
     if subject.card.is_cpu:
@@ -103,9 +142,7 @@ def by_memory(subject: Subject, sizes_gb: Sequence[float]) -> list[tuple[float, 
     rows = []
     for size in sizes_gb:
         other = replace(subject, card=replace(subject.card, memory=size * GB))
-        fits = _of(other, "actor").fits
-        found = [] if fits else advice(other, "actor")
-        rows.append((size, found[0] if found else None, fits))
+        rows.append((size, next(_advice(other, "actor"), None), _of(other, "actor").fits))
     return rows
 
 
@@ -113,23 +150,58 @@ def _of(subject: Subject, group: str) -> GroupMemory:
     return next(memory for memory in memory_of(subject, group) if memory.group == group)
 
 
-def _cheapest(subject: Subject, group: str, level: int) -> Advice | None:
+def _short_groups(subject: Subject) -> list[str]:
+    return [memory.group for memory in memory_of(subject) if not memory.fits]
+
+
+def _advice(subject: Subject, group: str) -> Iterator[Advice]:
+    """:func:`advice`, each when it is asked for."""
+    if not _of(subject, group).fits:
+        trials = _Trials(subject, group, {})
+        yield from (found for level in LEVELS if (found := _cheapest(trials, level)) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """What ``group`` needs after changes, each looked at once."""
+
+    subject: Subject
+    group: str
+    known: dict[frozenset[tuple[str, Value]], GroupMemory]
+
+    def after(self, settings: Mapping[str, Value]) -> GroupMemory:
+        key = frozenset(settings.items())
+        if key not in self.known:
+            self.known[key] = _after(self.subject, self.group, settings)
+        return self.known[key]
+
+    def possible(self, knobs: Sequence[Knob]) -> bool:
+        """Whether the strongest changes make it fit. Of a cache's size any may be what is wanted, larger or smaller."""
+        caches = {knob.setting: knob.values for knob in knobs if knob.setting.endswith(CACHE)}
+        strongest = {knob.setting: knob.values[-1] for knob in knobs if knob.setting not in caches}
+        tried = [strongest, *(strongest | {name: value} for name, values in caches.items() for value in values)]
+        return any(self.after(settings).fits for settings in tried)
+
+    def minimal(self, settings: Mapping[str, Value]) -> bool:
+        """Whether it fits after the changes, and after no fewer of them."""
+        return self.after(settings).fits and not any(self.after(fewer).fits for fewer in _without_one(settings))
+
+
+def _cheapest(trials: _Trials, level: int) -> Advice | None:
     """Of the smallest sets of changes that fit and use this level, the one with the shortest step."""
+    subject, group = trials.subject, trials.group
     knobs = [knob for knob in _knobs(subject, group) if knob.level <= level]
-    if not _possible(subject, group, knobs):
+    if not trials.possible(knobs):
         return None
     now, seconds = _needed(_of(subject, group)), _seconds(subject)
     for n in range(1, MOST_CHANGES + 1):
         fitting: list[Advice] = []
-        for settings in _sets(knobs, n, level):
-            memory = _after(subject, group, settings)
-            if memory.fits and not any(_after(subject, group, fewer).fits for fewer in _without_one(settings)):
-                saved = now - _needed(memory)
-                whole = _complete(subject, settings)
-                config = changed(subject.config, whole)
-                if _can_be(subject, config):
-                    slower = _seconds(replace(subject, config=config)) / seconds
-                    fitting.append(Advice(group, level, whole, saved, memory.margin, slower))
+        for settings in filter(trials.minimal, _sets(trials, knobs, n, level)):
+            memory, whole = trials.after(settings), _complete(subject, settings)
+            config = changed(subject.config, whole)
+            if _can_be(subject, config):
+                slower = _seconds(replace(subject, config=config)) / seconds
+                fitting.append(Advice(group, level, whole, now - _needed(memory), memory.margin, slower))
         if fitting:
             return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
     return None
@@ -142,14 +214,6 @@ def _can_be(subject: Subject, config: Config) -> bool:
     except ValidationError:
         return False
     return subject.nodes is None or solve(asks_of(config), idle_nodes(subject.nodes), 0.0) is not None
-
-
-def _possible(subject: Subject, group: str, knobs: Sequence[Knob]) -> bool:
-    """Whether the strongest changes make it fit. Of a cache's size any may be what is wanted, larger or smaller."""
-    caches = {knob.setting: knob.values for knob in knobs if knob.setting.endswith(CACHE)}
-    strongest = {knob.setting: knob.values[-1] for knob in knobs if knob.setting not in caches}
-    tried = [strongest, *(strongest | {name: value} for name, values in caches.items() for value in values)]
-    return any(_after(subject, group, settings).fits for settings in tried)
 
 
 def _after(subject: Subject, group: str, settings: Mapping[str, Value]) -> GroupMemory:
@@ -185,10 +249,15 @@ def _without_one(settings: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
         yield {name: value for name, value in settings.items() if name != left_out}
 
 
-def _sets(knobs: Sequence[Knob], n: int, level: int) -> Iterator[dict[str, Value]]:
-    """Every choice of ``n`` knobs of different settings, one of ``level`` at least, each with every value."""
+def _sets(trials: _Trials, knobs: Sequence[Knob], n: int, level: int) -> Iterator[dict[str, Value]]:
+    """Every choice of ``n`` knobs of different settings, one of ``level`` at least, each with every value.
+
+    Those are left out that do not fit with their strongest values.
+    """
     for chosen in itertools.combinations(knobs, n):
-        if any(knob.level == level for knob in chosen) and len({knob.setting for knob in chosen}) == n:
+        if not any(knob.level == level for knob in chosen) or len({knob.setting for knob in chosen}) < n:
+            continue
+        if trials.possible(chosen):
             for values in itertools.product(*(knob.values for knob in chosen)):
                 yield {knob.setting: value for knob, value in zip(chosen, values, strict=True)}
 
@@ -288,7 +357,7 @@ def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
         return [*knobs, Knob(f"{section}.kv_cache_gb", 1, sizes), *_shorter(subject.config)]
     share = engine.gpu_memory_utilization
     shared = any(GROUPS.get(section, section) in pair for pair in subject.config.may_share())
-    shares = [round(share * part, 3) for part in (1.25, 1.5, 0.8, 0.6, 0.4)] if shared else [0.8, 0.9, 0.95]
+    shares = [round(share * part, 3) for part in (1.25, 1.5, 2, 3, 0.8, 0.6, 0.4)] if shared else [0.8, 0.9, 0.95]
     knobs.append(Knob(f"{section}.gpu_memory_utilization", 1, tuple(v for v in shares if v != share and v <= 0.95)))
     knobs.append(Knob(f"{section}.enforce_eager", 1, () if engine.enforce_eager else (True,)))
     if isinstance(engine, Rollout) and engine.engine == "hf":  # has neither shares nor graphs, and runs on one GPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gkd.planning.advice import LEVEL_NAMES, Advice, advice, by_memory
+from gkd.planning.advice import LEVEL_NAMES, Advice, advice, by_memory, together
 from gkd.planning.items import GroupMemory
 from gkd.planning.measured import Factors
 from gkd.planning.memory import memory_of, takes_turns
@@ -20,11 +20,16 @@ CARD_SIZES_GB = (12.0, 16.0, 24.0, 40.0, 48.0, 80.0, 141.0)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was found of ``subject``. ``factors``: an earlier run's, None without one."""
+    """What was found of ``subject``.
+
+    ``together``: overrides after which every group fits, None where all do already or none were found. ``factors``: an
+    earlier run's, None without one.
+    """
 
     subject: Subject
     memory: list[GroupMemory]
     advice: list[Advice]
+    together: str | None
     stages: Stages
     steps: list[Step]
     factors: Factors | None
@@ -42,6 +47,9 @@ class Result:
         if takes_turns(self.subject):
             engines = ", ".join(config.on_the_actors_gpus())
             found.append(f"actor and {engines} take turns (cluster.take_turns); moving them is not in the step's time")
+        if plan.nnodes is not None and self.subject.nodes is None:
+            have = f"{plan.nnodes} node{'s' * (plan.nnodes != 1)} of {plan.gpus_per_node}"
+            found.append(f"these groups need more GPUs than {have} (plan.nnodes, plan.gpus_per_node)")
         if plan.response_length is None:
             found.append("every text is taken to be as long as its limit; plan.prompt_length, plan.response_length")
         if config.algorithm.needs_teacher and config.teacher.server_ip is not None:
@@ -58,6 +66,7 @@ class Result:
             "advice": [
                 asdict(a) | {"overrides": a.overrides(), "level_name": LEVEL_NAMES[a.level]} for a in self.advice
             ],
+            "together": self.together,
             "stages": asdict(self.stages),
             "pipeline": [asdict(s) | {"waits": s.waits} for s in self.steps],
             "measured": None if self.factors is None else asdict(self.factors),
@@ -82,6 +91,7 @@ def plan(subject: Subject, factors: Factors | None, best: int | None, cards: boo
         subject=subject,
         memory=memory,
         advice=[one for group in memory for one in advice(subject, group.group)],
+        together=together(subject),
         stages=stages,
         steps=[step_of(stages, staleness, subject.hosts) for staleness in STALENESS],
         factors=factors,

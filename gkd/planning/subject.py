@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.algorithms.top_k import top_k_wanted
+from gkd.cluster.layout import asks_of, idle_nodes, solve
 from gkd.config import GROUPS, Config
 from gkd.data import sorting
 from gkd.data.builtin import ModelRecipe, recipes
@@ -65,7 +66,7 @@ class Work:
 class Subject:
     """A configuration with everything that its plan follows from. ``compute``: bytes of a number in the engines.
 
-    ``nodes``: how many GPUs each node has, ``plan.gpus_per_node`` at most; None where that is open.
+    ``nodes``: how many GPUs each node has, ``plan.gpus_per_node`` at most, for advice; None where that is open.
     """
 
     config: Config
@@ -97,6 +98,15 @@ class Subject:
         k = top_k_wanted(config, self.models.student.vocabulary) if config.algorithm.distils else 0
         prompts = config.trainer.batch_size
         return Work(prompts * config.rollout.n, prompts, prompt, response, longest, k)
+
+
+def nodes_of(config: Config) -> tuple[int, ...] | None:
+    """GPUs of every node that the configuration names; None where it names none, or more are used than it names."""
+    plan = config.plan
+    if plan.nnodes is None:
+        return None
+    nodes = (plan.gpus_per_node,) * plan.nnodes
+    return None if solve(asks_of(config), idle_nodes(nodes), 0.0) is None else nodes
 
 
 def models_of(config: Config) -> Models:

@@ -88,6 +88,10 @@ def _advice(result: Result, out: Console) -> None:
     for one in result.advice:
         out.print(f"  {one.group}, level {one.level}, {LEVEL_NAMES[one.level]}:", soft_wrap=True)
         out.print(f"    {one.line()}", soft_wrap=True)
+    if result.together is not None and result.together not in [one.overrides() for one in result.advice]:
+        out.print(f"  all groups at once:\n    {result.together}", soft_wrap=True)
+    elif result.together is None and len({one.group for one in result.advice}) > 1 and not without:
+        out.print("  these do not go together: no changes were found with which all groups fit")
     for memory in without:
         out.print(f"  {memory.group}: {hopeless(result.subject, memory)}", soft_wrap=True)
 
@@ -111,7 +115,8 @@ def _pipeline(result: Result, out: Console) -> None:
 def _splits(result: Result, out: Console) -> None:
     if not result.splits:
         return
-    out.print("the fastest splits that fit, at schedule.max_staleness 0 (overrides to paste):")
+    a_node = result.subject.config.plan.gpus_per_node
+    out.print(f"the fastest splits that fit, over nodes of {a_node} GPUs, at schedule.max_staleness 0 (to paste):")
     for number, split in enumerate(result.splits, start=1):
         gpus = ", ".join(f"{group} {n}" for group, n in split.gpus.items())
         out.print(f"  {number}. {split.step.seconds:.2f} s a step, {split.step.bound} most busy: {gpus}")

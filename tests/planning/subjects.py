@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gkd.compose import compose
 from gkd.planning import cards
-from gkd.planning.subject import Subject, models_of
+from gkd.planning.subject import Subject, models_of, nodes_of
 
 DATA = ("data.train_files=[x]", "data.val_files=[x]", "data.answer_key=x")
 
@@ -12,4 +12,5 @@ DATA = ("data.train_files=[x]", "data.val_files=[x]", "data.answer_key=x")
 def subject(*overrides: str, on_cpu: bool = False) -> Subject:
     """A GPU's unless told otherwise."""
     config = compose([*DATA, *overrides] if any("model." in o for o in overrides) else list(overrides))
-    return Subject(config, models_of(config), cards.cpu(config.plan) if on_cpu else cards.gpu(config.plan))
+    card = cards.cpu(config.plan) if on_cpu else cards.gpu(config.plan)
+    return Subject(config, models_of(config), card, nodes_of(config))
