@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from gkd.cluster.layout import asks_of, idle_nodes, solve
-from gkd.config import GROUPS, Config, Engine, Pool, Rollout
+from gkd.config import GROUPS, Config
 from gkd.planning.items import GB, GroupMemory
+from gkd.planning.knobs import Knob, Value, after, complete, knobs_of, need_of
 from gkd.planning.memory import memory_of
 from gkd.planning.pipeline import step_of
 from gkd.planning.stages import stages_of
@@ -28,16 +29,6 @@ LEVEL_NAMES = {
 }
 MOST_CHANGES = 4
 CACHE = (".gpu_memory_utilization", ".kv_cache_gb")
-Value = int | float | bool
-
-
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """A setting that saves memory, and the values to try, mildest first."""
-
-    setting: str
-    level: int
-    values: tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +91,7 @@ def _hopeless_anywhere(subject: Subject, group: str) -> bool:
     section = next(section for section, _ in subject.config.pools() if GROUPS.get(section, section) == group)
     own = changed(subject.config, {f"{section}.{name}": None for name in ("share_with", "gpus", "gpus_by_node")})
     apart = replace(subject, config=own, nodes=None)
-    return not _of(apart, group).fits and next(_advice(apart, group), None) is None
+    return not need_of(apart, group).fits and next(_advice(apart, group), None) is None
 
 
 def overrides(settings: Mapping[str, Value]) -> str:
@@ -110,7 +101,7 @@ def overrides(settings: Mapping[str, Value]) -> str:
 
 def shortage(subject: Subject, group: str) -> str:
     """In one line: what does not fit, and the mildest changes, for a message or a handler of out-of-memory errors."""
-    memory = _of(subject, group)
+    memory = need_of(subject, group)
     found = next(_advice(subject, group), None)
     hint = hopeless(subject, memory) if found is None else f"this fits: {found.overrides()}"
     return f"{short(memory, subject.card.is_cpu)}; {hint}"
@@ -142,12 +133,8 @@ def by_memory(subject: Subject, sizes_gb: Sequence[float]) -> list[tuple[float, 
     rows = []
     for size in sizes_gb:
         other = replace(subject, card=replace(subject.card, memory=size * GB))
-        rows.append((size, next(_advice(other, "actor"), None), _of(other, "actor").fits))
+        rows.append((size, next(_advice(other, "actor"), None), need_of(other, "actor").fits))
     return rows
-
-
-def _of(subject: Subject, group: str) -> GroupMemory:
-    return next(memory for memory in memory_of(subject, group) if memory.group == group)
 
 
 def _short_groups(subject: Subject) -> list[str]:
@@ -156,7 +143,7 @@ def _short_groups(subject: Subject) -> list[str]:
 
 def _advice(subject: Subject, group: str) -> Iterator[Advice]:
     """:func:`advice`, each when it is asked for."""
-    if not _of(subject, group).fits:
+    if not need_of(subject, group).fits:
         trials = _Trials(subject, group, {})
         yield from (found for level in LEVELS if (found := _cheapest(trials, level)) is not None)
 
@@ -172,7 +159,7 @@ class _Trials:
     def after(self, settings: Mapping[str, Value]) -> GroupMemory:
         key = frozenset(settings.items())
         if key not in self.known:
-            self.known[key] = _after(self.subject, self.group, settings)
+            self.known[key] = after(self.subject, self.group, settings)
         return self.known[key]
 
     def possible(self, knobs: Sequence[Knob]) -> bool:
@@ -190,14 +177,14 @@ class _Trials:
 def _cheapest(trials: _Trials, level: int) -> Advice | None:
     """Of the smallest sets of changes that fit and use this level, the one with the shortest step."""
     subject, group = trials.subject, trials.group
-    knobs = [knob for knob in _knobs(subject, group) if knob.level <= level]
+    knobs = [knob for knob in knobs_of(subject, group) if knob.level <= level]
     if not trials.possible(knobs):
         return None
-    now, seconds = _needed(_of(subject, group)), _seconds(subject)
+    now, seconds = _needed(need_of(subject, group)), _seconds(subject)
     for n in range(1, MOST_CHANGES + 1):
         fitting: list[Advice] = []
         for settings in filter(trials.minimal, _sets(trials, knobs, n, level)):
-            memory, whole = trials.after(settings), _complete(subject, settings)
+            memory, whole = trials.after(settings), complete(subject, settings)
             config = changed(subject.config, whole)
             if _can_be(subject, config):
                 slower = _seconds(replace(subject, config=config)) / seconds
@@ -214,29 +201,6 @@ def _can_be(subject: Subject, config: Config) -> bool:
     except ValidationError:
         return False
     return subject.nodes is None or solve(asks_of(config), idle_nodes(subject.nodes), 0.0) is not None
-
-
-def _after(subject: Subject, group: str, settings: Mapping[str, Value]) -> GroupMemory:
-    return _of(replace(subject, config=changed(subject.config, _complete(subject, settings))), group)
-
-
-def _complete(subject: Subject, settings: Mapping[str, Value]) -> dict[str, Value]:
-    """With as many GPUs as wider engines fill, where the pool has not: those of whole nodes for one that spans them."""
-    found, per_node = dict(settings), subject.config.plan.gpus_per_node
-    for setting, width in settings.items():
-        section, _, name = setting.partition(".")
-        if name != "tensor_parallel_size":
-            continue
-        pool: Engine = getattr(subject.config, section)
-        if not (n := pool.n_gpus_per_node) % width:
-            continue
-        if width <= per_node:
-            found[f"{section}.n_gpus_per_node"] = -(-n // int(width)) * int(width)
-            continue
-        an_engine, now = int(width) // per_node, pool.nnodes if n == per_node else 1
-        whole: dict[str, Value] = {"n_gpus_per_node": per_node, "nnodes": -(-now // an_engine) * an_engine}
-        found |= {f"{section}.{key}": value for key, value in (whole | {"across_nodes": True}).items()}
-    return found
 
 
 def _needed(memory: GroupMemory) -> float:
@@ -264,107 +228,3 @@ def _sets(trials: _Trials, knobs: Sequence[Knob], n: int, level: int) -> Iterato
 
 def _seconds(subject: Subject) -> float:
     return step_of(stages_of(subject), 0, subject.hosts).seconds
-
-
-def _knobs(subject: Subject, group: str) -> list[Knob]:
-    section = next(section for section, _ in subject.config.pools() if GROUPS.get(section, section) == group)
-    found = _actor_knobs(subject) if group == "actor" else _engine_knobs(subject, section)
-    if group in ("actor", *subject.config.on_the_actors_gpus()):
-        found = [*found, *_turns(subject)]
-    return [knob for knob in found if knob.values]
-
-
-def _shorter(config: Config) -> list[Knob]:
-    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    return [
-        Knob("rollout.max_response_length", 2, tuple(v for v in (response * 3 // 4, response // 2) if v >= 16)),
-        Knob("data.max_prompt_length", 2, tuple(v for v in (prompt * 7 // 8, prompt * 3 // 4) if v >= 16)),
-    ]
-
-
-def _actor_knobs(subject: Subject) -> list[Knob]:
-    config = subject.config
-    actor, longest = config.actor, subject.work().longest
-    tokens = [actor.max_tokens_per_micro_batch >> i for i in range(1, 8)]
-    fitting = [*(t for t in tokens if t > longest), longest]
-    knobs = [
-        Knob("actor.max_tokens_per_micro_batch", 1, tuple(t for t in fitting if t < tokens[0] * 2)),
-        Knob("actor.loss_chunk", 1, tuple(actor.loss_chunk >> i for i in (1, 2, 3) if actor.loss_chunk >> i >= 32)),
-        Knob("actor.gradient_checkpointing", 1, () if actor.gradient_checkpointing else (True,)),
-    ]
-    if not subject.card.is_cpu:
-        knobs.append(Knob("actor.offload_optimizer", 2, () if actor.offload_optimizer else (True,)))
-        knobs.append(_more_gpus(subject))
-    ranks = () if config.reference.model.path is not None else (16, 8, 4)  # with adapters it is the student
-    r = actor.lora.r
-    return [*knobs, *_shorter(config), Knob("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r))]
-
-
-def _more_gpus(subject: Subject) -> Knob:
-    """GPUs of its nodes that no other group has; further nodes for an actor that has whole ones."""
-    config = subject.config
-    now, per_node, nnodes = config.trainer.n_gpus_per_node, config.plan.gpus_per_node, config.trainer.nnodes
-    if now >= per_node:
-        more = (nnodes << i for i in (1, 2, 3))
-        return Knob("trainer.nnodes", 2, tuple(more))
-    free = _room(config, "trainer")
-    return Knob("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
-
-
-def _turns(subject: Subject) -> list[Knob]:
-    """Having the memory in turn, where that is ruled out and would be possible."""
-    config = subject.config
-    possible = config.on_the_actors_gpus() and config.actor.lora.quantize is None and not subject.card.is_cpu
-    return [Knob("cluster.take_turns", 1, (True,))] if possible and config.cluster.take_turns is False else []
-
-
-def _room(config: Config, section: str) -> int:
-    """GPUs of a node that a pool could have: all that are not others' own. 0 where it has named or others' GPUs."""
-    if not _moves(config, section):
-        return 0
-    pools, guests = dict(config.pools()), config.hosts()
-    own = [name for name in pools if name != section and GROUPS.get(name, name) not in guests]
-    return config.plan.gpus_per_node - sum(pools[name].n_gpus_per_node for name in own)
-
-
-def _moves(config: Config, section: str) -> bool:
-    """Whether a pool takes GPUs where there are some, and not named or others' ones."""
-    pool: Pool = getattr(config, section)
-    return pool.ranges() is None and GROUPS.get(section, section) not in config.hosts()
-
-
-def _spans(subject: Subject, section: str) -> list[int]:
-    """Widths of an engine on all GPUs of several nodes, its own, where one on those of a node does not fit."""
-    group, per_node = GROUPS.get(section, section), subject.config.plan.gpus_per_node
-    if not _moves(subject.config, section) or group in subject.config.hosts().values():
-        return []
-    heads = subject.models.of(group).heads
-    widest = max(width for width in range(1, per_node + 1) if per_node % width == heads % width == 0)
-    if _after(subject, group, {f"{section}.tensor_parallel_size": widest}).fits:
-        return []
-    return [nnodes * per_node for nnodes in (2, 4) if heads % (nnodes * per_node) == 0]
-
-
-def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
-    if section == "reward_model":
-        rated = subject.config.reward_model.max_num_seqs
-        return [Knob("reward_model.max_num_seqs", 1, tuple(rated >> i for i in (1, 2, 3) if rated >> i))]
-    engine: Engine = getattr(subject.config, section)
-    seqs = tuple(engine.max_num_seqs >> i for i in (1, 2, 3) if engine.max_num_seqs >> i >= 8)
-    knobs = [Knob(f"{section}.max_num_seqs", 1, seqs)]
-    if subject.card.is_cpu:
-        sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)
-        return [*knobs, Knob(f"{section}.kv_cache_gb", 1, sizes), *_shorter(subject.config)]
-    share = engine.gpu_memory_utilization
-    shared = any(GROUPS.get(section, section) in pair for pair in subject.config.may_share())
-    shares = [round(share * part, 3) for part in (1.25, 1.5, 2, 3, 0.8, 0.6, 0.4)] if shared else [0.8, 0.9, 0.95]
-    knobs.append(Knob(f"{section}.gpu_memory_utilization", 1, tuple(v for v in shares if v != share and v <= 0.95)))
-    knobs.append(Knob(f"{section}.enforce_eager", 1, () if engine.enforce_eager else (True,)))
-    if isinstance(engine, Rollout) and engine.engine == "hf":  # has neither shares nor graphs, and runs on one GPU
-        return [knobs[0], *_shorter(subject.config)]
-    n, room, heads = engine.n_gpus_per_node, _room(subject.config, section), subject.models.of(section).heads
-    widths = [tp for i in (1, 2, 3) if heads % (tp := engine.tensor_parallel_size << i) == 0]
-    knobs.append(Knob(f"{section}.tensor_parallel_size", 1, tuple(tp for tp in widths if n % tp == 0)))
-    wider = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)  # of more GPUs
-    knobs.append(Knob(f"{section}.tensor_parallel_size", 2, (*wider, *_spans(subject, section))))
-    return [*knobs, *_shorter(subject.config)]
