@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from gkd.config.base import Settings
@@ -21,8 +23,11 @@ class Plan(Settings):
         None, gt=0, description="from GPU to GPU of one node, one direction; null: the card's"
     )
     network_gb_s: float = Field(25.0, gt=0, description="from GPU to GPU of two nodes, one direction")
-    gpus_per_node: int = Field(8, ge=1, description="GPUs of a node, for advice and --best")
-    nnodes: int | None = Field(None, ge=1, le=8192, description="nodes, for advice; null: as many as it takes")
+    gpus_per_node: int = Field(8, ge=1, le=1024, description="GPUs of a node, for --best, and where nodes is null")
+    nodes: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
+        None, min_length=1, max_length=8192, description="GPUs of each node there is, for advice; null: as many "
+        "nodes of gpus_per_node as it takes"
+    )  # fmt: skip
     efficiency: float | None = Field(
         None, gt=0, le=1, description="share of tflops that matrix products reach; null: 0.24, measured on an H200 "
         "with models of 0.5 and 1.5 billion parameters (on a CPU 0.3); larger models reach more"

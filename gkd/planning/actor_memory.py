@@ -8,7 +8,7 @@ a micro-batch takes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gkd.config import Algorithm, Lora
 from gkd.planning.activations import backward_working, saved
@@ -100,6 +100,12 @@ def worst(shape: ModelShape, training: Training, micro: MicroBatch) -> dict[str,
 
 def _rank(training: Training) -> int:
     return training.lora.r or 0
+
+
+def on_host(shape: ModelShape, training: Training) -> float:
+    """Bytes that a rank has in its host's memory: all that is there between micro-batches, where it is offloaded."""
+    whole, there = (_standing(shape, replace(training, offloaded=offloaded)) for offloaded in (False, True))
+    return sum(whole.values()) - sum(there.values()) if training.offloaded else 0.0
 
 
 def _standing(shape: ModelShape, training: Training) -> dict[str, float]:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from gkd.cluster.layout import asks_of, idle_nodes, solve
-from gkd.config import GROUPS, Config
+from gkd.config import GROUPS, Config, Engine
 from gkd.planning.items import GB, GroupMemory
 from gkd.planning.knobs import Knob, Value, after, complete, knobs_of, need_of
 from gkd.planning.memory import memory_of
 from gkd.planning.pipeline import step_of
 from gkd.planning.stages import stages_of
-from gkd.planning.subject import Subject, changed
+from gkd.planning.subject import Subject, apart, changed, has_room
 
 LEVELS = (1, 2, 3)
 LEVEL_NAMES = {
@@ -28,12 +27,19 @@ LEVEL_NAMES = {
     3: "adapters instead of the model",
 }
 MOST_CHANGES = 4
-CACHE = (".gpu_memory_utilization", ".kv_cache_gb")
+CACHE = (".gpu_memory_utilization", ".kv_cache_gb")  # of which any value may be what is wanted, larger or smaller
+# Their smallest pieces, and several ranks, also cost something: sums of gradients in pieces, NCCL's buffers.
+NOT_FREE = ("actor.loss_chunk", "actor.max_tokens_per_micro_batch", "trainer.n_gpus_per_node", "trainer.nnodes")
+SHARES = (0.6, 0.5, 0.4, 0.3)  # of the shares that engines on the same GPUs have
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Changes after which ``group`` fits. ``saves`` bytes of a GPU; ``slower``: the step's time against now."""
+    """Changes after which ``group`` fits.
+
+    ``saves`` bytes of a GPU; ``host``: bytes it takes of the host's memory for that; ``slower``: the step's time
+    against now.
+    """
 
     group: str
     level: int
@@ -41,6 +47,7 @@ class Advice:
     saves: float
     margin: float
     slower: float
+    host: float = 0.0
 
     def overrides(self) -> str:
         """To paste behind the command."""
@@ -48,7 +55,9 @@ class Advice:
 
     def line(self) -> str:
         """In words."""
-        return f"{self.overrides()} (saves {self.saves / GB:.1f} GB, a step takes {self.slower:.2f} of the time)"
+        host = f", with {self.host / GB:.1f} GB of the host's memory" if self.host else ""
+        saved = f"saves {self.saves / GB:.1f} GB a GPU{host}"
+        return f"{self.overrides()} ({saved}; a step takes {self.slower:.2f} of the time)"
 
 
 def advice(subject: Subject, group: str) -> list[Advice]:
@@ -59,18 +68,21 @@ def advice(subject: Subject, group: str) -> list[Advice]:
     return list(_advice(subject, group))
 
 
-def together(subject: Subject) -> str | None:
-    """Overrides after which every group fits, of low levels rather. None: all fit already, or none were found."""
-    groups = _short_groups(subject)
-    if any(_hopeless_anywhere(subject, group) for group in groups):
-        return None
-    known: dict[tuple[str, str], list[Advice]] = {}
+def together(subject: Subject, own: Mapping[str, Sequence[Advice]]) -> str | None:
+    """Overrides after which every group fits, of low levels rather. None: all fit already, or none were found.
+
+    ``own``: :func:`advice` for each group.
+    """
+    groups = short_groups(subject)
+    if any(not own[group] and not _fits_alone(subject, group) for group in groups if group != "reference"):
+        return None  # (a reference may come to be needed no more)
+    known = {(group, ""): list(own[group]) for group in groups}
     # The first in order may take GPUs that the next needs; the mildest changes of one may not be enough for another.
-    for pick, order in itertools.product((0, -1), (groups, groups[::-1])):
-        settings: dict[str, Value] = {}
-        now = subject
+    for begin, pick, order in itertools.product(_beginnings(subject), (0, -1), (groups, groups[::-1])):
+        settings = dict(begin)
+        now = replace(subject, config=changed(subject.config, settings))
         for i, group in enumerate([*order, *order]):  # again, for what another's changes took from it or left it
-            if group not in _short_groups(now):
+            if group not in short_groups(now):
                 continue
             if (key := (group, overrides(settings))) not in known:
                 known[key] = advice(now, group)
@@ -79,19 +91,34 @@ def together(subject: Subject) -> str | None:
                 now = replace(subject, config=changed(subject.config, settings))
             elif i >= len(order):
                 break
-        if settings and not _short_groups(now):
+        if settings and not short_groups(now):
             return overrides(settings)
     return None
 
 
-def _hopeless_anywhere(subject: Subject, group: str) -> bool:
-    """Whether a group that loads a model of its own fits on no GPUs of its own either."""
-    if subject.card.is_cpu or group in ("actor", "reference") or advice(subject, group):
-        return False
-    section = next(section for section, _ in subject.config.pools() if GROUPS.get(section, section) == group)
-    own = changed(subject.config, {f"{section}.{name}": None for name in ("share_with", "gpus", "gpus_by_node")})
-    apart = replace(subject, config=own, nodes=None)
-    return not need_of(apart, group).fits and next(_advice(apart, group), None) is None
+def _beginnings(subject: Subject) -> list[dict[str, Value]]:
+    """Nothing, and where engines on the same GPUs want too much of them, the largest shares with which they fit."""
+    pairs, short = subject.config.may_share(), short_groups(subject)
+    engines = {
+        section: pool.gpu_memory_utilization
+        for section, pool in subject.config.pools()
+        if isinstance(pool, Engine) and any(GROUPS.get(section, section) in pair for pair in pairs)
+    }
+    if len(engines) > 1 and not subject.card.is_cpu and any(GROUPS.get(name, name) in short for name in engines):
+        for part in SHARES:
+            smaller: dict[str, Value] = {
+                f"{name}.gpu_memory_utilization": round(share * part, 3) for name, share in engines.items()
+            }
+            still = short_groups(replace(subject, config=changed(subject.config, smaller)))
+            if not any(GROUPS.get(name, name) in still for name in engines):
+                return [{}, smaller]
+    return [{}]
+
+
+def _fits_alone(subject: Subject, group: str) -> bool:
+    """Whether a group fits on GPUs of its own, as it is or after changes."""
+    alone = apart(replace(subject, nodes=None))
+    return need_of(alone, group).fits or next(_advice(alone, group), None) is not None
 
 
 def overrides(settings: Mapping[str, Value]) -> str:
@@ -109,13 +136,13 @@ def shortage(subject: Subject, group: str) -> str:
 
 def hopeless(subject: Subject, memory: GroupMemory) -> str:
     """What to say of a group that does not fit, and for which there is no advice."""
-    if subject.nodes is not None and advice(replace(subject, nodes=None), memory.group):
-        return "no change of settings makes it fit on the nodes there are: more would"
-    if memory.lack or memory.total > subject.card.memory:
-        return "no change of settings makes it fit: a smaller model or a larger card would"
     if subject.card.is_cpu:
-        return "no change of its own settings makes it fit: smaller groups beside it, or more memory, would"
-    return "no change of its own settings makes it fit: smaller groups on its GPUs, or GPUs of its own, would"
+        return "no change of its own settings makes it fit: smaller models, or more memory, would"
+    if subject.nodes is not None and next(_advice(replace(subject, nodes=None), memory.group), None):
+        return "no change of settings makes it fit on the nodes there are: more would"
+    if _fits_alone(subject, memory.group):
+        return "no change of its own settings makes it fit: smaller groups on its GPUs, or GPUs of its own, would"
+    return "no change of settings makes it fit: a smaller model or a larger card would"
 
 
 def short(memory: GroupMemory, on_cpu: bool = False) -> str:
@@ -137,7 +164,8 @@ def by_memory(subject: Subject, sizes_gb: Sequence[float]) -> list[tuple[float, 
     return rows
 
 
-def _short_groups(subject: Subject) -> list[str]:
+def short_groups(subject: Subject) -> list[str]:
+    """Groups that do not fit."""
     return [memory.group for memory in memory_of(subject) if not memory.fits]
 
 
@@ -163,11 +191,17 @@ class _Trials:
         return self.known[key]
 
     def possible(self, knobs: Sequence[Knob]) -> bool:
-        """Whether the strongest changes make it fit. Of a cache's size any may be what is wanted, larger or smaller."""
+        """Whether the strongest changes make it fit, with or without those that also cost something."""
         caches = {knob.setting: knob.values for knob in knobs if knob.setting.endswith(CACHE)}
         strongest = {knob.setting: knob.values[-1] for knob in knobs if knob.setting not in caches}
-        tried = [strongest, *(strongest | {name: value} for name, values in caches.items() for value in values)]
-        return any(self.after(settings).fits for settings in tried)
+        costly = [name for name in strongest if name in NOT_FREE]
+        for n in range(len(costly) + 1):
+            for left_out in itertools.combinations(costly, n):
+                settings = {name: value for name, value in strongest.items() if name not in left_out}
+                tried = [settings, *(settings | {name: v} for name, values in caches.items() for v in values)]
+                if any(self.after(one).fits for one in tried):
+                    return True
+        return False
 
     def minimal(self, settings: Mapping[str, Value]) -> bool:
         """Whether it fits after the changes, and after no fewer of them."""
@@ -188,7 +222,8 @@ def _cheapest(trials: _Trials, level: int) -> Advice | None:
             config = changed(subject.config, whole)
             if _can_be(subject, config):
                 slower = _seconds(replace(subject, config=config)) / seconds
-                fitting.append(Advice(group, level, whole, now - _needed(memory), memory.margin, slower))
+                saves = now - _needed(memory)
+                fitting.append(Advice(group, level, whole, saves, memory.margin, slower, memory.host))
         if fitting:
             return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
     return None
@@ -200,7 +235,7 @@ def _can_be(subject: Subject, config: Config) -> bool:
         Config.model_validate(config.model_dump())
     except ValidationError:
         return False
-    return subject.nodes is None or solve(asks_of(config), idle_nodes(subject.nodes), 0.0) is not None
+    return subject.nodes is None or has_room(config, subject.nodes)
 
 
 def _needed(memory: GroupMemory) -> float:

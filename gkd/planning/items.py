@@ -14,6 +14,7 @@ class GroupMemory:
 
     ``items`` by name, in the order they are shown; ``available``: what the card has for them. ``lack`` says what does
     not fit where that is not the sum. ``notes``: what is worth knowing, such as how many sequences a cache holds.
+    ``host``: what is in the host's memory for this GPU.
     """
 
     group: str
@@ -22,6 +23,7 @@ class GroupMemory:
     available: float
     lack: str = ""
     notes: tuple[str, ...] = ()
+    host: float = 0.0
 
     @property
     def total(self) -> float:

@@ -60,11 +60,11 @@ def _actor_knobs(subject: Subject) -> list[Knob]:
 def _more_gpus(subject: Subject) -> Knob:
     """GPUs of its nodes that no other group has; further nodes for an actor that has whole ones."""
     config = subject.config
-    now, per_node, nnodes = config.trainer.n_gpus_per_node, config.plan.gpus_per_node, config.trainer.nnodes
+    now, per_node, nnodes = config.trainer.n_gpus_per_node, subject.gpus_per_node, config.trainer.nnodes
     if now >= per_node:
         more = (nnodes << i for i in (1, 2, 3))
         return Knob("trainer.nnodes", 2, tuple(more))
-    free = _room(config, "trainer")
+    free = _room(subject, "trainer")
     return Knob("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
 
 
@@ -75,13 +75,19 @@ def _turns(subject: Subject) -> list[Knob]:
     return [Knob("cluster.take_turns", 1, (True,))] if possible and config.cluster.take_turns is False else []
 
 
-def _room(config: Config, section: str) -> int:
-    """GPUs of a node that a pool could have: all that are not others' own. 0 where it has named or others' GPUs."""
+def _room(subject: Subject, section: str) -> int:
+    """GPUs of a node that a pool could have: where it may be beside all others, those that these leave.
+
+    0 where it has named or others' GPUs.
+    """
+    config = subject.config
     if not _moves(config, section):
         return 0
+    if len(subject.nodes or ()) > 1:
+        return subject.gpus_per_node
     pools, guests = dict(config.pools()), config.hosts()
     own = [name for name in pools if name != section and GROUPS.get(name, name) not in guests]
-    return config.plan.gpus_per_node - sum(pools[name].n_gpus_per_node for name in own)
+    return subject.gpus_per_node - sum(pools[name].n_gpus_per_node for name in own)
 
 
 def _moves(config: Config, section: str) -> bool:
@@ -90,15 +96,15 @@ def _moves(config: Config, section: str) -> bool:
     return pool.ranges() is None and GROUPS.get(section, section) not in config.hosts()
 
 
-def _spans(subject: Subject, section: str) -> list[int]:
-    """Widths of an engine on all GPUs of several nodes, its own, where one on those of a node does not fit."""
-    group, per_node = GROUPS.get(section, section), subject.config.plan.gpus_per_node
+def _spans(subject: Subject, section: str, room: int) -> list[int]:
+    """Widths of an engine on all GPUs of a node or several, its own, where one on those of fewer does not fit."""
+    group, per_node = GROUPS.get(section, section), subject.gpus_per_node
     if not _moves(subject.config, section) or group in subject.config.hosts().values():
         return []
     heads = subject.models.of(group).heads
     widest = max(width for width in range(1, per_node + 1) if per_node % width == heads % width == 0)
     if after(subject, group, {f"{section}.tensor_parallel_size": widest}).fits:
-        return []
+        return [widest] if widest > room else []
     return [nnodes * per_node for nnodes in (2, 4) if heads % (nnodes * per_node) == 0]
 
 
@@ -111,6 +117,7 @@ def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
     knobs = [Knob(f"{section}.max_num_seqs", 1, seqs)]
     if subject.card.is_cpu:
         sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)
+        knobs.append(Knob(f"{section}.n_gpus_per_node", 1, _fewer_engines(subject.config, section, engine)))
         return [*knobs, Knob(f"{section}.kv_cache_gb", 1, sizes), *_shorter(subject.config)]
     share = engine.gpu_memory_utilization
     shared = any(GROUPS.get(section, section) in pair for pair in subject.config.may_share())
@@ -119,12 +126,20 @@ def _engine_knobs(subject: Subject, section: str) -> list[Knob]:
     knobs.append(Knob(f"{section}.enforce_eager", 1, () if engine.enforce_eager else (True,)))
     if isinstance(engine, Rollout) and engine.engine == "hf":  # has neither shares nor graphs, and runs on one GPU
         return [knobs[0], *_shorter(subject.config)]
-    n, room, heads = engine.n_gpus_per_node, _room(subject.config, section), subject.models.of(section).heads
-    widths = [tp for i in (1, 2, 3) if heads % (tp := engine.tensor_parallel_size << i) == 0]
+    n, room, heads = engine.n_gpus_per_node, _room(subject, section), subject.models.of(section).heads
+    now = engine.tensor_parallel_size
+    wider = [now << i for i in (1, 2, 3)] if heads % now == 0 else [1, 2, 4, 8]
+    widths = [tp for tp in wider if heads % tp == 0]
     knobs.append(Knob(f"{section}.tensor_parallel_size", 1, tuple(tp for tp in widths if n % tp == 0)))
-    wider = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)  # of more GPUs
-    knobs.append(Knob(f"{section}.tensor_parallel_size", 2, (*wider, *_spans(subject, section))))
+    more = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)  # of more GPUs
+    knobs.append(Knob(f"{section}.tensor_parallel_size", 2, (*more, *_spans(subject, section, room))))
     return [*knobs, *_shorter(subject.config)]
+
+
+def _fewer_engines(config: Config, section: str, engine: Engine) -> tuple[int, ...]:
+    """Simulated GPUs for fewer of them, all in the memory of one machine."""
+    halves = (engine.n_gpus_per_node >> i for i in (1, 2, 3))
+    return tuple(n for n in halves if n and n % engine.tensor_parallel_size == 0) if _moves(config, section) else ()
 
 
 def need_of(subject: Subject, group: str) -> GroupMemory:
@@ -139,7 +154,7 @@ def after(subject: Subject, group: str, settings: Mapping[str, Value]) -> GroupM
 
 def complete(subject: Subject, settings: Mapping[str, Value]) -> dict[str, Value]:
     """With as many GPUs as wider engines fill, where the pool has not: those of whole nodes for one that spans them."""
-    found, per_node = dict(settings), subject.config.plan.gpus_per_node
+    found, per_node = dict(settings), subject.gpus_per_node
     for setting, width in settings.items():
         section, _, name = setting.partition(".")
         if name != "tensor_parallel_size":
@@ -152,5 +167,6 @@ def complete(subject: Subject, settings: Mapping[str, Value]) -> dict[str, Value
             continue
         an_engine, now = int(width) // per_node, pool.nnodes if n == per_node else 1
         whole: dict[str, Value] = {"n_gpus_per_node": per_node, "nnodes": -(-now // an_engine) * an_engine}
-        found |= {f"{section}.{key}": value for key, value in (whole | {"across_nodes": True}).items()}
+        whole |= {"across_nodes": True}
+        found |= {f"{section}.{key}": value for key, value in whole.items() if getattr(pool, key) != value}
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gkd.config import GROUPS, Engine, Pool
-from gkd.planning.actor_memory import MicroBatch, Training, worst
+from gkd.planning.actor_memory import MicroBatch, Training, on_host, worst
 from gkd.planning.cards import GIB
-from gkd.planning.items import GroupMemory
+from gkd.planning.items import GB, GroupMemory
 from gkd.planning.subject import Subject
 
 CONTEXT, COLLECTIVES = 0.6 * GIB, 0.5 * GIB  # CUDA's context with kernels; NCCL's buffers where there are several ranks
@@ -128,7 +128,8 @@ def training(subject: Subject, world: int) -> Training:
 def _actor(subject: Subject, pool: Pool) -> GroupMemory:
     world = pool.n_workers
     micro = micro_batch(subject, world)
-    items = worst(subject.models.student, training(subject, world), micro)
+    how = training(subject, world)
+    items, host = worst(subject.models.student, how, micro), on_host(subject.models.student, how)
     if subject.card.is_cpu:
         overhead = {"process": PROCESS}
     else:
@@ -137,5 +138,7 @@ def _actor(subject: Subject, pool: Pool) -> GroupMemory:
             "context, collectives": CONTEXT + (COLLECTIVES if world > 1 else 0),
             "fragmentation": FRAGMENTED * (sum(items.values()) - standing),
         }
-    note = f"micro-batches of {micro.tokens:,} tokens, {micro.positions:,} of them responses"
-    return GroupMemory("actor", world, items | overhead, subject.card.memory, "", (note,))
+    notes = [f"micro-batches of {micro.tokens:,} tokens, {micro.positions:,} of them responses"]
+    if host:
+        notes.append(f"{host / GB:.1f} GB of the host's memory for each GPU")
+    return GroupMemory("actor", world, items | overhead, subject.card.memory, "", tuple(notes), host)

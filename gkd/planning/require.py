@@ -14,7 +14,7 @@ from gkd.errors import ConfigError
 from gkd.planning import cards
 from gkd.planning.advice import shortage
 from gkd.planning.memory import memory_of, takes_turns
-from gkd.planning.subject import Models, Subject, changed
+from gkd.planning.subject import Models, Subject
 
 log = logging.getLogger("gkd")
 DOUBT = 0.1  # of what is there
@@ -59,9 +59,7 @@ def _subjects(
     if card_bytes_by_group is None:
         return {None: Subject(config, models, cards.cpu(config.plan))}
     card = cards.gpu(config.plan)  # its speed only orders the advice
-    nodes: tuple[int, ...] | None = None
-    if gpus_of_nodes:
-        config, nodes = changed(config, {"plan.gpus_per_node": max(gpus_of_nodes)}), tuple(gpus_of_nodes)
+    nodes = tuple(gpus_of_nodes) or None
     return {
         group: Subject(config, models, replace(card, memory=size), nodes) for group, size in card_bytes_by_group.items()
     }

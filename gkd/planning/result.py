@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,9 +48,8 @@ class Result:
         if takes_turns(self.subject):
             engines = ", ".join(config.on_the_actors_gpus())
             found.append(f"actor and {engines} take turns (cluster.take_turns); moving them is not in the step's time")
-        if plan.nnodes is not None and self.subject.nodes is None:
-            have = f"{plan.nnodes} node{'s' * (plan.nnodes != 1)} of {plan.gpus_per_node}"
-            found.append(f"these groups need more GPUs than {have} (plan.nnodes, plan.gpus_per_node)")
+        if plan.nodes is not None and self.subject.nodes is None:
+            found.append(f"plan.nodes={plan.nodes} has no room for these groups; advice is for as many as it takes")
         if plan.response_length is None:
             found.append("every text is taken to be as long as its limit; plan.prompt_length, plan.response_length")
         if config.algorithm.needs_teacher and config.teacher.server_ip is not None:
@@ -85,13 +85,14 @@ class Result:
 def plan(subject: Subject, factors: Factors | None, best: int | None, cards: bool) -> Result:
     """All of it. ``best``: GPUs to split, None for no splits; ``cards``: whether to try cards of several sizes."""
     memory = memory_of(subject)
+    own = {group.group: advice(subject, group.group) for group in memory}
     known = factors or Factors()
     stages = known.apply(stages_of(subject))
     return Result(
         subject=subject,
         memory=memory,
-        advice=[one for group in memory for one in advice(subject, group.group)],
-        together=together(subject),
+        advice=list(itertools.chain(*own.values())),
+        together=together(subject, own),
         stages=stages,
         steps=[step_of(stages, staleness, subject.hosts) for staleness in STALENESS],
         factors=factors,

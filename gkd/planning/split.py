@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +22,12 @@ from gkd.planning.measured import Factors
 from gkd.planning.memory import group_memory
 from gkd.planning.pipeline import Step, step_of
 from gkd.planning.stages import Stages, generate_s, reward_s, score_s, stages_of, sync_s, tail_s, update_s
-from gkd.planning.subject import Subject, changed
+from gkd.planning.subject import OWN, Subject, apart, changed, no_longer
 
 Floats = NDArray[np.float64]
 KEPT = 8  # combinations of as many GPUs, the fastest of which could turn out not to be placeable
 TRIED = 200  # of the fastest splits, looked at until enough of them can be placed on nodes
 WIDTHS = (1, 2, 4, 8)
-OWN = ("gpus", "gpus_by_node", "share_with")  # settings of a pool that a split does without
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Size:
 class Split:
     """A layout, as settings, with its stages and its step at a staleness."""
 
-    settings: dict[str, int | None]
+    settings: dict[str, Any]
     gpus: dict[str, int]
     stages: Stages
     step: Step
@@ -74,7 +74,7 @@ def best_splits(
             f"--best {n_gpus}: {len(sections)} groups need a GPU each ({', '.join(sections)}); on fewer, plan "
             "placement=single_gpu or placement=2gpu"
         )
-    base, known = _apart(subject), factors or Factors()
+    base, known = apart(subject), factors or Factors()
     sizes = {section: _sizes(base, section, n_gpus - len(sections) + 1, n_gpus, known) for section in sections}
     nodes = _nodes(n_gpus, subject.config.plan.gpus_per_node)
     found: list[dict[str, Size]] = []
@@ -96,13 +96,6 @@ def best_splits(
 def _placeable(mix: dict[str, Size], nodes: list[Node]) -> bool:
     asks = [Ask(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
     return solve(asks, nodes, 0.0) is not None
-
-
-def _apart(subject: Subject) -> Subject:
-    """Without ranges of GPUs, and every group on some of its own."""
-    config = subject.config
-    settings = {f"{section}.{name}": None for section, _ in config.pools() for name in OWN}
-    return replace(subject, config=changed(config, settings))
 
 
 def _nodes(n_gpus: int, per_node: int) -> list[Node]:
@@ -139,6 +132,8 @@ def _sizes(subject: Subject, section: str, most: int, n_gpus: int, factors: Fact
     for n, nnodes in _forms(most, n_gpus, a_node, tp) if tp else ():
         width = {"tensor_parallel_size": tp} if isinstance(pool, Engine) else {}
         tried = pool.model_copy(update={"n_gpus_per_node": n, "nnodes": nnodes, **width})
+        if section == "teacher" and n * nnodes // tp < len(subject.config.teacher.models):
+            continue
         if isinstance(tried, Engine) or group_memory(subject, group, tried).fits:
             found.append(_timed(subject, group, tried, tp, factors))
     if not found:
@@ -220,7 +215,7 @@ class _Mix:
 
 
 def _split(subject: Subject, apart: Subject, mix: dict[str, Size], staleness: int, factors: Factors) -> Split:
-    settings: dict[str, int | None] = {}
+    settings = no_longer(subject.config)
     for section, size in mix.items():
         pool = getattr(subject.config, section)
         settings |= {f"{section}.{name}": None for name in OWN if getattr(pool, name) is not None}

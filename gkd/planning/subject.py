@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.algorithms.top_k import top_k_wanted
@@ -17,6 +18,7 @@ from gkd.planning.families import read_shape, shape_of
 from gkd.planning.shape import ModelShape
 from gkd.planning.sizes import shape_of_size
 
+OWN = ("gpus", "gpus_by_node", "share_with")  # settings of a pool for which GPUs
 BUILTIN_HEAD_DIM = 32  # gkd.data.warmup, which imports torch
 
 
@@ -66,7 +68,7 @@ class Work:
 class Subject:
     """A configuration with everything that its plan follows from. ``compute``: bytes of a number in the engines.
 
-    ``nodes``: how many GPUs each node has, ``plan.gpus_per_node`` at most, for advice; None where that is open.
+    ``nodes``: how many GPUs each node has, for advice; None where that is open.
     """
 
     config: Config
@@ -78,6 +80,11 @@ class Subject:
     def compute(self) -> int:
         """Bytes of a number of the type that models compute in."""
         return 4 if self.config.model.dtype_on("cpu" if self.card.is_cpu else "cuda") == "float32" else 2
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Most GPUs of a node that advice is for."""
+        return self.config.plan.gpus_per_node if self.nodes is None else max(self.nodes)
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -101,12 +108,17 @@ class Subject:
 
 
 def nodes_of(config: Config) -> tuple[int, ...] | None:
-    """GPUs of every node that the configuration names; None where it names none, or more are used than it names."""
-    plan = config.plan
-    if plan.nnodes is None:
-        return None
-    nodes = (plan.gpus_per_node,) * plan.nnodes
-    return None if solve(asks_of(config), idle_nodes(nodes), 0.0) is None else nodes
+    """GPUs of every node that ``plan.nodes`` names; None where it names none, or its groups have no room on them."""
+    nodes = tuple(config.plan.nodes or ())
+    return nodes if nodes and has_room(config, nodes) else None
+
+
+def has_room(config: Config, nodes: Sequence[int]) -> bool:
+    """Whether nodes with so many GPUs each, and nobody on them, have room for all groups."""
+    asks = asks_of(config)
+    most = sum(ask.nnodes for ask in asks)  # of nodes of one size more are of no use
+    enough = [size for size, count in Counter(nodes).items() for _ in range(min(count, most))]
+    return solve(asks, idle_nodes(enough), 0.0) is not None
 
 
 def models_of(config: Config) -> Models:
@@ -176,3 +188,16 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
 def _with(section: Any, path: list[str], value: Any) -> Any:
     inner = value if len(path) == 1 else _with(getattr(section, path[0]), path[1:], value)
     return section.model_copy(update={path[0]: inner})
+
+
+def apart(subject: Subject) -> Subject:
+    """Without ranges of GPUs, and every group on some of its own."""
+    config = subject.config
+    settings = {f"{section}.{name}": None for section, _ in config.pools() for name in OWN}
+    return replace(subject, config=changed(config, settings | no_longer(config)))
+
+
+def no_longer(config: Config) -> dict[str, Any]:
+    """Settings that are about the nodes there are, or about GPUs that are shared, as they are without."""
+    turns = {"cluster.take_turns": "auto"} if config.cluster.take_turns is True else {}
+    return turns if config.plan.nodes is None else turns | {"plan.nodes": None}

@@ -79,8 +79,9 @@ def _gb(n_bytes: float) -> str:
 
 
 def _advice(result: Result, out: Console) -> None:
-    without = [g for g in result.memory if not g.fits and g.group not in {a.group for a in result.advice}]
-    if result.advice:
+    short = [group for group in result.memory if not group.fits]
+    without = [group for group in short if group.group not in {a.group for a in result.advice}]
+    if result.advice or result.together:
         out.print("\nwhat makes it fit, the mildest first (overrides to paste):")
     mild = {one.group for one in result.advice if one.level == 1}
     for group in dict.fromkeys(one.group for one in result.advice if one.group not in mild):
@@ -88,12 +89,13 @@ def _advice(result: Result, out: Console) -> None:
     for one in result.advice:
         out.print(f"  {one.group}, level {one.level}, {LEVEL_NAMES[one.level]}:", soft_wrap=True)
         out.print(f"    {one.line()}", soft_wrap=True)
-    if result.together is not None and result.together not in [one.overrides() for one in result.advice]:
+    if result.together is None:
+        for memory in without:
+            out.print(f"  {memory.group}: {hopeless(result.subject, memory)}", soft_wrap=True)
+        if len(short) > 1 and not without:
+            out.print("  these do not go together: no changes were found with which all groups fit")
+    elif len(short) > 1 or result.together != result.advice[0].overrides():
         out.print(f"  all groups at once:\n    {result.together}", soft_wrap=True)
-    elif result.together is None and len({one.group for one in result.advice}) > 1 and not without:
-        out.print("  these do not go together: no changes were found with which all groups fit")
-    for memory in without:
-        out.print(f"  {memory.group}: {hopeless(result.subject, memory)}", soft_wrap=True)
 
 
 def _pipeline(result: Result, out: Console) -> None:
@@ -116,7 +118,8 @@ def _splits(result: Result, out: Console) -> None:
     if not result.splits:
         return
     a_node = result.subject.config.plan.gpus_per_node
-    out.print(f"the fastest splits that fit, over nodes of {a_node} GPUs, at schedule.max_staleness 0 (to paste):")
+    nodes = f"nodes of {a_node} GPU{'s' * (a_node != 1)}"
+    out.print(f"the fastest splits that fit, over {nodes}, at schedule.max_staleness 0 (overrides to paste):")
     for number, split in enumerate(result.splits, start=1):
         gpus = ", ".join(f"{group} {n}" for group, n in split.gpus.items())
         out.print(f"  {number}. {split.step.seconds:.2f} s a step, {split.step.bound} most busy: {gpus}")

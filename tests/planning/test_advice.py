@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from dataclasses import replace
@@ -11,11 +12,12 @@ import pytest
 
 from gkd.compose import compose
 from gkd.errors import ConfigError
-from gkd.planning.advice import advice, by_memory, shortage, together
+from gkd.planning.advice import advice, by_memory, short_groups, shortage, together
 from gkd.planning.memory import memory_of
 from gkd.planning.require import require_memory
 from gkd.planning.result import plan
-from gkd.planning.subject import changed
+from gkd.planning.subject import Subject, changed, has_room
+from gkd.planning.tables import show
 from tests.planning.subjects import DATA, subject
 
 GRPO = ("+recipe=grpo", "model.size=1.5b", "placement=8gpu")
@@ -42,6 +44,14 @@ CASES = {
     "teacher on a larger node than is planned": ("+recipe=on_policy_distill", "model.size=3b",
                                                  "teacher.model.size=405b", "plan.card=h100-80gb",
                                                  "teacher.gpus=0-15", "teacher.tensor_parallel_size=8"),
+    "rollout with a width that does not divide its heads": (
+        "+recipe=grpo", "model.size=7b", "rollout.n_gpus_per_node=8", "rollout.tensor_parallel_size=8"),
+    "rollout that takes a whole node": ("+recipe=grpo", "model.size=70b", "plan.card=rtx-4090"),
+    "rollout for which there is another node": ("+recipe=grpo", "model.size=70b", "plan.card=rtx-4090",
+                                                "placement=2x8gpu"),
+    "actor that the strongest of all changes do not help": (
+        "+recipe=on_policy_distill", "model.size=14b", "teacher.model.size=1.5b", "plan.memory_gb=14",
+        "trainer.batch_size=1", "rollout.n_gpus_per_node=4", "rollout.tensor_parallel_size=4"),
     "teacher that no node holds": ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=405b",
                                    "plan.card=h100-80gb", "teacher.n_gpus_per_node=8"),
 }  # fmt: skip
@@ -66,19 +76,29 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
             assert not _memory(replace(s, config=changed(s.config, fewer)), group).fits
 
 
+def _together(s: Subject) -> str | None:
+    return together(s, {group: advice(s, group) for group in short_groups(s)})
+
+
 def _memory(subject_: object, group: str) -> object:
     return next(memory for memory in memory_of(subject_) if memory.group == group)
 
 
 ALL = {
     "two groups, one GPU left": ("+recipe=on_policy_distill", "model.size=3b", "teacher.model.size=32b",
-                                 "plan.card=rtx-4090", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2"),
+                                 "plan.card=rtx-4090", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2",
+                                 "plan.nodes=[8]"),
     "two groups on a node": ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b",
                              "placement=8gpu", "plan.card=h100-80gb"),
     "two groups on the same GPUs": ("+recipe=grpo", "model.size=1.5b", "placement=single_gpu", "plan.card=rtx-4090",
                                     "cluster.take_turns=false"),
     "three groups": ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=32b", "plan.card=a100-40gb",
                      "placement=2x8gpu", "rollout.gpu_memory_utilization=0.3"),
+    "two engines with the usual share": ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=1.5b",
+                                         "teacher.share_with=rollout", "plan.card=h100-80gb", "plan.nodes=[2]"),
+    "one that no change of its own helps": (
+        "+recipe=gspo", "model.size=14b", "placement=single_gpu", "plan.memory_gb=123", "actor.lora.r=64",
+        "actor.lora.quantize=nf4", "rollout.gpu_memory_utilization=0.1"),
     "one that is there no more": ("+recipe=grpo", "model.size=7b", "algorithm.kl.coef=0.1", "placement=4gpu",
                                   "reference.gpu_memory_utilization=0.2", "plan.memory_gb=18"),
 }  # fmt: skip
@@ -88,12 +108,20 @@ ALL = {
 def test_advice_for_all_groups_at_once_composes_and_fits(case: str) -> None:
     s = subject(*ALL[case])
     assert sum(not memory.fits for memory in memory_of(s)) > 1
-    found = together(s)
+    found = _together(s)
     assert found is not None
     pasted = subject(*ALL[case], *found.split())
     assert all(memory.fits for memory in memory_of(pasted))
     assert pasted.nodes == s.nodes  # as many GPUs as there were
-    assert (s.nodes is None) == ("placement" not in str(ALL[case]))
+    assert s.nodes is not None
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_nothing_is_called_hopeless_where_there_is_a_way(case: str) -> None:
+    out = io.StringIO()
+    show(plan(subject(*ALL[case]), None, None, False), out)
+    assert "  all groups at once:\n    " in out.getvalue()
+    assert "makes it fit:" not in out.getvalue()
 
 
 def test_what_is_asked_of_one_group_leaves_gpus_for_the_next() -> None:
@@ -101,10 +129,8 @@ def test_what_is_asked_of_one_group_leaves_gpus_for_the_next() -> None:
     case = ALL["two groups, one GPU left"]
     s = subject(*case)
     own = [advice(s, group)[0].overrides() for group in ("actor", "teacher")]
-    each = subject(*case, *" ".join(own).split()).config
-    assert sum(pool.n_gpus_per_node for _, pool in each.pools()) > each.plan.gpus_per_node
-    all_at_once = subject(*case, *str(together(s)).split()).config
-    assert sum(pool.n_gpus_per_node for _, pool in all_at_once.pools()) <= all_at_once.plan.gpus_per_node
+    assert not has_room(subject(*case, *" ".join(own).split()).config, (8,))
+    assert has_room(subject(*case, *str(_together(s)).split()).config, (8,))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +263,7 @@ def test_named_and_shared_gpus_stay_as_many_as_they_are(overrides: tuple[str, ..
 
 def test_an_engine_that_no_node_holds_is_advised_whole_nodes_as_long_as_there_are_some_for_the_others() -> None:
     wide = subject(*CASES["teacher that no node holds"])
-    whole = {"tensor_parallel_size": 16, "n_gpus_per_node": 8, "nnodes": 2, "across_nodes": True}
+    whole = {"tensor_parallel_size": 16, "nnodes": 2, "across_nodes": True}
     (one,) = advice(replace(wide, nodes=(8, 8, 8)), "teacher")
     assert {name.removeprefix("teacher."): value for name, value in one.settings.items()} == whole
     for nodes in ((8, 8), (8, 4, 4)):

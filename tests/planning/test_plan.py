@@ -122,6 +122,12 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
             r"--from /nowhere/config.yaml: No such file",
         ),
         (["+recipe=grpo", "model.size=7b", "--best", "1"], r"--best 1: 2 groups need a GPU each"),
+        (
+            ["+recipe=grpo", "model.size=7b", "plan.gpus_per_node=100000000"],
+            r"plan.gpus_per_node=100000000: .* or equal to 1024",
+        ),
+        (["+recipe=grpo", "model.size=7b", "plan.nodes=[8,0]"], r"plan.nodes.1=0: "),
+        (["+recipe=grpo", "model.size=7b", "plan.nodes=[]"], r"plan.nodes=\[\]: "),
         (["+recipe=grpo", "model.size=7b", "plan.crad=h200"], r"unknown setting plan.crad \(did you mean plan.card"),
     ],
 )

@@ -116,6 +116,25 @@ def test_four_thousand_gpus_and_four_groups_take_less_than_five_seconds() -> Non
     assert found[0].step.seconds <= found[1].step.seconds <= found[2].step.seconds
 
 
+def test_a_split_of_a_layout_for_few_gpus_is_over_whole_nodes() -> None:
+    """A placement says which machines there are now, and not what is offered."""
+    one = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.take_turns=true")
+    for split in best_splits(one, 16):
+        pasted = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.take_turns=true",
+                         *split.overrides().split())  # fmt: skip
+        assert sum(pool.n_workers for _, pool in pasted.config.pools()) > 8
+        assert all(pool.nnodes <= 2 for _, pool in pasted.config.pools())
+        assert all(group.fits for group in memory_of(pasted))
+
+
+def test_each_of_several_teachers_has_an_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    several = ("+recipe=on_policy_distill", "model.size=1.5b", f"+teacher.models.x={tmp_path}",
+               f"+teacher.models.y={tmp_path}", "data.teacher_key=k", "teacher.n_gpus_per_node=2")  # fmt: skip
+    for split in best_splits(subject(*several), 4):
+        assert subject(*several, *split.overrides().split()).config.teacher.n_engines >= 2
+
+
 def test_too_few_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--best 2: 3 groups need a GPU each \(trainer, rollout, teacher\)"):
         best_splits(subject(*SMALL), 2)
