@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from gkd.config import GROUPS, Config, Engine, Pool
 
+MOST_STATES = 10_000  # of nodes that all differ, a second or two
+
 
 @dataclass(frozen=True)
 class Node:
@@ -165,14 +167,18 @@ def _indices(pool: Pool) -> tuple[int, ...] | None:
     return None if pool.gpus is None else tuple(pool.gpus)
 
 
-def solve(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) -> list[Slot] | None:
+def solve(
+    asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float, tries: int = MOST_STATES
+) -> list[Slot] | None:
     """Place every group on nodes' free GPUs and CPUs, earlier nodes first; None when that is impossible.
 
+    Of clusters on which it is hard to tell, None also when none of the first ``tries`` did it.
     Slots come in the order of ``asks``, and of nodes within a group, so ranks follow from it.
     """
-    states = [_State(node, node.free_gpus, node.free_cpus) for node in nodes]
     parts = [part for ask in asks for part in ask.parts()]
-    placed = _search(parts, states, cpus_per_worker, set())
+    enough = cpus_per_worker * sum(part.workers_per_node for part in parts)  # of CPUs more make no difference
+    states = [_State(node, node.free_gpus, min(node.free_cpus, enough)) for node in nodes]
+    placed = _Search(cpus_per_worker, tries).place(parts, states)
     if placed is None:
         return None
     found: dict[str, list[tuple[int, Ask]]] = {}
@@ -185,21 +191,55 @@ def solve(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) ->
     ]
 
 
-def _search(asks: list[Ask], states: list[_State], cpus: float, dead: set[object]) -> list[list[int]] | None:
-    """Positions of the nodes of every ask, or None; ``dead`` remembers states that lead nowhere."""
-    if not asks:
-        return []
-    key = (len(asks), frozenset(_count(s.kind() for s in states).items()))
-    if key in dead:
+@dataclass
+class _Search:
+    """Depth first, with ``left`` choices at most; ``dead`` remembers those that lead nowhere."""
+
+    cpus: float
+    left: int
+    dead: set[object] = field(default_factory=set)
+
+    def place(self, asks: list[Ask], states: list[_State]) -> list[list[int]] | None:
+        """Positions of the nodes of every ask, or None."""
+        if not asks:
+            return []
+        key = (len(asks), frozenset(_count(s.kind() for s in states).items()))
+        if key in self.dead:
+            return None
+        if not _too_few(asks, states, self.cpus):
+            for positions in _choices(asks[0], states, self.cpus):
+                self.left -= 1
+                if self.left < 0:
+                    return None
+                chosen = set(positions)
+                after = [s.with_group(asks[0], self.cpus) if i in chosen else s for i, s in enumerate(states)]
+                rest = self.place(asks[1:], after)
+                if rest is not None:
+                    return [positions, *rest]
+        self.dead.add(key)
         return None
-    for positions in _choices(asks[0], states, cpus):
-        chosen = set(positions)
-        after = [s.with_group(asks[0], cpus) if i in chosen else s for i, s in enumerate(states)]
-        rest = _search(asks[1:], after, cpus, dead)
-        if rest is not None:
-            return [positions, *rest]
-    dead.add(key)
-    return None
+
+
+def _too_few(asks: Sequence[Ask], states: Sequence[_State], cpus: float) -> bool:
+    """Whether counting alone shows that there is no room: each bound holds of every placing, so None is lost."""
+    for ask in asks:
+        if sum(state.can_host(ask, cpus) for state in states) < ask.nnodes:
+            return True
+    gpus_free = [(float(ask.n_gpus), ask.nnodes) for ask in asks]
+    cpus_free = [(cpus * ask.workers_per_node, ask.nnodes) for ask in asks]
+    return _too_many(gpus_free, [state.free_gpus for state in states]) or _too_many(
+        cpus_free, [state.free_cpus + 1e-6 for state in states]
+    )
+
+
+def _too_many(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> bool:
+    """Whether pieces (size, number) are more than fit: of those of a size or larger, and in all."""
+    if sum(size * number for size, number in pieces) > sum(free):
+        return True
+    return any(
+        sum(number for other, number in pieces if other >= size) > sum(there // size for there in free)
+        for size in {size for size, _ in pieces if size > 0}
+    )
 
 
 def _choices(ask: Ask, states: list[_State], cpus: float) -> Iterator[list[int]]:

@@ -10,6 +10,9 @@ from dataclasses import replace
 from gkd.cluster.layout import Ask, Node, solve
 from gkd.errors import ConfigError
 
+MOST_MIXES = 100_000  # of smaller groups, looked at in half a second
+TRIES = 500  # to place one of them
+
 
 def require_fit(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float, hint: str = "") -> None:
     """Raise ConfigError, in one line, when the groups do not fit even on the idle cluster.
@@ -132,6 +135,8 @@ def nearest(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) 
     """
     capacity = sum(node.free_gpus for node in nodes)
     options = [_smaller(ask, nodes) for ask in asks]
+    if math.prod(map(len, options)) > MOST_MIXES:
+        options = [_smaller(ask, nodes, few=True) for ask in asks]
 
     def given_up(mix: tuple[Ask, ...]) -> tuple[object, ...]:
         return (
@@ -143,18 +148,23 @@ def nearest(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) 
 
     fitting = (mix for mix in itertools.product(*options) if sum(new.total for new in mix) <= capacity)
     for mix in sorted(fitting, key=given_up):
-        if solve(mix, nodes, cpus_per_worker) is not None:
+        if solve(mix, nodes, cpus_per_worker, TRIES) is not None:
             return list(mix)
     return None
 
 
-def _smaller(ask: Ask, nodes: Sequence[Node]) -> list[Ask]:
-    """The ask itself, where it could be met, and smaller ones: all of them on up to four nodes, a selection on more."""
+def _smaller(ask: Ask, nodes: Sequence[Node], few: bool = False) -> list[Ask]:
+    """The ask itself, where it could be met, and smaller ones: all of them on up to four nodes, a selection on more.
+
+    ``few``: a selection in any case, with halves of its GPUs.
+    """
     most = min(ask.nnodes, len(nodes))
     step = min(ask.tensor_parallel_size, ask.n_gpus)
     largest = min(ask.n_gpus, max((len(node.gpus) for node in nodes), default=0)) // step * step
-    sizes = range(step, largest + 1, step)
-    if most <= 4:
+    sizes = list(range(step, largest + 1, step))
+    if few:
+        sizes = sorted({largest, *(size for i in range(8) if (size := step << i) < largest)} - {0})
+    if most <= 4 and not few:
         shapes = {(n, k) for n in sizes for k in range(1, most + 1)}
     else:  # fewer GPUs on all nodes, or all GPUs on fewer nodes
         fewer = {most - (1 << d) for d in range(most.bit_length())} | {most >> d for d in range(most.bit_length())}

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -46,7 +47,17 @@ def small_asks(draw):
     return asks
 
 
-def fits_by_brute_force(asks, nodes):
+@st.composite
+def busy_nodes(draw):
+    """Of which others hold some GPUs and CPUs."""
+    found = []
+    for i, n in enumerate(draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))):
+        free_cpus = float(draw(st.integers(0, 6)))
+        found.append(Node(f"n{i}", f"n{i}", tuple(range(n)), 6.0, draw(st.integers(0, n)), free_cpus))
+    return found
+
+
+def fits_by_brute_force(asks, nodes, cpus=0.0):
     where = [itertools.permutations if a.by_node else itertools.combinations for a in asks]
     choices = [ways(range(len(nodes)), a.nnodes) for a, ways in zip(asks, where, strict=True)]
     for choice in itertools.product(*choices):
@@ -57,20 +68,27 @@ def fits_by_brute_force(asks, nodes):
         for a, places in zip(asks, wanted, strict=True):
             for position, gpus in places:
                 on_node[position].append((a.n_gpus, gpus))
-        if all(itertools.starmap(_node_holds, zip(nodes, on_node, strict=True))):
+        if all(_node_holds(one, here, cpus) for one, here in zip(nodes, on_node, strict=True)):
             return True
     return False
 
 
-def _node_holds(one, wanted):
-    named = [gpu for _, gpus in wanted for gpu in gpus or ()]
-    return sum(n for n, _ in wanted) <= one.free_gpus and len(set(named)) == len(named) and set(named) <= set(one.gpus)
+def _node_holds(one, wanted, cpus):
+    named, n = [gpu for _, gpus in wanted for gpu in gpus or ()], sum(n for n, _ in wanted)
+    has_room = n <= one.free_gpus and n * cpus <= one.free_cpus
+    return has_room and len(set(named)) == len(named) and set(named) <= set(one.gpus)
 
 
 @settings(deadline=None)
 @given(small_asks(), small_nodes)
 def test_it_finds_a_layout_exactly_when_there_is_one(asks, nodes):
     assert (solve(asks, nodes, 0.0) is not None) == fits_by_brute_force(asks, nodes)
+
+
+@settings(deadline=None)
+@given(small_asks(), busy_nodes(), st.sampled_from([0.5, 1.0, 1.5]))
+def test_it_finds_a_layout_beside_others_exactly_when_there_is_one(asks, nodes, cpus):
+    assert (solve(asks, nodes, cpus) is not None) == fits_by_brute_force(asks, nodes, cpus)
 
 
 @settings(deadline=None)
@@ -157,6 +175,31 @@ def test_groups_share_a_node_while_it_lasts_and_then_go_on_to_the_next():
     assert [(s.group, s.node_id) for s in slots] == [
         ("actor", "a"), ("rollout", "a"), ("rollout", "b"), ("teacher", "c"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        [ask("actor", 1, 4), ask("rollout", 2, 6), ask("teacher", 8, 3)],  # two nodes are wholly free
+        [ask("actor", 3, 4), ask("rollout", 5, 8), ask("teacher", 3, 6)],
+        [ask("actor", 2, 16), ask("rollout", 6, 4), ask("teacher", 4, 9), ask("reference", 1, 12)],
+    ],
+)
+def test_nodes_that_all_differ_are_not_tried_for_ever(asks):
+    """Every way to choose among 16 of them would take hours."""
+    held = [0, 0, 1, 5, 3, 2, 4, 1, 3, 2, 5, 4, 1, 3, 2, 4]
+    nodes = [Node(f"n{i}", f"n{i}", tuple(range(8)), 64.0, 8 - n, 64.0 - 2 * n - i) for i, n in enumerate(held)]
+    began = time.process_time()
+    solve(asks, nodes, 1.0)
+    assert time.process_time() - began < 10  # a second or two
+
+
+def test_many_groups_that_do_not_fit_are_told_at_once():
+    asks = [ask(group, 8, 4) for group in ("actor", "rollout", "teacher", "reference", "reward_model")]
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=r"= 160 GPUs; .* nearest that fits: "):
+        require_fit(asks, [node(f"n{i}", 8) for i in range(4)], 1.0)
+    assert time.process_time() - began < 5  # half a second
 
 
 def test_a_thousand_nodes_are_no_trouble():
