@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,18 +35,21 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write one record a worker to this file")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings, such as trainer.gpus=0-1")
     found = parser.parse_intermixed_args(argv)
-    if found.json is not None and not found.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {found.json}: there is no directory {found.json.absolute().parent}")
+    if found.json is not None:
+        if not (parent := found.json.absolute().parent).is_dir():
+            raise ConfigError(f"--json {found.json}: there is no directory {parent}")
+        if found.json.is_dir() or not os.access(found.json if found.json.exists() else parent, os.W_OK):
+            raise ConfigError(f"--json {found.json}: cannot be written")
     return found
 
 
 def _show(placement: Placement, json_path: Path | None) -> None:
     from gkd.cluster.table import assignment_line, print_table
 
-    if json_path is not None:
-        placement.write_json(json_path)
     print_table(placement.reports)
     print(assignment_line(placement.reports), flush=True)
+    if json_path is not None:
+        placement.write_json(json_path)
 
 
 def _verify(argv: list[str]) -> int:

@@ -47,7 +47,9 @@ def require_cluster(address: str, setting: str, timeout_s: float) -> None:
     """
     where = f"{setting}={address}"
     if "://" in address:
-        raise ConfigError(f"{where}: use host:port on a node of the cluster, not Ray's remote client")
+        raise ConfigError(
+            f"{where}: use host:port of the cluster's head, such as 10.0.0.1:6379, not Ray's dashboard or remote client"
+        )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{where}: expected host:port, such as 10.0.0.1:6379, or auto")

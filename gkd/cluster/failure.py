@@ -38,6 +38,8 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
         return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}")
     if isinstance(error, RayActorError):
         return WorkerDied(f"{who} died: {_death(error)}")
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return WorkerDied(f"{who} died: Ray ended it because its node was short of memory")
     return RunFailed(f"{who} failed: {type(error).__name__}: {one_line(error)}")
 
 

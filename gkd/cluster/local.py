@@ -7,6 +7,7 @@ how they are found, so that ending a node ends all of it and nothing of another 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from gkd.errors import ConfigError
 
 DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
 MARK = "GKD_RAY_NODE"
+LOG = logging.getLogger("gkd")
 GRACE_S = 10.0  # for Ray to end its servers and for workers to end their children
 LONGEST_DIRECTORY = 27  # Ray puts Unix sockets up to 80 characters deeper, and their paths may have 107
 
@@ -36,6 +38,7 @@ class LocalNode:
     """The address jobs are submitted to; None on a worker."""
     pid: int
     mark: str
+    simulated_gpus: int | None = None
 
     @property
     def log(self) -> Path:
@@ -53,13 +56,19 @@ class LocalNode:
         return _is_marked(self.pid, self.mark)
 
     def processes(self) -> list[int]:
-        """Pids of everything that the node started, jobs and workers included."""
+        """Pids of everything that the node started, jobs and workers included.
+
+        Ray's agents write their title over their environment; they are found by their logs.
+        """
         pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        return [pid for pid in pids if pid != os.getpid() and _is_marked(pid, self.mark)]
+        marked = {pid for pid in pids if pid != os.getpid() and _is_marked(pid, self.mark)}
+        return sorted(marked.union(reaper.processes_of(str(self.ray_directory))))
 
     def write(self) -> None:
         """Write it down for other programs to find."""
-        _record(self).write_text(json.dumps(asdict(self)) + "\n")
+        unfinished = _record(self).with_suffix(".writing")
+        unfinished.write_text(json.dumps(asdict(self)) + "\n")
+        unfinished.replace(_record(self))
 
 
 def directory() -> Path:
@@ -83,11 +92,21 @@ def make_directory() -> Path:
 
 def nodes() -> list[LocalNode]:
     """Nodes that run, the head first; records of others are ignored."""
+    return [node for node in _recorded() if node.alive]
+
+
+def _recorded() -> list[LocalNode]:
+    """Every node that was written down and not taken back, the head first; what cannot be read is none."""
     path = directory()
     if not path.is_dir() or not _is_ours(path):
         return []
-    found = [LocalNode(**json.loads(file.read_text())) for file in sorted(path.glob("node-*.json"))]
-    return sorted((node for node in found if node.alive), key=lambda node: node.kind != "head")
+    found = []
+    for file in sorted(path.glob("node-*.json")):
+        try:
+            found.append(LocalNode(**json.loads(file.read_text())))
+        except (ValueError, TypeError, OSError) as error:
+            LOG.warning("%s is not read: %s", file, " ".join(str(error).split()))
+    return sorted(found, key=lambda node: node.kind != "head")
 
 
 def clear() -> None:
@@ -121,7 +140,7 @@ def stop(node: LocalNode) -> list[int]:
 
 def stop_all() -> int:
     """End every node of this user on this machine, workers before their head, and say so. Returns the exit code."""
-    found = nodes()
+    found = [node for node in _recorded() if node.alive or node.processes()]  # of a dead one agents may be left
     if not found:
         print(f"no Ray node of ./launch/ray_cluster.sh runs here ({directory()})")
     code = 0

@@ -70,7 +70,7 @@ def _connected(config: Config) -> Iterator[Session]:
         if not connected_before:
             address = _address(config.cluster)
             if address is not None:
-                join(address)
+                join(address, "cluster.address" if config.cluster.address else "RAY_ADDRESS")
             else:
                 start = _plan_private(config)
                 session.directory = _new_directory()
@@ -115,6 +115,10 @@ def join(address: str, setting: str = "cluster.address") -> None:
         with keeping_sigterm_handler():
             ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
+        if address == "auto":
+            raise ConfigError(
+                f"{setting}=auto: no cluster runs here; ./launch/ray_cluster.sh head starts one"
+            ) from error
         raise ConfigError(f"{setting}={address}: cannot join this cluster: {one_line(error)}") from error
 
 

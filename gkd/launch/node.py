@@ -66,20 +66,22 @@ def _parser() -> argparse.ArgumentParser:
     wait = commands.add_parser("wait")
     for command in (head, worker):
         command.add_argument(
-            "--simulate-gpus", type=int, metavar="N", help="let Ray hand out N GPUs that are not there"
+            "--simulate-gpus", type=_count, metavar="N", help="let Ray hand out N GPUs that are not there"
         )
-        command.add_argument("--num-cpus", type=int, metavar="N", help="CPUs Ray hands out; all of them unless given")
+        command.add_argument(
+            "--num-cpus", type=_count, metavar="N", help="CPUs Ray hands out; all of them unless given"
+        )
         command.add_argument("--node-ip-address", metavar="IP", help="this machine's address, if it has several")
         command.add_argument("--block", action="store_true", help="stay in the foreground until a signal ends the node")
-    head.add_argument("--port", type=int, default=PORT, help=f"where nodes join ({PORT})")
-    head.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help=f"for jobs ({DASHBOARD_PORT})")
+    head.add_argument("--port", type=_port, metavar="PORT", help=f"where nodes join ({PORT})")
+    head.add_argument("--dashboard-port", type=_port, metavar="PORT", help=f"for jobs ({DASHBOARD_PORT})")
     head.add_argument(
         "--dashboard-host", default="127.0.0.1", help="0.0.0.0 lets other machines submit (127.0.0.1: this one only)"
     )
     for command in (worker, wait):
         command.add_argument("--address", required=True, metavar="HOST:PORT", help="the head, as `head` printed it")
     worker.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds the head may take to answer (0)")
-    wait.add_argument("--nodes", type=int, required=True, metavar="N", help="how many the cluster is to have")
+    wait.add_argument("--nodes", type=_count, required=True, metavar="N", help="how many the cluster is to have")
     wait.add_argument("--timeout", type=float, default=START_TIMEOUT_S, metavar="S", help="seconds they have to come")
     return parser
 
@@ -89,8 +91,6 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
     from gkd.cluster.signals import exit_on_signals
 
     exit_on_signals()
-    if options.simulate_gpus is not None and options.simulate_gpus < 1:
-        raise ConfigError(f"--simulate-gpus {options.simulate_gpus}: at least 1")
     there = next((node for node in local.nodes() if _is_asked(node, options)), None)
     if there is not None:
         print(f"a {there.kind} of the cluster {there.address} runs here already (pid {there.pid})")
@@ -110,9 +110,19 @@ def _is_asked(node: local.LocalNode, options: argparse.Namespace) -> bool:
     if options.command == "worker":
         # A machine is one node, unless its GPUs are simulated.
         return node.address == options.address and options.simulate_gpus is None
-    if node.kind == "head" and not node.address.endswith(f":{options.port}"):
-        raise ConfigError(f"a head at {node.address} runs here already: ./launch/ray_cluster.sh stop ends it")
-    return node.kind == "head"
+    if node.kind != "head":
+        return False
+    runs = (("--port", _port_of(node.address), options.port),
+            ("--dashboard-port", _port_of(node.dashboard or ""), options.dashboard_port),
+            ("--simulate-gpus", node.simulated_gpus, options.simulate_gpus))  # fmt: skip
+    for option, now, asked in runs:
+        if asked is not None and asked != now:
+            has = "without" if now is None else "with"
+            raise ConfigError(
+                f"a head at {node.address} runs here already, {has} {option}{'' if now is None else f' {now}'}: "
+                "./launch/ray_cluster.sh stop ends it"
+            )
+    return True
 
 
 def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNode:
@@ -126,6 +136,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     local.make_directory()
     ip = options.node_ip_address or get_node_ip_address()
     if options.command == "head":
+        options.port, options.dashboard_port = options.port or PORT, options.dashboard_port or DASHBOARD_PORT
         _require_free(options.port, "--port")
         _require_free(options.dashboard_port, "--dashboard-port")
         address, dashboard = f"{ip}:{options.port}", _dashboard(options, ip)
@@ -133,7 +144,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         wait_for_head(options.address, options.wait)
         address, dashboard = options.address, None
     local.clear()
-    node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4))
+    node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4), options.simulate_gpus)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={node.ray_directory}"]
     with node.log.open("wb") as out:
         process = subprocess.Popen(
@@ -264,6 +275,22 @@ def _require_free(port: int, option: str) -> None:
             probe.bind(("", port))
         except OSError:
             raise ConfigError(f"port {port} is taken by another program: choose another with {option}") from None
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is not a port from 1 to 65535")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
+    return int(text)
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2] or 0)
 
 
 def _free_port() -> int:

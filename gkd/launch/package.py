@@ -16,20 +16,24 @@ LEFT_OUT_AT_TOP = {"outputs", "data", "build", "dist", "wandb", "runs"}
 MAX_MB = 100  # Ray keeps the package in the memory of the cluster's head
 
 
-def pack(directory: Path, target: Path) -> int:
+def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
     """Zip ``directory`` into ``target``, with this gkd and its conf where it has no gkd of its own.
 
-    Returns the number of files. Raises ConfigError when there is more than :data:`MAX_MB`.
+    Returns the number of files, and which directories were left out besides hidden ones and caches. Raises ConfigError
+    when there is more than :data:`MAX_MB`, or for a name that no zip file can have.
     """
     sources: dict[Path, Path] = {}
+    without: list[str] = []
     folders = [(directory, directory, LEFT_OUT_AT_TOP)]
     if not (directory / "gkd" / "__init__.py").is_file():
         own = Path(gkd.__file__).parent
         folders += [(folder, own.parent, set()) for folder in (own, own.parent / "conf")]
     n_bytes: Counter[str] = Counter()
     for folder, top, left_out in folders:
-        for path in _files(folder, left_out):
+        for path in _files(folder, left_out, without):
             name = path.relative_to(top)
+            if not str(name).isprintable():  # a surrogate stands for what is not UTF-8
+                raise ConfigError(f"the working directory has a file of the name {str(name)!r}: rename or remove it")
             sources[name] = path
             n_bytes[name.parts[0]] += path.stat().st_size
             if n_bytes.total() > MAX_MB * 1_000_000:
@@ -37,21 +41,23 @@ def pack(directory: Path, target: Path) -> int:
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for name, path in sorted(sources.items()):
             archive.write(path, name)
-    return len(sources)
+    return len(sources), sorted(without)
 
 
-def _files(directory: Path, left_out_at_top: set[str]) -> Iterator[Path]:
+def _files(directory: Path, left_out_at_top: set[str], without: list[str]) -> Iterator[Path]:
     for folder, names, files in os.walk(directory):
         skip = LEFT_OUT | (left_out_at_top if Path(folder) == directory else set())
-        names[:] = [
-            name
-            for name in names
-            if not name.startswith(".") and name not in skip and not (Path(folder) / name / "pyvenv.cfg").exists()
-        ]
+        seen = [name for name in names if not name.startswith(".") and name != "__pycache__"]
+        names[:] = [name for name in seen if name not in skip and not _is_elsewhere(Path(folder) / name)]
+        without += [str((Path(folder) / name).relative_to(directory)) for name in seen if name not in names]
         for name in files:
             path = Path(folder) / name
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+def _is_elsewhere(path: Path) -> bool:
+    return path.is_symlink() or (path / "pyvenv.cfg").exists()
 
 
 def _too_much(n_bytes: Counter[str], directory: Path) -> str:

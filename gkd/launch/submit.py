@@ -5,9 +5,10 @@
     python launch/submit.py --address http://HOST:8265 --attach JOB      # follow a job that runs already
     python launch/submit.py --address http://HOST:8265 --stop JOB
 
-The directory it is started in goes with the job, without .venv, outputs, data and names that begin with a dot. Paths
-are made absolute, so models, data and the output directory are to be where every machine sees them. The address may
-be left out where launch/ray_cluster.sh started the head. With --follow, and for --attach, the exit code is the job's
+The directory it is started in goes with the job, without names that begin with a dot, virtual environments, linked
+directories, and outputs, data, build, dist, runs and wandb at its top; what is left out is said. Paths are made
+absolute, so models, data and the output directory are to be where every machine sees them. The address may be left out
+where launch/ray_cluster.sh started the head. With --follow, and for --attach, the exit code is the job's
 own; Ctrl-C stops following, not the job. Otherwise: 0 done, 1 failed, 2 what was asked cannot be.
 """
 
@@ -44,6 +45,8 @@ def _main(arguments: Sequence[str]) -> int:
     chosen = [name for name in ("status", "attach", "stop") if getattr(options, name) is not None]
     if len(chosen) > 1 or (chosen and (options.overrides or options.follow)):
         raise ConfigError("--status, --attach, --stop and a run to submit exclude each other")
+    if any(getattr(options, name) == "" for name in ("attach", "stop")):
+        raise ConfigError(f"--{chosen[0]} needs the name of a job; --status lists them")
     if not chosen:
         _require_recipe(options.overrides)
     jobs = Jobs(_address(options.address))
@@ -99,8 +102,9 @@ def _submit(jobs: Jobs, overrides: Sequence[str], follow: bool) -> int:
     command = shlex.join(["python", "-m", "gkd.main", *overrides, *settle(config, here, output)])
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "working_dir.zip"
-        n_files = pack(here, package)
-        print(f"packed {n_files} files of {here}, {package.stat().st_size / 1e6:.1f} MB", flush=True)
+        n_files, left_out = pack(here, package)
+        without = f", without {', '.join(left_out)}" if left_out else ""
+        print(f"packed {n_files} files of {here}, {package.stat().st_size / 1e6:.1f} MB{without}", flush=True)
         jobs.submit(name, f"exec {command}", package, output)
     print(f"submitted {name} to {jobs.address}")
     print(f"it writes to {output}, as the cluster's head sees it", flush=True)
@@ -129,7 +133,10 @@ def _follow(jobs: Jobs, name: str) -> int:
 
 
 def _status(jobs: Jobs, name: str) -> int:
-    for job in [jobs.info(name)] if name else jobs.list():
+    found = [jobs.info(name)] if name else jobs.list()
+    if not found:
+        print(f"no jobs on {jobs.address}")
+    for job in found:
         print(f"{job.submission_id}  {_line(job)}  {(job.metadata or {}).get('output_dir', '')}")
     return 0
 
@@ -149,7 +156,7 @@ def _line(job: JobDetails) -> str:
     if job.status != "FAILED":
         return str(job.status.value)
     if job.driver_exit_code is None:
-        return f"FAILED before it started: {' '.join(str(job.message).split())[:300]}"
+        return f"FAILED{'' if job.driver_node_id else ' before it started'}: {' '.join(str(job.message).split())[:300]}"
     return f"FAILED with exit code {job.driver_exit_code}"
 
 

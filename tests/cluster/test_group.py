@@ -7,6 +7,7 @@ import time
 import pytest
 import ray
 
+from gkd.cluster.failure import WorkerDied, explain
 from gkd.cluster.group import gather
 from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
@@ -66,6 +67,12 @@ def test_an_error_in_a_stream_is_named_too(groups):
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         ray.get(next(groups["rollout"].stream(1, "count", "many")))
     assert re.match(r"rollout rank 1 .* raised TypeError: ", str(groups["rollout"].explain(1, caught.value)))
+
+
+def test_one_that_ray_ended_for_lack_of_memory_is_dead_and_others_can_go_on():
+    found = explain(ray.exceptions.OutOfMemoryError("3 workers were killed\nby a long\ntable"), "rollout rank 0")
+    assert isinstance(found, WorkerDied)
+    assert str(found) == "rollout rank 0 died: Ray ended it because its node was short of memory"
 
 
 def test_the_first_failure_is_raised_at_once_and_names_the_worker(groups):

@@ -87,7 +87,8 @@ def test_only_writers_below_the_directory_are_found(tmp_path):
     [
         ("127.0.0.1:9", "nothing answers there"),
         ("nowhere.invalid:6379", "nothing answers there"),
-        ("ray://127.0.0.1:10001", "not Ray's remote client"),
+        ("ray://127.0.0.1:10001", "not Ray's dashboard or remote client"),
+        ("http://127.0.0.1:8265", "not Ray's dashboard or remote client"),
         ("somewhere", "expected host:port"),
     ],
 )
@@ -102,7 +103,8 @@ def test_an_address_that_takes_the_call_but_is_no_ray_is_one_line(monkeypatch):
     monkeypatch.setattr("gkd.cluster.session.CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
-        with pytest.raises(ConfigError, match="what answers there is not a Ray"), connect(configuration()):
+        said = r"^RAY_ADDRESS=.*: what answers there is not a Ray"
+        with pytest.raises(ConfigError, match=said), connect(configuration()):
             pass
 
 

@@ -123,6 +123,7 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
         (["--simulate-gpus", "x"], "invalid int value"),
         (["teacher.n_gpu_per_node=1"], "teacher.n_gpus_per_node"),
         (["--json", "nowhere/at/all.json"], "there is no directory"),
+        (["--json", "/"], "--json /: cannot be written"),
         (["--jsn"], "--help"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.doctor import cluster, devices, packages, system
+from gkd.doctor import cluster, devices, node, packages, system
 from gkd.doctor.__main__ import main
 from gkd.doctor.finding import GIB, Finding
 from tests.e2e.conftest import ROOT
@@ -159,6 +159,18 @@ def test_nodes_that_differ(other: dict[str, object], level: str, said: str) -> N
     if level == "ok":
         assert not of_level(findings, "failed")
         assert not of_level(findings, "warning")
+
+
+def test_other_code_of_the_same_version_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_code").mkdir()
+    file = tmp_path / "some_code" / "__init__.py"
+    file.write_text("x = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = node._code("some_code")
+    file.write_text("x = 2")
+    assert node._code("some_code") != before
+    assert node._code("no_such_code") == "missing"
+    assert node.look(())["versions"]["gkd"].startswith("code ")
 
 
 def test_it_ends_with_1_when_something_failed_and_with_2_for_an_address(

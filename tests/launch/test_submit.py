@@ -36,7 +36,19 @@ def test_a_checkout_goes_without_environment_outputs_and_data(tmp_path: Path) ->
     for name in kept + left:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text("x")
-    assert packed(here, tmp_path / "a.zip") == set(kept)
+    (here / "linked").symlink_to(tmp_path)
+    n_files, without = pack(here, tmp_path / "a.zip")
+    assert n_files == len(kept)
+    assert without == ["data", "env", "linked", "outputs"]
+    assert set(zipfile.ZipFile(tmp_path / "a.zip").namelist()) == set(kept)
+
+
+def test_a_name_that_no_zip_file_can_have_is_told(tmp_path: Path) -> None:
+    (tmp_path / "gkd").mkdir()
+    (tmp_path / "gkd" / "__init__.py").write_text("")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.py")).write_text("x")
+    with pytest.raises(ConfigError, match=r"a file of the name 'bad\\udcff.py': rename or remove it"):
+        pack(tmp_path, tmp_path / "a.zip")
 
 
 def test_this_gkd_goes_along_from_elsewhere(tmp_path: Path) -> None:
@@ -165,6 +177,12 @@ def test_without_an_address_the_head_started_here_is_meant(monkeypatch: pytest.M
         from gkd.launch.submit import _address
 
         _address(None)
+
+
+@pytest.mark.parametrize("option", ["--stop", "--attach"])
+def test_a_job_without_a_name_is_refused(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--address", "http://127.0.0.1:9", option, ""]) == 2
+    assert capfd.readouterr().err == f"error: {option} needs the name of a job; --status lists them\n"
 
 
 def test_a_bad_setting_is_refused_before_anything_is_asked(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from gkd.cluster import reaper
 from tests.e2e.conftest import ROOT, SMALL, environment
 
 HEAD_GPUS, WORKER_GPUS = 2, 4
@@ -66,9 +67,13 @@ class ClusterHere:
 
 
 def marked(directory: Path) -> list[int]:
-    """Processes of nodes started with this GKD_RAY_DIR: it is in the environment of everything they start."""
+    """Processes of nodes started with this GKD_RAY_DIR.
+
+    It is in the environment of everything they start, where a process has not written over that, as Ray's agents do:
+    these hold logs below it open.
+    """
     wanted = f"GKD_RAY_DIR={directory}".encode()
-    found = []
+    found = reaper.processes_of(str(directory))
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:

@@ -1,0 +1,86 @@
+"""launch/ray_cluster.sh without a Ray: what it refuses, and what it makes of what it finds written down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster import local
+from gkd.cluster.local import LocalNode
+from gkd.launch.node import main
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = Path(f"/tmp/gkd-t-{os.getpid()}")
+    monkeypatch.setenv(local.DIRECTORY, str(path))
+    return local.make_directory()
+
+
+@pytest.fixture(autouse=True)
+def _clean(directory: Path) -> object:
+    yield
+    for file in directory.iterdir():
+        file.unlink()
+    directory.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["head", "--port", "99999999"], "--port: 99999999 is not a port from 1 to 65535"),
+        (["head", "--port", "0"], "--port: 0 is not a port from 1 to 65535"),
+        (["head", "--dashboard-port", "-5"], "--dashboard-port: -5 is not a port from 1 to 65535"),
+        (["head", "--num-cpus", "0"], "--num-cpus: 0 is not a number from 1"),
+        (["worker", "--address", "127.0.0.1:9", "--simulate-gpus", "0"], "--simulate-gpus: 0 is not a number from 1"),
+        (["wait", "--address", "127.0.0.1:9", "--nodes", "-1"], "--nodes: -1 is not a number from 1"),
+    ],
+)
+def test_a_number_that_cannot_be_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_damaged_record_is_passed_over(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (directory / "node-x.json").write_text("")
+    (directory / "node-y.json").write_text('{"kind": "head"}')
+    assert local.nodes() == []
+    assert local.running_address() is None
+    assert "node-x.json is not read" in caplog.text
+
+
+def test_what_a_dead_head_left_is_ended(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that hides its environment, as Ray's agents do, and holds a log open."""
+    monkeypatch.setattr(local, "GRACE_S", 0.2)
+    node = LocalNode("head", "127.0.0.1:6379", None, 2**22 + 1, "feedbeef")
+    node.write()
+    node.ray_directory.mkdir()
+    log = node.ray_directory / "agent.log"
+    program = f"import time; f = open({str(log)!r}, 'w'); print('open', flush=True); time.sleep(600)"
+    agent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={})
+    try:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        assert not node.alive
+        assert node.processes() == [agent.pid]
+        assert main(["stop"]) == 0
+        assert capsys.readouterr().out == "stopped the head of 127.0.0.1:6379\n"
+        assert agent.wait(timeout=10) < 0
+        assert local.nodes() == []
+        assert main(["stop"]) == 0
+        assert "no Ray node of" in capsys.readouterr().out
+    finally:
+        agent.kill()
+        agent.wait()
+        log.unlink()
+        node.ray_directory.rmdir()
