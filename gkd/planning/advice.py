@@ -68,12 +68,14 @@ def advice(subject: Subject, group: str) -> list[Advice]:
     return list(_advice(subject, group))
 
 
-def together(subject: Subject, own: Mapping[str, Sequence[Advice]]) -> str | None:
+def together(subject: Subject, own: Mapping[str, Sequence[Advice]] | None = None) -> str | None:
     """Overrides after which every group fits, of low levels rather. None: all fit already, or none were found.
 
-    ``own``: :func:`advice` for each group.
+    ``own``: :func:`advice` for each group, where that is known.
     """
     groups = short_groups(subject)
+    if own is None:
+        own = {group: advice(subject, group) for group in groups}
     if any(not own[group] and not _fits_alone(subject, group) for group in groups if group != "reference"):
         return None  # (a reference may come to be needed no more)
     known = {(group, ""): list(own[group]) for group in groups}
@@ -130,8 +132,8 @@ def shortage(subject: Subject, group: str) -> str:
     """In one line: what does not fit, and the mildest changes, for a message or a handler of out-of-memory errors."""
     memory = need_of(subject, group)
     found = next(_advice(subject, group), None)
-    hint = hopeless(subject, memory) if found is None else f"this fits: {found.overrides()}"
-    return f"{short(memory, subject.card.is_cpu)}; {hint}"
+    fits = found.overrides() if found else together(subject)
+    return f"{short(memory, subject.card.is_cpu)}; {f'this fits: {fits}' if fits else hopeless(subject, memory)}"
 
 
 def hopeless(subject: Subject, memory: GroupMemory) -> str:

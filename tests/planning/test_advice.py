@@ -12,11 +12,11 @@ import pytest
 
 from gkd.compose import compose
 from gkd.errors import ConfigError
-from gkd.planning.advice import advice, by_memory, short_groups, shortage, together
+from gkd.planning.advice import advice, by_memory, shortage, together
 from gkd.planning.memory import memory_of
 from gkd.planning.require import require_memory
 from gkd.planning.result import plan
-from gkd.planning.subject import Subject, changed, has_room
+from gkd.planning.subject import changed, has_room
 from gkd.planning.tables import show
 from tests.planning.subjects import DATA, subject
 
@@ -76,10 +76,6 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
             assert not _memory(replace(s, config=changed(s.config, fewer)), group).fits
 
 
-def _together(s: Subject) -> str | None:
-    return together(s, {group: advice(s, group) for group in short_groups(s)})
-
-
 def _memory(subject_: object, group: str) -> object:
     return next(memory for memory in memory_of(subject_) if memory.group == group)
 
@@ -108,7 +104,7 @@ ALL = {
 def test_advice_for_all_groups_at_once_composes_and_fits(case: str) -> None:
     s = subject(*ALL[case])
     assert sum(not memory.fits for memory in memory_of(s)) > 1
-    found = _together(s)
+    found = together(s)
     assert found is not None
     pasted = subject(*ALL[case], *found.split())
     assert all(memory.fits for memory in memory_of(pasted))
@@ -130,7 +126,7 @@ def test_what_is_asked_of_one_group_leaves_gpus_for_the_next() -> None:
     s = subject(*case)
     own = [advice(s, group)[0].overrides() for group in ("actor", "teacher")]
     assert not has_room(subject(*case, *" ".join(own).split()).config, (8,))
-    assert has_room(subject(*case, *str(_together(s)).split()).config, (8,))
+    assert has_room(subject(*case, *str(together(s)).split()).config, (8,))
 
 
 @pytest.mark.parametrize(
@@ -183,9 +179,18 @@ def test_a_reference_of_its_own_excludes_adapters(tmp_path: Path) -> None:
 
 
 def test_what_others_leave_no_room_for_is_told_as_that() -> None:
-    crowded = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "plan.card=h100-80gb")
-    assert advice(crowded, "rollout") == []
-    assert shortage(crowded, "rollout").endswith("smaller groups on its GPUs, or GPUs of its own, would")
+    crowded = subject("+recipe=on_policy_distill", "model.size=14b", "teacher.model.size=7b", "placement=single_gpu",
+                      "plan.card=a100-40gb")  # fmt: skip
+    assert not _memory(crowded, "teacher").fits
+    assert advice(crowded, "teacher") == []
+    assert shortage(crowded, "teacher").endswith("smaller groups on its GPUs, or GPUs of its own, would")
+
+
+def test_a_run_is_told_what_groups_that_share_gpus_can_do_together() -> None:
+    s = subject(*ALL["two engines with the usual share"])
+    shares = "rollout.gpu_memory_utilization=0.425 teacher.gpu_memory_utilization=0.425"
+    with pytest.raises(ConfigError, match=rf"teacher needs .* and has .*; this fits: {shares}; plan.check=false"):
+        require_memory(s.config, s.models, {"teacher": s.card.memory}, (2,))
 
 
 def test_smaller_micro_batches_come_before_anything_that_trains_less() -> None:
