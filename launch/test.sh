@@ -7,5 +7,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 environment test
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy
-exec "$PYTHON" -m pytest -n 2 --dist loadscope "$@"  # two processes, see tests/conftest.py
+said=$(mktemp)
+types=
+trap 'rm -f "$said"; [ -z "$types" ] || kill "$types" 2>/dev/null || true' EXIT
+"$PYTHON" -m mypy >"$said" 2>&1 &  # beside the first tests, which leave it a core; what it says comes last
+types=$!
+code=0
+"$PYTHON" -m pytest -n 2 --dist loadscope "$@" || code=$?  # two processes, see tests/conftest.py
+wait "$types" || code=$((code ? code : 1))
+types=
+cat "$said"
+exit "$code"

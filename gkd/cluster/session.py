@@ -70,7 +70,8 @@ def _connected(config: Config) -> Iterator[Session]:
         if not connected_before:
             address = _address(config.cluster)
             if address is not None:
-                join(address, "cluster.address" if config.cluster.address else "RAY_ADDRESS")
+                named = config.cluster.address is None and "RAY_ADDRESS" in os.environ
+                join(address, "RAY_ADDRESS" if named else "cluster.address")
             else:
                 start = _plan_private(config)
                 session.directory = _new_directory()

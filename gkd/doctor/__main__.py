@@ -81,7 +81,7 @@ def _cluster(asked: str | None) -> Iterator[Finding]:
     if address is None:
         yield ok("cluster", "none is named and none was started here: a run starts a private Ray")
         return
-    join(address, "--address" if asked else "RAY_ADDRESS")
+    join(address, "RAY_ADDRESS" if asked is None and "RAY_ADDRESS" in os.environ else "--address")
     try:
         yield from check_cluster()
     finally:

@@ -32,8 +32,7 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
     for folder, top, left_out in folders:
         for path in _files(folder, left_out, without):
             name = path.relative_to(top)
-            if not str(name).isprintable():  # a surrogate stands for what is not UTF-8
-                raise ConfigError(f"the working directory has a file of the name {str(name)!r}: rename or remove it")
+            _require_utf8(name)
             sources[name] = path
             n_bytes[name.parts[0]] += path.stat().st_size
             if n_bytes.total() > MAX_MB * 1_000_000:
@@ -54,6 +53,13 @@ def _files(directory: Path, left_out_at_top: set[str], without: list[str]) -> It
             path = Path(folder) / name
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+def _require_utf8(name: Path) -> None:
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the working directory has a file of the name {str(name)!r}: rename or remove it") from None
 
 
 def _is_elsewhere(path: Path) -> bool:
