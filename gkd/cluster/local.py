@@ -58,11 +58,18 @@ class LocalNode:
     def processes(self) -> list[int]:
         """Pids of everything that the node started, jobs and workers included.
 
-        Ray's agents write their title over their environment; they are found by their logs.
+        Ray's agents write their title over their environment. They are found by their logs, as a run is that joined
+        the cluster; but only they are of the session that the node began.
         """
         pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
         marked = {pid for pid in pids if pid != os.getpid() and _is_marked(pid, self.mark)}
-        return sorted(marked.union(reaper.processes_of(str(self.ray_directory))))
+        return sorted(marked.union(filter(self._began, reaper.processes_of(str(self.ray_directory)))))
+
+    def _began(self, pid: int) -> bool:
+        try:
+            return os.getsid(pid) == self.pid
+        except ProcessLookupError:
+            return False
 
     def write(self) -> None:
         """Write it down for other programs to find."""

@@ -116,9 +116,9 @@ def join(address: str, setting: str = "cluster.address") -> None:
         with keeping_sigterm_handler():
             ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if address == "auto":
+        if address == "auto" and isinstance(error, ConnectionError):
             raise ConfigError(
-                f"{setting}=auto: no cluster runs here; ./launch/ray_cluster.sh head starts one"
+                f"{setting}=auto: Ray finds no cluster here; ./launch/ray_cluster.sh head starts one"
             ) from error
         raise ConfigError(f"{setting}={address}: cannot join this cluster: {one_line(error)}") from error
 

@@ -119,6 +119,8 @@ def _versions(found: list[NodeFacts]) -> Iterator[Finding]:
             told = "; ".join(f"{version} on {', '.join(on)}" for version, on in nodes_by_version.items())
             if name == "driver":
                 yield warning("driver", told, "install the same on every machine")
+            elif name == "gkd":
+                yield warning("gkd", told, "the same checkout on each, or launch/submit.py, which brings its own")
             else:
                 yield failed("packages", f"{name}: {told}", QUICKSTART)
     if not different:

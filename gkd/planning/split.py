@@ -214,7 +214,7 @@ class _Mix:
         return _Mix(seconds[kept], tails[kept], totals[kept], np.c_[self.chosen[old], new])
 
 
-def _split(subject: Subject, apart: Subject, mix: dict[str, Size], staleness: int, factors: Factors) -> Split:
+def _split(subject: Subject, base: Subject, mix: dict[str, Size], staleness: int, factors: Factors) -> Split:
     settings = no_longer(subject.config)
     for section, size in mix.items():
         pool = getattr(subject.config, section)
@@ -224,6 +224,6 @@ def _split(subject: Subject, apart: Subject, mix: dict[str, Size], staleness: in
             settings[f"{section}.nnodes"] = size.nnodes
         if isinstance(pool, Engine) and size.tensor_parallel != pool.tensor_parallel_size:
             settings[f"{section}.tensor_parallel_size"] = size.tensor_parallel
-    stages = factors.apply(stages_of(replace(apart, config=changed(apart.config, settings))))
+    stages = factors.apply(stages_of(replace(base, config=changed(base.config, settings))))
     gpus = {GROUPS.get(section, section): size.total for section, size in mix.items()}
     return Split(settings, gpus, stages, step_of(stages, staleness))

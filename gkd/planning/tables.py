@@ -94,7 +94,7 @@ def _advice(result: Result, out: Console) -> None:
             out.print(f"  {memory.group}: {hopeless(result.subject, memory)}", soft_wrap=True)
         if len(short) > 1 and not without:
             out.print("  these do not go together: no changes were found with which all groups fit")
-    elif len(short) > 1 or result.together != result.advice[0].overrides():
+    elif len(short) > 1 or result.together not in [one.overrides() for one in result.advice]:
         out.print(f"  all groups at once:\n    {result.together}", soft_wrap=True)
 
 

@@ -178,20 +178,26 @@ def test_groups_share_a_node_while_it_lasts_and_then_go_on_to_the_next():
 
 
 @pytest.mark.parametrize(
-    "asks",
+    ("asks", "fits"),
     [
-        [ask("actor", 1, 4), ask("rollout", 2, 6), ask("teacher", 8, 3)],  # two nodes are wholly free
-        [ask("actor", 3, 4), ask("rollout", 5, 8), ask("teacher", 3, 6)],
-        [ask("actor", 2, 16), ask("rollout", 6, 4), ask("teacher", 4, 9), ask("reference", 1, 12)],
+        ([ask("actor", 1, 4), ask("rollout", 2, 6), ask("teacher", 8, 3)], False),  # two nodes are wholly free
+        ([ask("actor", 3, 4), ask("rollout", 5, 8), ask("teacher", 3, 6)], True),
+        ([ask("actor", 2, 16), ask("rollout", 6, 4), ask("teacher", 4, 9), ask("reference", 1, 12)], False),
     ],
 )
-def test_nodes_that_all_differ_are_not_tried_for_ever(asks):
+def test_nodes_that_all_differ_are_not_tried_for_ever(asks, fits):
     """Every way to choose among 16 of them would take hours."""
     held = [0, 0, 1, 5, 3, 2, 4, 1, 3, 2, 5, 4, 1, 3, 2, 4]
     nodes = [Node(f"n{i}", f"n{i}", tuple(range(8)), 64.0, 8 - n, 64.0 - 2 * n - i) for i, n in enumerate(held)]
     began = time.process_time()
-    solve(asks, nodes, 1.0)
+    assert (solve(asks, nodes, 1.0) is not None) == fits
     assert time.process_time() - began < 10  # a second or two
+
+
+def test_a_search_ends_after_its_tries():
+    asks, nodes = [ask("actor", 1), ask("rollout", 4)], [node("n0", 4), node("n1", 1)]
+    assert solve(asks, nodes, 0.0, tries=1) is None  # the actor on the first node, which the rollout needs
+    assert solve(asks, nodes, 0.0) is not None
 
 
 def test_many_groups_that_do_not_fit_are_told_at_once():

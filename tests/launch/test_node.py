@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,30 +58,36 @@ def test_a_damaged_record_is_passed_over(directory: Path, caplog: pytest.LogCapt
     assert "node-x.json is not read" in caplog.text
 
 
-def test_what_a_dead_head_left_is_ended(
+def test_what_a_dead_head_left_is_ended_and_a_run_that_joined_is_not(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that hides its environment, as Ray's agents do, and holds a log open."""
+    """Both hide their environment and hold a log open, as Ray's agents do; one is of the node's session."""
     monkeypatch.setattr(local, "GRACE_S", 0.2)
-    node = LocalNode("head", "127.0.0.1:6379", None, 2**22 + 1, "feedbeef")
-    node.write()
-    node.ray_directory.mkdir()
-    log = node.ray_directory / "agent.log"
-    program = f"import time; f = open({str(log)!r}, 'w'); print('open', flush=True); time.sleep(600)"
-    agent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={})
+    logs = directory / "ray-feedbeef"
+    logs.mkdir()
+    agent, run = _writer(logs / "agent.log"), _writer(logs / "run.log")
     try:
-        assert agent.stdout is not None
-        agent.stdout.readline()
+        node = LocalNode("head", "127.0.0.1:6379", None, agent.pid, "feedbeef")
+        node.write()
         assert not node.alive
         assert node.processes() == [agent.pid]
         assert main(["stop"]) == 0
         assert capsys.readouterr().out == "stopped the head of 127.0.0.1:6379\n"
         assert agent.wait(timeout=10) < 0
-        assert local.nodes() == []
+        assert run.poll() is None
         assert main(["stop"]) == 0
         assert "no Ray node of" in capsys.readouterr().out
     finally:
-        agent.kill()
-        agent.wait()
-        log.unlink()
-        node.ray_directory.rmdir()
+        for process in (agent, run):
+            process.kill()
+            process.wait()
+        shutil.rmtree(logs)
+
+
+def _writer(log: Path) -> subprocess.Popen[bytes]:
+    """A process in a session of its own that holds ``log`` open."""
+    program = f"import time; f = open({str(log)!r}, 'w'); print('open', flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={}, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
