@@ -94,7 +94,7 @@ def _reward_model(subject: Subject, pool: Pool) -> GroupMemory:
     width = max(layers.width for layers in shape.layers)
     items = {
         "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
-        "activations": float(tokens * c * (4 * shape.hidden + 3 * width)),
+        "activations": float(tokens * c * max(4 * shape.hidden + 3 * width, 10 * shape.hidden)),  # MLP, or attention
         "process": PROCESS if subject.card.is_cpu else CONTEXT,
     }
     return GroupMemory("reward_model", pool.n_workers, items, subject.card.memory)

@@ -22,6 +22,7 @@ class ClassifierEngine:
     def __init__(self, path: str, settings: RewardModel, device: Device, dtype: torch.dtype) -> None:
         checkpoint = Checkpoint.read(path, "reward_model.model.path")
         model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model.config.get_text_config().use_cache = False  # of keys and values: nothing is generated
         self.model, self.device = model.to(device).eval(), device
         longest = settings.max_model_len
         self.limits = Limits(

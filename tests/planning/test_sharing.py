@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from gkd.compose import compose
@@ -13,6 +15,8 @@ from gkd.planning import cards
 from gkd.planning.advice import advice
 from gkd.planning.memory import memory_of
 from gkd.planning.subject import Subject, models_of
+from gkd.teacher.rating import ClassifierEngine
+from tests.planning.tensor_bytes import TensorBytes
 
 FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.card=h100-80gb"]
 
@@ -45,13 +49,27 @@ def test_four_bit_weights_are_an_eighth_of_float32() -> None:
     assert plain.items["weights"] - packed.items["weights"] == pytest.approx((4 - 0.516) * linear, rel=1e-3)
 
 
-def test_a_reward_model_is_counted(tmp_path: Path) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForSequenceClassification(LlamaConfig(**shape, vocab_size=500, num_labels=1, torch_dtype="float32"))
+@pytest.mark.parametrize(("width", "layers", "kv_heads", "n", "length"), [(128, 2, 4, 16, 256), (768, 4, 2, 4, 128)])
+def test_a_reward_model_is_near_the_measured_peak(
+    width: int, layers: int, kv_heads: int, n: int, length: int, tmp_path: Path
+) -> None:
+    model = LlamaForSequenceClassification(LlamaConfig(
+        hidden_size=128, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=kv_heads, vocab_size=500, num_labels=1,
+    ))  # fmt: skip
     model.save_pretrained(tmp_path)
-    found = planned("reward.functions=[reward_model]", f"reward_model.model.path={tmp_path}")["reward_model"]
+    asked = ("reward.functions=[reward_model]", f"reward_model.model.path={tmp_path}",
+             f"reward_model.max_num_seqs={n}", f"reward_model.max_model_len={length}")  # fmt: skip
     numbers = sum(p.numel() for name, p in model.named_parameters() if "score" not in name)
-    assert found.items["weights"] == 2 * numbers  # bfloat16
+    assert planned(*asked)["reward_model"].items["weights"] == 2 * numbers  # bfloat16
+    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *asked])
+    on_cpu = memory_of(Subject(config, models_of(config), cards.cpu(config.plan)))
+    items = next(group.items for group in on_cpu if group.group == "reward_model")
+    engine = ClassifierEngine(str(tmp_path), config.reward_model, "cpu", torch.float32)
+    with TensorBytes() as measured:
+        measured.count(engine.model.parameters())
+        engine.rate([np.full(length, 1 + i, np.int32) for i in range(n)])
+    assert items["weights"] + items["activations"] == pytest.approx(measured.peak, rel=0.15)
 
 
 ONE_GPU = ("placement=single_gpu", "rollout.gpu_memory_utilization=0.5")
