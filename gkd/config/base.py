@@ -38,6 +38,11 @@ GroupName = Literal["actor", "rollout", "teacher", "reference", "reward_model"]
 GpuRange = Annotated[list[int] | None, BeforeValidator(parse_gpus)]
 GpuRangeOfNode = Annotated[list[int], BeforeValidator(parse_gpus)]
 
+GROUPS = {"trainer": "actor"}
+"""Sections whose group of workers has another name."""
+
+GROUP_OF = {name: GROUPS.get(name, name) for name in ("trainer", "rollout", "teacher", "reference", "reward_model")}
+
 
 class Settings(BaseModel):
     """Base of every section: unknown keys are refused, values keep their YAML types and are finite, nothing changes."""

@@ -1,0 +1,164 @@
+"""What one setting asks of another: checks over the whole configuration, in the order in which they are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gkd.config.base import GROUPS
+from gkd.config.hints import nearest
+from gkd.config.rewards import BUILTIN_REWARDS, NEED_ANSWERS, REWARD_MODEL
+
+if TYPE_CHECKING:
+    from gkd.config.run import Config
+
+
+def _own_models_and_data_go_together(config: Config) -> None:
+    given = {"model.path": not config.uses_builtin_task}
+    model = config.teacher.model
+    teacher = any((model.path, model.size, config.teacher.server_ip, config.teacher.models))
+    if config.algorithm.needs_teacher:
+        given["teacher.model.path (or teacher.server_ip)"] = teacher
+    elif teacher:
+        raise ValueError(f"a teacher is given, but algorithm.name={config.algorithm.name} asks none")
+    given |= {"data.train_files": bool(config.data.train_files), "data.val_files": bool(config.data.val_files)}
+    if any(given.values()) and not all(given.values()):
+        have = ", ".join(k for k, v in given.items() if v)
+        lack = ", ".join(k for k, v in given.items() if not v)
+        raise ValueError(f"given {have} but not {lack}: name all of them, or none for the built-in task")
+
+
+def _a_reference_is_asked(config: Config) -> None:
+    if config.reference.model.path is None or config.asks_reference:
+        return
+    why = "algorithm.kl.coef=0 asks none" if config.algorithm.kl.coef == 0 else "with actor.lora.r it is the student"
+    raise ValueError(f"reference.model.path is set, but {why}")
+
+
+def _several_teachers_are_told_apart(config: Config) -> None:
+    teacher = config.teacher
+    if bool(teacher.models) != bool(config.data.teacher_key):
+        raise ValueError("teacher.models and data.teacher_key go together: which teacher is a prompt for?")
+    if teacher.models and (teacher.model.path is not None or teacher.server_ip is not None):
+        raise ValueError("teacher.models excludes teacher.model.path and teacher.server_ip")
+    if len(teacher.models) > teacher.n_engines:
+        raise ValueError(
+            f"teacher.models names {len(teacher.models)} models, and the teacher's pool has {teacher.n_engines} "
+            "engines: at least one each (teacher.n_gpus_per_node)"
+        )
+
+
+def _external_teacher_has_no_pool(config: Config) -> None:
+    if config.teacher.server_ip is not None and config.teacher.ranges() is not None:
+        raise ValueError("teacher.gpus and teacher.server_ip exclude each other: an external teacher has no pool")
+
+
+def _ranges_are_disjoint(config: Config) -> None:
+    owner: dict[int, str] = {}
+    guests = config.hosts()
+    for name, pool in config.pools():
+        for index in pool.gpus or [] if GROUPS.get(name, name) not in guests else []:
+            if index in owner:
+                raise ValueError(f"{owner[index]}.gpus and {name}.gpus overlap: both name GPU {index}")
+            owner[index] = name
+
+
+def _guests_fit_on_their_hosts(config: Config) -> None:
+    pools = {GROUPS.get(section, section): (section, pool) for section, pool in config.pools()}
+    for guest, host in config.hosts().items():
+        (section, own), (other, its) = pools[guest], pools[host]
+        what = f"{section}.share_with={own.share_with}"
+        if own.n_gpus_per_node > its.n_gpus_per_node or own.nnodes > its.nnodes:
+            raise ValueError(
+                f"{what}: {section} is to have {own.n_gpus_per_node} GPUs on {own.nnodes} nodes, and {other} has "
+                f"{its.n_gpus_per_node} on {its.nnodes}"
+            )
+        if own.gpus_by_node is not None:
+            raise ValueError(f"{what}: {section} is on the first GPUs of {other}, so leave {section}.gpus_by_node out")
+        if own.gpus is not None and not set(own.gpus) <= set(its.gpus or ()):
+            raise ValueError(f"{what}: {section}.gpus={own.gpus} is not within {other}.gpus={its.gpus}")
+
+
+def _turns_can_be_taken(config: Config) -> None:
+    if config.cluster.take_turns is not True:
+        return
+    if not config.on_the_actors_gpus():
+        raise ValueError("cluster.take_turns=true: no group shares GPUs with the actor (share_with)")
+    if config.actor.lora.quantize is not None:
+        raise ValueError(f"cluster.take_turns=true: actor.lora.quantize={config.actor.lora.quantize} stays on its GPU")
+
+
+def _hf_takes_weights_from_the_object_store(config: Config) -> None:
+    transfer = config.weights.transfer
+    if config.rollout.engine == "hf" and transfer not in ("auto", "object_store"):
+        raise ValueError(
+            f"weights.transfer={transfer}: rollout.engine=hf takes weights from the object store alone; "
+            "weights.transfer=object_store or auto would work"
+        )
+
+
+def _policy_gradient_is_on_policy(config: Config) -> None:
+    loss, rollout = config.algorithm.loss, config.rollout
+    if loss.name == "sampled_reverse_kl" and not rollout.temperature == loss.temperature == rollout.top_p == 1.0:
+        raise ValueError(
+            "algorithm.loss.name=sampled_reverse_kl is a policy gradient on the plain model's samples: "
+            "rollout.temperature, rollout.top_p and algorithm.loss.temperature must be 1"
+        )
+
+
+def _rewards_can_be_learned_from(config: Config) -> None:
+    if not config.algorithm.policy_weight:
+        if config.reward.functions:
+            raise ValueError(
+                f"reward.functions={config.reward.functions}: nothing is learned from rewards with "
+                f"algorithm.name={config.algorithm.name} and algorithm.reward_weight=0"
+            )
+        return
+    why = f"algorithm.name={config.algorithm.name} learns from the differences between rewards"
+    if config.rollout.n < 2:
+        raise ValueError(f"rollout.n={config.rollout.n}: {why} of one prompt's samples; at least 2")
+    if not config.reward.functions and not config.uses_builtin_task:
+        raise ValueError(f"reward.functions is empty: {why}")
+    for name in config.reward.functions:
+        known = [*BUILTIN_REWARDS, REWARD_MODEL]
+        if ":" not in name and name not in known:
+            raise ValueError(
+                f"reward.functions: there is no reward {name}{nearest(name, known)}; there are "
+                f"{', '.join(known)}, or your own as package.module:name"
+            )
+        if name in NEED_ANSWERS and config.data.answer_key is None and not config.uses_builtin_task:
+            raise ValueError(f"reward.functions: {name} needs reference answers, and data.answer_key is not set")
+    if config.asks_reward_model and config.reward_model.model.path is None:
+        raise ValueError("reward.functions names reward_model, and reward_model.model.path is not set")
+
+
+def _own_answers_can_be_learned_from(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.on_policy_share == 1:
+        if algorithm.supervised_weight:
+            raise ValueError(
+                "algorithm.supervised_weight counts for the data's own answers, of which "
+                "algorithm.on_policy_share=1 leaves none"
+            )
+        return
+    why = f"algorithm.on_policy_share={algorithm.on_policy_share:g} learns from the data's own answers"
+    if config.data.answer_key is None and not config.uses_builtin_task:
+        raise ValueError(f"{why}, and data.answer_key is not set")
+    if algorithm.policy_weight or algorithm.loss.name == "sampled_reverse_kl":
+        raise ValueError(f"{why}, which no policy gradient can: the student did not sample them")
+
+
+CHECKS: tuple[Callable[[Config], None], ...] = (
+    _own_models_and_data_go_together,
+    _a_reference_is_asked,
+    _several_teachers_are_told_apart,
+    _external_teacher_has_no_pool,
+    _ranges_are_disjoint,
+    _guests_fit_on_their_hosts,
+    _turns_can_be_taken,
+    _hf_takes_weights_from_the_object_store,
+    _policy_gradient_is_on_policy,
+    _rewards_can_be_learned_from,
+    _own_answers_can_be_learned_from,
+)
+"""Each raises ValueError, which names the settings that do not go together."""

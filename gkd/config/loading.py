@@ -1,0 +1,47 @@
+"""From a composed tree to a checked configuration, and what its settings are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from gkd.config.base import Settings
+from gkd.config.hints import nearest
+from gkd.config.run import Config
+from gkd.errors import ConfigError
+
+
+def settings() -> dict[str, str]:
+    """Every setting's dotted name and its meaning."""
+
+    def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, str]]:
+        for name, field in section.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                yield from walk(kind, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", field.description or ""
+
+    return dict(walk(Config, ""))
+
+
+def load(tree: Mapping[str, Any]) -> Config:
+    """Turn a composed tree into a checked :class:`Config`.
+
+    Raises ConfigError, in one line, for the first thing that is wrong.
+    """
+    try:
+        return Config.model_validate(dict(tree))
+    except ValidationError as error:
+        first = error.errors()[0]
+        # Union branches add their type's name to the location; only real keys are shown.
+        key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|literal)", str(part)))
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"unknown setting {key}{nearest(key, settings())}") from None
+        message = str(first["msg"]).removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
+        shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
+        raise ConfigError(f"{key}{shown}: {message}" if key else message) from None

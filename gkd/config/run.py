@@ -1,0 +1,116 @@
+"""The configuration of one run, as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from pydantic import Field, model_validator
+
+from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
+from gkd.config.checks import CHECKS
+from gkd.config.groups import (
+    Actor,
+    Builtin,
+    Cluster,
+    Data,
+    Model,
+    Reference,
+    RewardModel,
+    Rollout,
+    Teacher,
+    Trainer,
+    Weights,
+)
+from gkd.config.learning import Algorithm
+from gkd.config.plan import Plan
+from gkd.config.rewards import (
+    REWARD_MODEL,
+    Reward,
+)
+from gkd.config.watch import Watch
+
+
+class Config(Settings):
+    """One run."""
+
+    recipe: str = Field("none", description="name of the recipe, part of the default output directory")
+    model: Model = Model()
+    teacher: Teacher = Teacher()
+    reference: Reference = Reference()
+    reward_model: RewardModel = RewardModel()
+    trainer: Trainer = Trainer()
+    rollout: Rollout = Rollout()
+    actor: Actor = Actor()
+    data: Data = Data()
+    builtin: Builtin = Builtin()
+    algorithm: Algorithm = Algorithm()
+    reward: Reward = Reward()
+    weights: Weights = Weights()
+    cluster: Cluster = Cluster()
+    watch: Watch = Watch()
+    plan: Plan = Plan()
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> Config:
+        for check in CHECKS:
+            check(self)
+        return self
+
+    def pools(self) -> Iterator[tuple[str, Pool]]:
+        """Sections that own GPUs, in the order these are handed out: trainer (the actor), rollout, ..."""
+        yield "trainer", self.trainer
+        yield "rollout", self.rollout
+        if self.algorithm.needs_teacher and self.teacher.server_ip is None:
+            yield "teacher", self.teacher
+        if self.asks_reference:
+            yield "reference", self.reference
+        if self.asks_reward_model:
+            yield "reward_model", self.reward_model
+
+    def hosts(self) -> dict[str, str]:
+        """Of every group that works on GPUs of another: which group these belong to.
+
+        A group that the run does not have passes on those that would share with it to the one it would share with.
+        Raises ValueError where groups share with each other in a circle.
+        """
+        sections = {group: section for section, group in GROUP_OF.items()}
+        present = {GROUP_OF[section] for section, _ in self.pools()}
+        found: dict[str, str] = {}
+        for group in present:
+            host, seen = group, [group]
+            while (following := getattr(self, sections[seen[-1]]).share_with) is not None:
+                if following in seen:
+                    raise ValueError(f"share_with goes in a circle: {' -> '.join([*seen, following])}")
+                seen.append(following)
+                host = following if following in present else host
+            if host != group:
+                found[group] = host
+        return found
+
+    def may_share(self) -> set[frozenset[str]]:
+        """Pairs of groups that may be on the same GPU."""
+        hosts = self.hosts()
+        crowds = [{host, *(guest for guest, its in hosts.items() if its == host)} for host in set(hosts.values())]
+        return {frozenset(pair) for crowd in crowds for pair in combinations(sorted(crowd), 2)}
+
+    def on_the_actors_gpus(self) -> list[str]:
+        """Groups besides the actor that work on its GPUs, in the order of :meth:`pools`."""
+        shared = self.may_share()
+        groups = (GROUPS.get(section, section) for section, _ in self.pools())
+        return [group for group in groups if frozenset(("actor", group)) in shared]
+
+    @property
+    def asks_reference(self) -> bool:
+        """Whether a group of its own says what the reference thinks; with LoRA it is the actor without its adapter."""
+        return self.algorithm.kl.coef > 0 and self.actor.lora.r is None
+
+    @property
+    def asks_reward_model(self) -> bool:
+        """Whether one of the rewards is a model's, in a group of its own."""
+        return self.algorithm.policy_weight > 0 and REWARD_MODEL in self.reward.functions
+
+    @property
+    def uses_builtin_task(self) -> bool:
+        """Whether the run makes its own models and data."""
+        return self.model.path is None and self.model.size is None
