@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
+from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.builtin import prepare_builtin
 from gkd.data.checkpoint import Checkpoint
 from gkd.data.prompts import PromptSet, load_prompts
@@ -80,8 +79,11 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if config.algorithm.needs_teacher:
         top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
     _require_answers(config, train_prompts)
+    end = turn_end([*train_prompts.prompts, *val_prompts.prompts], tokenizer)
+    own = with_turn_end(own, end)
     if config.algorithm.on_policy_share < 1:
-        train_prompts = _with_answers(train_prompts, tokenizer, own, config.rollout.max_response_length)
+        answered = with_answers(train_prompts.prompts, tokenizer, own, end, config.rollout.max_response_length)
+        train_prompts = replace(train_prompts, prompts=answered)
     return Inputs(
         student,
         judges,
@@ -141,18 +143,6 @@ def _reference(config: Config, student: str) -> str:
     path = check_causal_lm(config.reference.model.path, "reference.model.path")
     check_same_tokenizer(student, path, "reference.model.path")
     return path
-
-
-def _with_answers(found: PromptSet, tokenizer: Any, model: Checkpoint, max_tokens: int) -> PromptSet:
-    """The prompts with their answers as responses: tokens of the text as it is, and the end token."""
-    if not model.eos_ids:
-        raise ConfigError("algorithm.on_policy_share: the model has no end token, so the data's answers have no end")
-    end = model.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    prompts = []
-    for prompt in found.prompts:
-        ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"][: max_tokens - 1]
-        prompts.append(replace(prompt, answer_ids=np.asarray([*ids, end], dtype=np.int32)))
-    return PromptSet(prompts, found.n_too_long)
 
 
 def _max_length(config: Config, models: dict[str, Checkpoint]) -> int:

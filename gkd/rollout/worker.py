@@ -36,7 +36,7 @@ class RolloutWorker:
 
     def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
         self.config, self.rank, self.device = config, spec.rank, spec.device
-        self.engine = _engine(config, spec, span)
+        self.engine, self._eos_ids = _engine(config, spec, span), spec.model.eos_ids
         self.judges: dict[str, TeacherClient] = {}
         self.tokenizer = load_tokenizer(spec.model_path)
         self.rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
@@ -165,7 +165,8 @@ class RolloutWorker:
             ids = job.request.prompt.answer_ids
             if job.request.own_answer and ids is not None:
                 unknown = np.full(len(ids), np.nan, dtype=np.float32)
-                self._finish(job, Finished(job.key, ids, unknown, "stop"))
+                ended = int(ids[-1]) in self._eos_ids
+                self._finish(job, Finished(job.key, ids, unknown, "stop" if ended else "length"))
                 continue
             self._jobs[job.key] = job
             try:
