@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.algorithms.top_k import top_k_wanted
+from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.builtin import prepare_builtin
@@ -77,7 +77,8 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
                 f"teacher.models has {', '.join(config.teacher.models)}"
             )
     if config.algorithm.needs_teacher:
-        top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
+        for wanted in (top_k_wanted, top_k_for_validation):
+            wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
     _require_answers(config, train_prompts)
     end = turn_end([*train_prompts.prompts, *val_prompts.prompts], tokenizer)
     own = with_turn_end(own, end)

@@ -246,6 +246,12 @@ class Data(Settings):
     teacher_key: str | None = Field(None, description="column that says which of teacher.models a prompt is for")
     max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
     val_limit: int = Field(256, ge=1, description="validation prompts used at most")
+    val_top_k: int = Field(
+        512,
+        ge=1,
+        description="teacher's K most likely tokens that val/reverse_kl compares, and one bucket for the rest: a lower "
+        "bound, exact where K is the vocabulary",
+    )
 
 
 class Builtin(Settings):

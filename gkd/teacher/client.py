@@ -135,7 +135,8 @@ class TeacherClient:
         vocabulary = min(welcome.vocabulary, self._vocabulary or welcome.vocabulary)
         if (k := min(self._top_k, vocabulary)) > welcome.max_top_k:
             raise ConfigError(
-                f"K={k} is wanted (algorithm.loss.top_k), {them} gives at most {welcome.max_top_k} (teacher.max_top_k)"
+                f"K={k} is wanted (algorithm.loss.top_k, data.val_top_k), {them} gives at most {welcome.max_top_k} "
+                "(teacher.max_top_k)"
             )
         if self._max_length is not None and self._max_length > welcome.max_length:
             raise ConfigError(
