@@ -105,13 +105,15 @@ class Target:
 
     ``token_logprobs`` [R]: log-probability of each response token. ``ids`` [R, K] and ``logprobs`` [R, K]: the K most
     likely tokens at each response position, in falling order. K is 0 where only the tokens were asked for.
-    All are natural logarithms at ``temperature``.
+    ``tail_logprobs`` [R]: log-probability of all tokens but those K together, summed over the whole row at the teacher;
+    None where there are no others, or K is 0. All are natural logarithms at ``temperature``.
     """
 
     token_logprobs: Float32
     ids: Int32
     logprobs: Float32
     temperature: float = 1.0
+    tail_logprobs: Float32 | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.token_logprobs)
@@ -119,6 +121,8 @@ class Target:
             raise ValueError(
                 f"a target of {rows} positions has ids {self.ids.shape} and log-probabilities {self.logprobs.shape}"
             )
+        if self.tail_logprobs is not None and self.tail_logprobs.shape != (rows,):
+            raise ValueError(f"a target of {rows} positions has tails {self.tail_logprobs.shape}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,8 @@ class Teacher(Scorer):
     server_port: int = Field(15555, ge=1, le=65535, description="port of an external teacher (see server_ip)")
     key_file: str | None = Field(
         None,
-        description="CURVE key shared by server and clients; needed when server_ip is not loopback, and made "
-        "for the run where it spans several machines",
+        description="CURVE key shared by server and clients; needed when server_ip is not loopback; null: for "
+        "gkd.teacher.serve and its clients on one machine ~/.cache/gkd/teacher.key, otherwise one of the run's own",
     )
 
 

@@ -1,8 +1,9 @@
 """A teacher outside the cluster: ``python -m gkd.teacher.serve teacher.model.path=DIR teacher.server_port=15555``.
 
-Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise; any
-address that is not loopback needs ``teacher.key_file``, which is made when it does not exist and which clients need a
-copy of. One engine on the GPUs this process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
+Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise. Only
+clients with its key are answered. On loopback that is in ``~/.cache/gkd/teacher.key``; any other address needs
+``teacher.key_file``, of which clients need a copy. Either is made when it does not exist. One engine on the GPUs this
+process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _composed(arguments: Sequence[str]) -> Config:
 
 
 def _serve(config: Config, stop: _Stop) -> int:
-    from gkd.teacher.address import Key, require_key
+    from gkd.teacher.address import Key, key_path
     from gkd.vllm_engine import environment, installed_device
 
     teacher = config.teacher
@@ -52,8 +53,8 @@ def _serve(config: Config, stop: _Stop) -> int:
         )
     if teacher.nodes_an_engine > 1:
         raise ConfigError("a server's engine is on one machine: teacher.across_nodes is for a run's own teachers")
-    key = None if teacher.key_file is None else Key.load_or_create(teacher.key_file)
-    require_key(host, key)
+    path_of_key = key_path(teacher, [host])
+    key = Key.load_or_create(path_of_key)
     _require_free(host, port)
     from gkd.data.checkpoint import Checkpoint
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
@@ -73,7 +74,7 @@ def _serve(config: Config, stop: _Stop) -> int:
         limits = engine.limits
         print(
             f"teacher ready at {server.address}: {path}, K up to {limits.max_top_k} of {limits.vocabulary}, "
-            f"sequences up to {limits.max_length} tokens, {'with' if key else 'no'} key",
+            f"sequences up to {limits.max_length} tokens, key in {path_of_key}",
             flush=True,
         )
         stop.serving = True

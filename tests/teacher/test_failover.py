@@ -15,9 +15,10 @@ import zmq
 
 from gkd.errors import ConfigError, RunFailed
 from gkd.teacher import wire
+from gkd.teacher.address import secure_server
 from gkd.teacher.client import FULL_VOCABULARY, TeacherClient, TeacherUnavailable
 from tests.teacher.conftest import Process, Running, a_score
-from tests.teacher.table import VOCABULARY, TableEngine, expected
+from tests.teacher.table import KEY, VOCABULARY, TableEngine, expected
 
 Serve = Callable[..., Running]
 Connect = Callable[..., TeacherClient]
@@ -191,10 +192,11 @@ def test_another_protocol_is_a_configuration_error(connect: Connect) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger, router.rcvtimeo = 0, 5000
+    secure_server(router, KEY)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     client = connect(f"tcp://127.0.0.1:{port}")
     identity, *_ = router.recv_multipart()
-    router.send_multipart([identity, *wire.encode(wire.Welcome(wire.PROTOCOL + 1, "s", "model", "hash", 1, 1, 1, 1))])
+    router.send_multipart([identity, wire.encode(wire.Welcome(wire.PROTOCOL + 1, "s", "model", "hash", 1, 1, 1, 1))])
     with pytest.raises(ConfigError, match=f"speaks protocol {wire.PROTOCOL + 1}, this side {wire.PROTOCOL}"):
         client.connect(5)
     context.destroy(linger=0)
@@ -205,20 +207,21 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger, router.rcvtimeo = 0, 100
+    secure_server(router, KEY)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     stop = threading.Event()
 
     def lie() -> None:
         while not stop.is_set():
             try:
-                identity, *frames = router.recv_multipart()
+                identity, frame = router.recv_multipart()
             except zmq.Again:
                 continue
-            body, _ = wire.decode(frames)
+            body, _ = wire.decode(frame)
             answer = wire.encode(wire.Welcome(wire.PROTOCOL, "s", "liar", "hash", 32, 32, 100, 64))
             if isinstance(body, wire.Score):
                 answer = wire.encode(wire.Generated(body.id), np.zeros(3, np.int32))
-            router.send_multipart([identity, *answer])
+            router.send_multipart([identity, answer])
 
     thread = threading.Thread(target=lie)
     thread.start()
