@@ -22,6 +22,8 @@ from gkd.data.tokenizer import (
 )
 from gkd.errors import ConfigError
 from gkd.rewards.registry import resolve
+from gkd.sample import Prompt
+from gkd.teacher.prompting import teacher_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,18 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     data = config.data.model_copy(update={"max_prompt_length": max_length - config.rollout.max_response_length})
     train_prompts = load_prompts(train, data, tokenizer)
     val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
+    _require_known_teachers(config, [*train_prompts.prompts, *val_prompts.prompts])
+    if config.algorithm.needs_teacher:
+        teachers = {name: path for name, path in judges.items() if name.startswith("teacher")}
+        sets = {"train": train_prompts, "val": val_prompts}
+        sets = teacher_prompts(config.teacher, teachers, tokenizer, sets, data.max_prompt_length)
+        train_prompts, val_prompts = sets["train"], sets["val"]
     for name, found in (("train", train_prompts), ("val", val_prompts)):
         if found.n_too_long:
             left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
             say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
     if config.reward_model.model.path is not None and config.asks_reward_model:
         judges["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
-    for prompt in [*train_prompts.prompts, *val_prompts.prompts]:
-        if prompt.teacher is not None and prompt.teacher not in config.teacher.models:
-            raise ConfigError(
-                f"data.teacher_key={config.data.teacher_key}: a prompt is for the teacher {prompt.teacher!r}; "
-                f"teacher.models has {', '.join(config.teacher.models)}"
-            )
     if config.algorithm.needs_teacher:
         top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
     _require_answers(config, train_prompts)
@@ -102,6 +104,16 @@ def _require_known(config: Config) -> None:
     for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
         if model.size is not None:
             raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
+
+
+def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
+    """Raise ConfigError for a prompt that is for a teacher that there is not."""
+    for prompt in prompts:
+        if prompt.teacher is not None and prompt.teacher not in config.teacher.models:
+            raise ConfigError(
+                f"data.teacher_key={config.data.teacher_key}: a prompt is for the teacher {prompt.teacher!r}; "
+                f"teacher.models has {', '.join(config.teacher.models)}"
+            )
 
 
 def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:

@@ -16,7 +16,7 @@ from gkd.cluster.turns import SLACK_S
 from gkd.config import Config, RewardModel, Scorer
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.inputs import Inputs
-from gkd.teacher.address import Key, external_addresses, host_of, key_path
+from gkd.teacher.address import Key, external_addresses, external_key
 from gkd.teacher.worker import JudgeSpec
 from gkd.vllm_engine import environment
 
@@ -168,5 +168,5 @@ def _key(config: Config) -> Key:
     """The user's key, which an external teacher has as well; without one, a key of this run's own."""
     teacher = config.teacher
     if config.algorithm.needs_teacher and teacher.server_ip is not None:
-        return Key.load(key_path(teacher, [host_of(address) for address in external_addresses(teacher)]))
+        return external_key(teacher)
     return Key.generate() if teacher.key_file is None else Key.load(teacher.key_file)

@@ -20,7 +20,8 @@ class Prompt:
     ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held,
     ``answer`` the reference answer where the data has one, ``answer_ids`` its tokens and the end token where it is
     learned from. ``messages``: what the chat template was given, where the data holds messages. ``teacher``: which of
-    ``teacher.models`` judges its responses.
+    ``teacher.models`` judges its responses; ``teacher_ids`` [Q]: the prompt's tokens as that teacher is prompted, None
+    where it sees the student's.
     """
 
     id: int
@@ -30,6 +31,12 @@ class Prompt:
     answer_ids: Int32 | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     teacher: str | None = None
+    teacher_ids: Int32 | None = None
+
+    @property
+    def as_teacher_sees_it(self) -> Int32:
+        """Token ids that are put before the teacher."""
+        return self.token_ids if self.teacher_ids is None else self.teacher_ids
 
 
 def teacher_of(prompt: Prompt) -> str:

@@ -61,7 +61,7 @@ class Validation:
             return {}
         self.rollout.turns.for_engines()
         length = self.config.rollout.max_response_length
-        futures = [self.teachers[teacher_of(p)].submit(Generate(p.token_ids, length)) for p in asked]
+        futures = [self.teachers[teacher_of(p)].submit(Generate(p.as_teacher_sees_it, length)) for p in asked]
         limit = self.config.rollout.timeout_s
         _, late = wait(futures, limit)
         if late:

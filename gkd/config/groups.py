@@ -74,7 +74,7 @@ class Served(Pool):
 
     request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
-    heartbeat_s: float = Field(2.0, gt=0, description="interval of heartbeats; three missed put a replica out")
+    heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
 
 
 class Scorer(Served, Engine):
@@ -96,6 +96,11 @@ class Teacher(Scorer):
         {},
         description="several teachers: by the value of the column data.teacher_key, directory or locally cached name; "
         "the group's engines are dealt out among them",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="how the teacher is prompted: own: by its own tokenizer; student: as the student is; or a Jinja "
+        "file; null: student and teacher have to agree",
     )
     server_ip: str | None = Field(
         None, description="host or comma-separated hosts of an external teacher, used instead of a pool; "

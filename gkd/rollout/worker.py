@@ -206,7 +206,7 @@ class RolloutWorker:
         prompt, judging = job.request.prompt, job.judging
         asked: dict[str, Future[Any]] = {}
         if judging.top_k is not None:
-            score = Score(prompt.token_ids, sample.response_ids, judging.top_k, judging.temperature)
+            score = Score(prompt.as_teacher_sees_it, sample.response_ids, judging.top_k, judging.temperature)
             asked["teacher"] = self.judges[teacher_of(prompt)].submit(score)
         if judging.reference:
             score = Score(prompt.token_ids, sample.response_ids, 0, job.request.sampling.temperature)

@@ -120,8 +120,13 @@ def external_addresses(teacher: Teacher) -> list[str]:
     return addresses
 
 
+def external_key(teacher: Teacher) -> Key:
+    """The key of the external teacher. Raises ConfigError."""
+    return Key.load(key_path(teacher, [host_of(address) for address in external_addresses(teacher)]))
+
+
 def secure_server(socket: Any, key: Key) -> None:
-    """Make ``socket`` accept only peers that hold ``key``. Its context needs an gatekeeper, see zap."""
+    """Make ``socket`` accept only peers that hold ``key``. Its context needs a gatekeeper, see zap."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = key.secret, key.public, True
     socket.zap_domain = b"gkd"
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from gkd.data.rendering import Rendering
 from gkd.errors import ConfigError
 from gkd.teacher import wire
 from gkd.teacher.address import Key, endpoint, secure_server
@@ -46,7 +47,7 @@ class Frontend:
         port: int,
         key: Key,
         bounds: Bounds,
-        rendering: wire.Rendering | None,
+        rendering: Rendering | None,
     ) -> None:
         self.limits, self.tokenizer_hash, self.session = limits, tokenizer_hash, secrets.token_hex(8)
         self.counts: Counter[str] = Counter()

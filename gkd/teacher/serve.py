@@ -51,12 +51,15 @@ def _serve(config: Config, stop: _Stop) -> int:
             f"a server has one engine of teacher.tensor_parallel_size={teacher.tensor_parallel_size} GPUs, and "
             f"{teacher.n_workers} are asked for: start one server for each engine, on ports of their own"
         )
+    if teacher.chat_template is not None:
+        raise ConfigError("teacher.chat_template is for runs: a server says what its model's tokenizer has")
     if teacher.nodes_an_engine > 1:
         raise ConfigError("a server's engine is on one machine: teacher.across_nodes is for a run's own teachers")
     path_of_key = key_path(teacher, [host])
     key = Key.load_or_create(path_of_key)
     _require_free(host, port)
     from gkd.data.checkpoint import Checkpoint
+    from gkd.data.rendering import Rendering
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
     from gkd.teacher.scoring import VllmEngine
     from gkd.teacher.server import TeacherServer
@@ -70,7 +73,7 @@ def _serve(config: Config, stop: _Stop) -> int:
     print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
     engine = VllmEngine(directory, checkpoint, teacher, device, dtype=config.model.dtype_on(device))
     try:
-        server = TeacherServer(engine, digest, host, port, key)
+        server = TeacherServer(engine, digest, host, port, key, rendering=Rendering.of(tokenizer))
         limits = engine.limits
         print(
             f"teacher ready at {server.address}: {path}, K up to {limits.max_top_k} of {limits.vocabulary}, "

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 
+from gkd.data.rendering import Rendering
 from gkd.errors import RunFailed
 from gkd.teacher import wire
 from gkd.teacher.address import Key
@@ -15,7 +16,6 @@ from gkd.teacher.clients import Job
 from gkd.teacher.connections import Bounds
 from gkd.teacher.frontend import Frontend
 from gkd.teacher.requests import Code, Engine, Refused
-from gkd.teacher.wire import Rendering
 
 IDLE_POLL_S = 0.2
 

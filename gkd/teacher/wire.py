@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from gkd.data.rendering import Rendering
 from gkd.sample import Float32, Int32, Target
 from gkd.teacher import requests
 from gkd.teacher.requests import Code
@@ -49,17 +50,6 @@ class Hello(Body, frozen=True):
     """Client to server, first: who are you?"""
 
     protocol: _Count
-
-
-class Rendering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a model's tokenizer makes prompts: its chat template (Jinja), the special tokens that a template may name,
-    and the ids that it puts before and after plain text.
-    """
-
-    chat_template: Annotated[str, Meta(max_length=1 << 17)] | None
-    special_tokens: dict[_Text, _Text]
-    before: list[_Count]
-    after: list[_Count]
 
 
 class Welcome(Body, frozen=True):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gkd.data.rendering import Rendering
 from gkd.sample import Target
 from gkd.teacher import wire
 from gkd.teacher.requests import Generate, Score
@@ -22,7 +23,7 @@ text = st.text(max_size=50)
 tokens = st.binary(max_size=160).map(lambda raw: np.frombuffer(raw[: len(raw) // 4 * 4], np.int32))
 temperatures = st.floats(1e-3, 1e3)
 renderings = st.builds(
-    wire.Rendering,
+    Rendering,
     st.none() | text,
     st.dictionaries(text, text, max_size=3),
     st.lists(counts, max_size=3),
