@@ -50,11 +50,19 @@ class Bounds:
 
 
 class Connection:
-    """An accepted connection. ``client``: its routing id, once it has sent a message; ``heard``: when it last did."""
+    """An accepted connection. ``client``: its routing id, once it has sent a message; ``heard``: when it last did.
+
+    Raises OSError where there is none any more.
+    """
 
     def __init__(self, fd: int) -> None:
         # A duplicate is this connection for certain, however soon ZeroMQ closes its own and the number is used again.
-        self._socket = socket.socket(fileno=os.dup(fd))
+        duplicate = os.dup(fd)
+        try:
+            self._socket = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            raise
         self.client: bytes | None = None
         self.heard = time.monotonic()
         self.is_cut = False

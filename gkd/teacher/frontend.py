@@ -28,7 +28,7 @@ from gkd.teacher.zap import Gatekeeper
 UNREAD_MESSAGES = 16  # of one client in ZeroMQ before it stops reading from the network
 MESSAGES_A_TURN = 256
 LINGER_MS = 500
-TICK_S = 0.02
+TICK_S = 0.05
 GRACE_S = 0.2  # clients lose what they have not read yet when a connection ends
 
 
