@@ -90,7 +90,10 @@ def key_path(teacher: Teacher, hosts: Sequence[str]) -> Path:
     for host in hosts:
         if not is_loopback(host):
             raise ConfigError(f"the teacher's address {host} is not loopback and has no key: set teacher.key_file")
-    return Path("~/.cache/gkd/teacher.key").expanduser()
+    try:
+        return Path("~/.cache/gkd/teacher.key").expanduser()
+    except RuntimeError:
+        raise ConfigError("teacher.key_file: there is no home directory that holds a key; name a file") from None
 
 
 def host_of(address: str) -> str:

@@ -41,7 +41,7 @@ def tails_instead_of_ranks(worker: Any) -> None:
     There are two model runners in vLLM. One takes scores apart with a method of its sampler, the other, which runs on
     GPUs, with a function that it has imported.
     """
-    sampler = getattr(worker.model_runner, "sampler", None)
+    sampler: Any = getattr(worker.model_runner, "sampler", None)
     if hasattr(sampler, "gather_logprobs"):
         sampler.gather_logprobs = _with_tails(sampler.gather_logprobs, normalised=True)
         return
