@@ -119,7 +119,7 @@ class Frontend:
             for source in (self._socket, self._wakeup.fileno(), self._gatekeeper.socket, self._connections.monitor):
                 poller.register(source, zmq.POLLIN)
             while not self._closing.is_set():
-                poller.poll(TICK_S * 1000)
+                poller.poll(int(TICK_S * 1000))
                 self._wakeup.clear()
                 self._gatekeeper.answer()
                 self._notice()

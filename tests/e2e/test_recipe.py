@@ -171,12 +171,13 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     own, students = (mean_logprobs(teacher, template, samples) for template in (TEACHERS_TEMPLATE, STUDENTS_TEMPLATE))
     found = [row["teacher_logprob_mean"] for row in samples]
-    assert sum(abs(a - b) < 1e-3 for a, b in zip(found, own, strict=True)) > 0.8 * len(found)
+    # The text of a response lacks what special tokens a barely trained student may have put into it.
+    assert sum(abs(a - b) < 1e-3 for a, b in zip(found, own, strict=True)) > 0.5 * len(found)
     assert sum(abs(a - b) > 1e-2 for a, b in zip(found, students, strict=True)) > 0.8 * len(found)
 
 
-STUDENTS_TEMPLATE = "{{ bos_token }} = = {{ messages[0]['content'] }}"
-TEACHERS_TEMPLATE = "{{ bos_token }} {{ messages[0]['content'] }}"
+STUDENTS_TEMPLATE = "{{ bos_token }} {{ messages[0]['content'] }}"
+TEACHERS_TEMPLATE = "{{ bos_token }} = = {{ messages[0]['content'] }}"
 
 
 def with_templates(cache: Path, directory: Path) -> tuple[Path, Path, Path]:
@@ -204,7 +205,7 @@ def mean_logprobs(model: Path, template: str, samples: list[dict[str, Any]]) -> 
     found = []
     for row in samples:
         # The prompt is logged as the student was given it.
-        content = row["prompt"].removeprefix(tokenizer.bos_token).replace("= =", "").strip()
+        content = row["prompt"].removeprefix(tokenizer.bos_token).strip()
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], chat_template=template, return_dict=True
         )["input_ids"]
