@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from gkd.algorithms.top_k import top_k_wanted
+from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
+from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.builtin import prepare_builtin
 from gkd.data.checkpoint import Checkpoint
 from gkd.data.prompts import PromptSet, load_prompts
@@ -22,6 +21,8 @@ from gkd.data.tokenizer import (
 )
 from gkd.errors import ConfigError
 from gkd.rewards.registry import resolve
+from gkd.sample import Prompt
+from gkd.teacher.prompting import teacher_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +66,27 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     data = config.data.model_copy(update={"max_prompt_length": max_length - config.rollout.max_response_length})
     train_prompts = load_prompts(train, data, tokenizer)
     val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
+    _require_known_teachers(config, [*train_prompts.prompts, *val_prompts.prompts])
+    if config.algorithm.needs_teacher:
+        teachers = {name: path for name, path in judges.items() if name.startswith("teacher")}
+        sets = {"train": train_prompts, "val": val_prompts}
+        sets = teacher_prompts(config.teacher, teachers, tokenizer, sets, data.max_prompt_length)
+        train_prompts, val_prompts = sets["train"], sets["val"]
     for name, found in (("train", train_prompts), ("val", val_prompts)):
         if found.n_too_long:
             left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
             say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
     if config.reward_model.model.path is not None and config.asks_reward_model:
         judges["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
-    for prompt in [*train_prompts.prompts, *val_prompts.prompts]:
-        if prompt.teacher is not None and prompt.teacher not in config.teacher.models:
-            raise ConfigError(
-                f"data.teacher_key={config.data.teacher_key}: a prompt is for the teacher {prompt.teacher!r}; "
-                f"teacher.models has {', '.join(config.teacher.models)}"
-            )
     if config.algorithm.needs_teacher:
-        top_k_wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
+        for wanted in (top_k_wanted, top_k_for_validation):
+            wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
     _require_answers(config, train_prompts)
+    end = turn_end([*train_prompts.prompts, *val_prompts.prompts], tokenizer)
+    own = with_turn_end(own, end)
     if config.algorithm.on_policy_share < 1:
-        train_prompts = _with_answers(train_prompts, tokenizer, own, config.rollout.max_response_length)
+        answered = with_answers(train_prompts.prompts, tokenizer, own, end, config.rollout.max_response_length)
+        train_prompts = replace(train_prompts, prompts=answered)
     return Inputs(
         student,
         judges,
@@ -102,6 +107,16 @@ def _require_known(config: Config) -> None:
     for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
         if model.size is not None:
             raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
+
+
+def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
+    """Raise ConfigError for a prompt that is for a teacher that there is not."""
+    for prompt in prompts:
+        if prompt.teacher is not None and prompt.teacher not in config.teacher.models:
+            raise ConfigError(
+                f"data.teacher_key={config.data.teacher_key}: a prompt is for the teacher {prompt.teacher!r}; "
+                f"teacher.models has {', '.join(config.teacher.models)}"
+            )
 
 
 def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
@@ -141,18 +156,6 @@ def _reference(config: Config, student: str) -> str:
     path = check_causal_lm(config.reference.model.path, "reference.model.path")
     check_same_tokenizer(student, path, "reference.model.path")
     return path
-
-
-def _with_answers(found: PromptSet, tokenizer: Any, model: Checkpoint, max_tokens: int) -> PromptSet:
-    """The prompts with their answers as responses: tokens of the text as it is, and the end token."""
-    if not model.eos_ids:
-        raise ConfigError("algorithm.on_policy_share: the model has no end token, so the data's answers have no end")
-    end = model.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    prompts = []
-    for prompt in found.prompts:
-        ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"][: max_tokens - 1]
-        prompts.append(replace(prompt, answer_ids=np.asarray([*ids, end], dtype=np.int32)))
-    return PromptSet(prompts, found.n_too_long)
 
 
 def _max_length(config: Config, models: dict[str, Checkpoint]) -> int:

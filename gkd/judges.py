@@ -16,7 +16,7 @@ from gkd.cluster.turns import SLACK_S
 from gkd.config import Config, RewardModel, Scorer
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.inputs import Inputs
-from gkd.teacher.address import Key, external_addresses
+from gkd.teacher.address import Key, external_addresses, external_key
 from gkd.teacher.worker import JudgeSpec
 from gkd.vllm_engine import environment
 
@@ -25,12 +25,16 @@ NAMES = ("teacher", "reference", "reward_model")
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """The engines of every group that judges, by name, and the key their sockets need."""
+    """The engines of every group that judges, by name, and the key their sockets need.
+
+    ``local``: they and all that ask them are on one machine, so that nobody else need reach them.
+    """
 
     config: Config
     inputs: Inputs
+    key: Key
     engines: dict[str, Engines] = field(default_factory=dict)
-    key: Key | None = None
+    local: bool = True
 
     @staticmethod
     def of(config: Config, inputs: Inputs, groups: Mapping[str, Group], rollout: Group) -> Judges:
@@ -42,7 +46,9 @@ class Judges:
                 settings = _settings(config, name)
                 tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
                 found[name] = Engines.of(groups[name], tensor_parallel, limit)
-        return Judges(config, inputs, found, _key(config, rollout, found))
+        asked = (rollout, *(engines.leaders for engines in found.values()))
+        ips = {report.ip for group in asked for report in group.reports} | {ray.util.get_node_ip_address()}
+        return Judges(config, inputs, _key(config), found, len(ips) == 1)
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -59,7 +65,6 @@ class Judges:
             # A server of this run's own takes exactly the sequences this run has; less cache is set aside for them.
             longest = settings.max_model_len or self.inputs.max_length
             settings = settings.model_copy(update={"max_model_len": longest})
-        # Without a key everything is on this machine; with one, each server listens where the others can reach it.
         args = [
             (
                 settings,
@@ -68,7 +73,7 @@ class Judges:
                     self.inputs.judges[models[rank % len(models)]],
                     report.device,
                     self._tokenizer(name),
-                    report.ip if self.key else "127.0.0.1",
+                    "127.0.0.1" if self.local else report.ip,
                     self.key,
                     name in self.sleeping(),
                 ),
@@ -159,10 +164,9 @@ def _settings(config: Config, name: str) -> Scorer | RewardModel:
     return config.teacher if name == "teacher" else config.reference
 
 
-def _key(config: Config, rollout: Group, judges: Mapping[str, Engines]) -> Key | None:
-    """The user's key; without one, one of this run's own where its servers and clients are on several machines."""
-    if config.teacher.key_file is not None:
-        return Key.load(config.teacher.key_file)
-    addresses = {report.ip for group in (rollout, *(e.leaders for e in judges.values())) for report in group.reports}
-    addresses.add(ray.util.get_node_ip_address())
-    return Key.generate() if judges and len(addresses) > 1 else None
+def _key(config: Config) -> Key:
+    """The user's key, which an external teacher has as well; without one, a key of this run's own."""
+    teacher = config.teacher
+    if config.algorithm.needs_teacher and teacher.server_ip is not None:
+        return external_key(teacher)
+    return Key.generate() if teacher.key_file is None else Key.load(teacher.key_file)

@@ -20,7 +20,8 @@ class Prompt:
     ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held,
     ``answer`` the reference answer where the data has one, ``answer_ids`` its tokens and the end token where it is
     learned from. ``messages``: what the chat template was given, where the data holds messages. ``teacher``: which of
-    ``teacher.models`` judges its responses.
+    ``teacher.models`` judges its responses; ``teacher_ids`` [Q]: the prompt's tokens as that teacher is prompted, None
+    where it sees the student's.
     """
 
     id: int
@@ -30,6 +31,12 @@ class Prompt:
     answer_ids: Int32 | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     teacher: str | None = None
+    teacher_ids: Int32 | None = None
+
+    @property
+    def as_teacher_sees_it(self) -> Int32:
+        """Token ids that are put before the teacher."""
+        return self.token_ids if self.teacher_ids is None else self.teacher_ids
 
 
 def teacher_of(prompt: Prompt) -> str:
@@ -105,13 +112,15 @@ class Target:
 
     ``token_logprobs`` [R]: log-probability of each response token. ``ids`` [R, K] and ``logprobs`` [R, K]: the K most
     likely tokens at each response position, in falling order. K is 0 where only the tokens were asked for.
-    All are natural logarithms at ``temperature``.
+    ``tail_logprobs`` [R]: log-probability of all tokens but those K together, summed over the whole row at the teacher;
+    None where there are no others, or K is 0. All are natural logarithms at ``temperature``.
     """
 
     token_logprobs: Float32
     ids: Int32
     logprobs: Float32
     temperature: float = 1.0
+    tail_logprobs: Float32 | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.token_logprobs)
@@ -119,6 +128,8 @@ class Target:
             raise ValueError(
                 f"a target of {rows} positions has ids {self.ids.shape} and log-probabilities {self.logprobs.shape}"
             )
+        if self.tail_logprobs is not None and self.tail_logprobs.shape != (rows,):
+            raise ValueError(f"a target of {rows} positions has tails {self.tail_logprobs.shape}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""val/accuracy and val/reverse_kl on held-out prompts."""
+"""val/accuracy, val/reward/* and val/reverse_kl on held-out prompts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 
 from gkd.actor.group import ActorGroup
+from gkd.algorithms.lessons import validation_rewards
 from gkd.algorithms.top_k import top_k_for_validation
-from gkd.config import Config
+from gkd.config import NEED_ANSWERS, Config
 from gkd.errors import RunFailed
 from gkd.inputs import Inputs
 from gkd.rewards.accuracy import agreement
@@ -22,6 +23,7 @@ class Validation:
     """Asks the same held-out prompts again and again.
 
     ``val/accuracy`` is the share of greedy answers that are right, measured where the data has answers;
+    ``val/reward/*`` what the run's own rewards give the greedy answers, measured where it has rewards;
     ``val/reverse_kl`` the mean over response tokens of KL(student || teacher), in nats, on one response a prompt
     sampled from the student at temperature 1, measured where there is a teacher.
     """
@@ -36,7 +38,8 @@ class Validation:
     ) -> None:
         self.config, self.prompts, self.tokenizer = config, inputs.val.prompts, inputs.tokenizer
         self.rollout, self.actor, self.teachers = rollout, actor, teachers
-        self.top_k = top_k_for_validation(config, inputs.model.vocabulary)
+        self.vocabulary = inputs.model.vocabulary
+        self.rewarded = config.algorithm.policy_weight > 0 and bool(config.reward.functions)
 
     def run(self) -> dict[str, float]:
         """Measure the student as it is."""
@@ -44,14 +47,24 @@ class Validation:
         found: dict[str, float] = {}
         if self.teachers:
             sampled = [Request(p, 0, SEED + i, Sampling(length)) for i, p in enumerate(self.prompts)]
-            records = self.rollout.sample(sampled, Judging(self.top_k), limit)
+            records = self.rollout.sample(sampled, Judging(top_k_for_validation(self.config, self.vocabulary)), limit)
             found["val/reverse_kl"] = self.actor.evaluate(records)["distill/reverse_kl"]
-        asked = [p for p in self.prompts if p.answer is not None]
-        if asked:
-            greedy = [Request(p, 0, SEED, Sampling(length, temperature=0.0)) for p in asked]
-            answers = self.rollout.fetch(self.rollout.sample(greedy, Judging(), limit))
-            by_prompt = {s.sample.request.prompt.id: s.sample.response_ids for s in answers}
-            found["val/accuracy"] = self._accuracy([(p, by_prompt[p.id]) for p in asked])
+        return found | self._greedy()
+
+    def _greedy(self) -> dict[str, float]:
+        """What greedy answers are worth; where a reward compares with answers, those to prompts that have one."""
+        with_answers = [p for p in self.prompts if p.answer is not None]
+        needed = not self.rewarded or any(name in NEED_ANSWERS for name in self.config.reward.functions)
+        asked = with_answers if needed else self.prompts
+        if not asked:
+            return {}
+        sampling = Sampling(self.config.rollout.max_response_length, temperature=0.0)
+        requests = [Request(p, 0, SEED, sampling) for p in asked]
+        records = self.rollout.sample(requests, Judging(rewards=self.rewarded), self.config.rollout.timeout_s)
+        found = validation_rewards(self.config, records) if self.rewarded else {}
+        if with_answers:
+            answers = {s.sample.request.prompt.id: s.sample.response_ids for s in self.rollout.fetch(records)}
+            found["val/accuracy"] = self._accuracy([(p, answers[p.id]) for p in with_answers])
         return found
 
     def teacher(self) -> dict[str, float]:
@@ -61,7 +74,7 @@ class Validation:
             return {}
         self.rollout.turns.for_engines()
         length = self.config.rollout.max_response_length
-        futures = [self.teachers[teacher_of(p)].submit(Generate(p.token_ids, length)) for p in asked]
+        futures = [self.teachers[teacher_of(p)].submit(Generate(p.as_teacher_sees_it, length)) for p in asked]
         limit = self.config.rollout.timeout_s
         _, late = wait(futures, limit)
         if late:

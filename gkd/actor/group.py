@@ -90,8 +90,7 @@ class ActorGroup:
 
     def evaluate(self, records: Sequence[Record]) -> dict[str, float]:
         """Distillation metrics of a batch under the current weights, at temperature 1, without training on it."""
-        loss = Loss(name="reverse_kl", top_k=self.config.algorithm.loss.top_k, tail=True)
-        return self._run("evaluate", [Lesson(record) for record in records], loss)
+        return self._run("evaluate", [Lesson(record) for record in records], Loss(name="reverse_kl", tail=True))
 
     def _run(self, method: str, lessons: Sequence[Lesson], last: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.losses.targets import PositionTargets
+from gkd.losses.targets import ABSENT_TAIL, PositionTargets
 from gkd.sample import Scored
 
 
@@ -104,11 +104,15 @@ def _each(values: Sequence[float], lengths: Sequence[int]) -> Tensor:
 def _targets(scored: Sequence[Scored], response_ids: Tensor) -> PositionTargets:
     targets = [s.target for s in scored if s.target is not None]
     assert len(targets) == len(scored), "some samples were put to the teacher, others not"
+    tails = [
+        np.full(len(t.ids), ABSENT_TAIL, np.float32) if t.tail_logprobs is None else t.tail_logprobs for t in targets
+    ]
     return PositionTargets(
         token_ids=response_ids,
         teacher_token_logprobs=torch.from_numpy(np.concatenate([t.token_logprobs for t in targets])),
         ids=torch.from_numpy(np.concatenate([t.ids for t in targets]).astype(np.int64)),
         logprobs=torch.from_numpy(np.concatenate([t.logprobs for t in targets])),
+        tail_logprobs=torch.from_numpy(np.concatenate(tails)) if targets[0].ids.shape[1] else None,
     )
 
 
@@ -116,7 +120,7 @@ def _empty(top_k: int | None, has_old: bool) -> MicroBatch:
     none = torch.zeros(0)
     targets = None
     if top_k is not None:
-        targets = PositionTargets(none.long(), none, none.long().reshape(0, top_k), none.reshape(0, top_k))
+        targets = PositionTargets(none.long(), none, none.long().reshape(0, top_k), none.reshape(0, top_k), none)
     return MicroBatch(
         token_ids=torch.zeros(1, dtype=torch.int64),
         position_ids=torch.zeros(1, dtype=torch.int64),

@@ -74,7 +74,7 @@ def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
         given = [record.rewards[name] for record in records]
         values = [value for value in given if not isinstance(value, str)]
         reasons = [reason for reason in given if isinstance(reason, str)]
-        label = name if short.count(own) > 1 else own
+        label = name if short.count(own) > 1 or own == "mean" else own  # val/reward/mean is that of them all
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
         took = [record.reward_s[name] for record in records if name in record.reward_s]
@@ -88,3 +88,17 @@ def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
             raise RunFailed(f"{told} (reward.max_failed_share={config.reward.max_failed_share:g})")
         log.warning(told)
     return metrics
+
+
+def validation_rewards(config: Config, records: Sequence[Record]) -> dict[str, float]:
+    """val/reward/NAME, each function's mean over held-out responses; val/reward/mean, that of what they are worth.
+
+    A response for which a function that counts gave nothing is no part of the latter; val/reward/NAME/failed is the
+    share of those, where there are any. Raises RunFailed as :func:`lessons_of`.
+    """
+    by_function = _by_function(config, records)
+    found = {f"val/{name.removesuffix('/mean')}": v for name, v in by_function.items() if name.endswith("/mean")}
+    found |= {f"val/{name}": share for name, share in by_function.items() if name.endswith("/failed") and share}
+    counting = [name for name, weight in config.reward.weight_of().items() if weight]
+    known = [record for record in records if not any(isinstance(record.rewards[name], str) for name in counting)]
+    return found | ({"val/reward/mean": float(np.mean(rewards_of(config, known)))} if known else {})

@@ -25,5 +25,14 @@ def top_k_wanted(config: Config, vocab_size: int) -> int:
 
 
 def top_k_for_validation(config: Config, vocab_size: int) -> int:
-    """K that val/reverse_kl is measured with: as in training, or all the teacher may be asked for."""
-    return min(config.algorithm.loss.top_k or vocab_size, vocab_size, config.teacher.max_top_k)
+    """K that val/reverse_kl is measured with: ``data.val_top_k``, whatever is asked for in training.
+
+    Raises ConfigError when that is more than the teacher may be asked for.
+    """
+    wanted = min(config.data.val_top_k, vocab_size)
+    if wanted > config.teacher.max_top_k:
+        raise ConfigError(
+            f"data.val_top_k={config.data.val_top_k} asks the teacher for {wanted:,} log-probabilities a position, "
+            f"more than teacher.max_top_k={config.teacher.max_top_k:,}"
+        )
+    return wanted

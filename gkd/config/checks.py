@@ -48,6 +48,14 @@ def _several_teachers_are_told_apart(config: Config) -> None:
         )
 
 
+def _a_chat_template_is_for_a_teacher(config: Config) -> None:
+    if config.teacher.chat_template is not None and not config.algorithm.needs_teacher:
+        raise ValueError(
+            f"teacher.chat_template={config.teacher.chat_template} is given, but algorithm.name="
+            f"{config.algorithm.name} asks no teacher"
+        )
+
+
 def _external_teacher_has_no_pool(config: Config) -> None:
     if config.teacher.server_ip is not None and config.teacher.ranges() is not None:
         raise ValueError("teacher.gpus and teacher.server_ip exclude each other: an external teacher has no pool")
@@ -152,6 +160,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_models_and_data_go_together,
     _a_reference_is_asked,
     _several_teachers_are_told_apart,
+    _a_chat_template_is_for_a_teacher,
     _external_teacher_has_no_pool,
     _ranges_are_disjoint,
     _guests_fit_on_their_hosts,

@@ -74,7 +74,7 @@ class Served(Pool):
 
     request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
-    heartbeat_s: float = Field(2.0, gt=0, description="interval of heartbeats; three missed put a replica out")
+    heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
 
 
 class Scorer(Served, Engine):
@@ -97,6 +97,11 @@ class Teacher(Scorer):
         description="several teachers: by the value of the column data.teacher_key, directory or locally cached name; "
         "the group's engines are dealt out among them",
     )
+    chat_template: str | None = Field(
+        None,
+        description="how the teacher is prompted: own: by its own tokenizer; student: as the student is; or a Jinja "
+        "file; null: student and teacher have to agree",
+    )
     server_ip: str | None = Field(
         None, description="host or comma-separated hosts of an external teacher, used instead of a pool; "
         "for gkd.teacher.serve the address to listen on"
@@ -104,8 +109,8 @@ class Teacher(Scorer):
     server_port: int = Field(15555, ge=1, le=65535, description="port of an external teacher (see server_ip)")
     key_file: str | None = Field(
         None,
-        description="CURVE key shared by server and clients; needed when server_ip is not loopback, and made "
-        "for the run where it spans several machines",
+        description="CURVE key shared by server and clients; needed when server_ip is not loopback; null: for "
+        "gkd.teacher.serve and its clients on one machine ~/.cache/gkd/teacher.key, otherwise one of the run's own",
     )
 
 
@@ -246,6 +251,12 @@ class Data(Settings):
     teacher_key: str | None = Field(None, description="column that says which of teacher.models a prompt is for")
     max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
     val_limit: int = Field(256, ge=1, description="validation prompts used at most")
+    val_top_k: int = Field(
+        512,
+        ge=1,
+        description="teacher's K most likely tokens that val/reverse_kl compares, and one bucket for the rest: a lower "
+        "bound, exact where K is the vocabulary",
+    )
 
 
 class Builtin(Settings):

@@ -43,7 +43,9 @@ def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | li
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _paths(value, f"{name}.")
-        elif key.endswith(("path", "file", "files", "dir")) and value:
+        elif (key.endswith(("path", "file", "files", "dir")) and value) or (
+            name == "teacher.chat_template" and value not in (None, "own", "student")
+        ):
             yield name, value
 
 

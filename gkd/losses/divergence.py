@@ -77,18 +77,6 @@ def sampled_reverse_kl(token_log_q: Tensor, token_log_p: Tensor) -> Tensor:
     return log_ratio * (token_log_q - token_log_q.detach()).exp()
 
 
-def teacher_tail(log_p: Tensor) -> Tensor:
-    """Log-probability the teacher gives to everything outside its top K, log(1 - sum_k p_k); [..., K] as [...].
-
-    All that is known of the teacher is its top K, so this is a difference from 1. It is taken in float64: a float32
-    sum would add an error of its own, of a part in a thousand where the tail is 1e-4. What the rounding of ``log_p``
-    itself leaves unknown is a tail of about one machine epsilon of its type: a smaller tail, or a mass that rounds to
-    1 or beyond, counts as that, which keeps the logarithm finite.
-    """
-    log_mass = torch.logsumexp(log_p.double(), -1).clamp(max=-torch.finfo(log_p.dtype).eps)
-    return torch.log(-torch.expm1(log_mass)).to(log_p.dtype)
-
-
 def student_tail(log_q: Tensor, ids: Tensor) -> Tensor:
     """Log-probability the student gives to everything but ``ids``; log_q [..., V] and ids [..., K], as [...].
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gkd.config import Loss
-from gkd.losses.divergence import forward_kl, jsd, reverse_kl, sampled_reverse_kl, student_tail, teacher_tail
+from gkd.losses.divergence import forward_kl, jsd, reverse_kl, sampled_reverse_kl, student_tail
 from gkd.losses.targets import PositionTargets
 
 
@@ -86,6 +86,8 @@ def _check_shapes(logits: Tensor, targets: PositionTargets, loss: Loss) -> None:
         raise ValueError(f"logits {tuple(logits.shape)} for targets of {len(targets)} positions: expected [N, V]")
     if targets.k > logits.shape[1]:
         raise ValueError(f"the teacher gave {targets.k} tokens a position, the student has {logits.shape[1]} logits")
+    if 0 < targets.k < logits.shape[1] and targets.tail_logprobs is None:
+        raise ValueError(f"the teacher's top {targets.k} of {logits.shape[1]} tokens come without their tail")
     if targets.k == 0 and len(targets) > 0 and loss.name != "sampled_reverse_kl":
         raise ValueError(
             f"{loss.name} needs the teacher's most likely tokens, and the targets hold none (K = 0): "
@@ -110,8 +112,9 @@ def _align(log_q: Tensor, targets: PositionTargets, tail: bool) -> tuple[Tensor,
     top_q = log_q.gather(-1, ids)
     if not tail:
         return log_p, top_q
+    assert targets.tail_logprobs is not None, "see _check_shapes"
     return (
-        torch.cat([log_p, teacher_tail(log_p).unsqueeze(-1)], -1),
+        torch.cat([log_p, targets.tail_logprobs.to(log_q.dtype).unsqueeze(-1)], -1),
         torch.cat([top_q, student_tail(log_q, ids).unsqueeze(-1)], -1),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ from torch import Tensor
 
 MASS_TOLERANCE = 1e-3
 
+ABSENT_TAIL = math.log(torch.finfo(torch.float32).eps)
+"""Tail of a teacher that gave every token it has, where the student has more (padded) rows: one machine epsilon."""
+
 
 @dataclass(frozen=True, slots=True)
 class PositionTargets:
@@ -17,13 +21,15 @@ class PositionTargets:
 
     ``token_ids`` [N]: the response tokens. ``teacher_token_logprobs`` [N]: their log-probabilities under the teacher.
     ``ids`` [N, K] and ``logprobs`` [N, K]: the teacher's K most likely tokens, distinct, in any order. K is 0 where
-    only the tokens were scored. Ids may be of any integer type; a divergence widens those it works on.
+    only the tokens were scored. ``tail_logprobs`` [N]: the teacher's log-probability of all other tokens together; may
+    be None where K is 0 or the whole vocabulary. Ids may be of any integer type; a divergence widens those it works on.
     """
 
     token_ids: Tensor
     teacher_token_logprobs: Tensor
     ids: Tensor
     logprobs: Tensor
+    tail_logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         n = self.token_ids.shape
@@ -36,6 +42,8 @@ class PositionTargets:
             raise ValueError(
                 f"ids {tuple(self.ids.shape)} and logprobs {tuple(self.logprobs.shape)}: expected [{n[0]}, K] twice"
             )
+        if self.tail_logprobs is not None and self.tail_logprobs.shape != n:
+            raise ValueError(f"tail_logprobs {tuple(self.tail_logprobs.shape)}: expected [{n[0]}]")
 
     def __len__(self) -> int:
         """N."""
@@ -56,7 +64,11 @@ class PositionTargets:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PositionTargets:
         return PositionTargets(
-            change(self.token_ids), change(self.teacher_token_logprobs), change(self.ids), change(self.logprobs)
+            change(self.token_ids),
+            change(self.teacher_token_logprobs),
+            change(self.ids),
+            change(self.logprobs),
+            None if self.tail_logprobs is None else change(self.tail_logprobs),
         )
 
 
@@ -77,11 +89,16 @@ def check_targets(vocab_size: int, targets: PositionTargets) -> None:
                 f"token {wrong} in {what} is outside the student's vocabulary of {vocab_size}: student and teacher "
                 "need the same tokenizer, and a teacher with more (padded) rows must leave those out"
             )
-    for what, log_mass in (
-        ("of a response token", targets.teacher_token_logprobs),
-        (f"of the top {targets.k} together", torch.logsumexp(targets.logprobs, -1)),
-    ):
-        wrong_rows = ~(log_mass <= MASS_TOLERANCE)  # a NaN is wrong too
+    top = torch.logsumexp(targets.logprobs, -1)
+    masses = [
+        ("of a response token", targets.teacher_token_logprobs, -torch.inf),
+        (f"of the top {targets.k} together", top, -torch.inf),
+    ]
+    if targets.tail_logprobs is not None:
+        whole = torch.logaddexp(top, targets.tail_logprobs)
+        masses.append((f"of the top {targets.k} and the tail together", whole, -MASS_TOLERANCE))
+    for what, log_mass, lowest_mass in masses:
+        wrong_rows = ~((log_mass <= MASS_TOLERANCE) & (log_mass >= lowest_mass))  # a NaN is wrong too
         if wrong_rows.any():
             row = int(wrong_rows.nonzero()[0, 0])
             raise ValueError(

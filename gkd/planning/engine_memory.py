@@ -110,7 +110,7 @@ def _on_cpu(subject: Subject, group: str, engine: Engine) -> GroupMemory:
         fitting = LOGIT_BYTES // (F32 * shape.vocabulary)
         tokens = max(engine.max_num_seqs, 256, min(4096, fitting))
         items["logits"] = float(2 * min(tokens, engine.max_num_seqs * work.longest) * shape.vocabulary * F32)
-        k = work.top_k if group == "teacher" else 0
+        k = max(work.top_k, min(subject.config.data.val_top_k, shape.vocabulary)) if group == "teacher" else 0
         running = min(engine.max_num_seqs, work.samples)
         items["results"] = float(min(RESULT_BYTES, running * work.longest * (k + 1) * 8))
     held = engine.kv_cache_gb * GIB // (kv_bytes(shape, 1, c) * work.longest)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 
+from gkd.rewards.answers import Numeral, last_formula, last_line, last_number, only_number, readings, stated_answer
+from gkd.rewards.comparison import bare, choice, is_formula, plain, same_answer
 from gkd.rewards.completion import Completion
-from gkd.rewards.math_equality import math_equal
-
-MARKER = "####"  # GSM8K's, before the final answer
-BOX = "\\boxed{"
-TAIL = 20_000  # characters at the end of a response in which its final answer is looked for
-
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
-_WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
+from gkd.rewards.quantity import SCALES, Quantity, quantity
 
 
 def accuracy(completion: Completion) -> float:
@@ -24,71 +18,59 @@ def accuracy(completion: Completion) -> float:
 
 
 def agreement(response: str, answer: str) -> float:
-    """1.0 when ``response`` gives ``answer``, else 0.0. Never raises, whatever the texts hold.
+    r"""1.0 when ``response`` gives ``answer``, else 0.0. Never raises, whatever the texts hold.
 
-    They agree when they are equal but for white space. An answer with a final-answer marker (``#### 72``) is compared
-    with the response's text after its own last marker, else with its last ``\\boxed{}``, else with its last number.
-    What is left is mathematics, and math-verify decides: 1/2 is 0.5.
+    They agree when they are equal but for white space. Else the final answer is taken out of both: what stands last
+    in ``<answer>`` tags, in a ``\boxed{}``, after ``####`` or in a sentence such as "the answer is ...". A reference
+    that states none is the answer itself; of a response its last line counts, or its last number where the reference is
+    a number, or its last formula where it is one. Two answers agree as text, as choices (``(B)``), as numbers, element
+    by element as lists, or in mathematics, which math-verify decides.
+
+    This is stricter than math-verify alone, and than the rewards of TRL and verl that ask it: to these, units count for
+    nothing, every list is a set, "72 million" is 72, and some forms count although another answer follows. It accepts
+    more than they do, and than verl's rewards for GSM8K and MATH, which compare strings after one marker: every form
+    counts, and words and choices do. Here a number without a unit agrees with one that has one, and 50% with 50 and
+    0.5; lists are in order, but ``\{5, 6\}`` is a set.
     """
-    if _squeeze(response) == _squeeze(answer):
+    if " ".join(response.split()) == " ".join(answer.split()):
         return 1.0
-    if MARKER not in answer:
-        return float(_is_mathematics(answer) and _same(response, answer))
-    final = _final_answer(response[-TAIL:])
-    return float(final is not None and _same(final, answer.rpartition(MARKER)[2]))
+    stated = stated_answer(answer)
+    expected = answer if stated is None else stated
+    if not plain(expected):
+        return 0.0
+    given = stated_answer(response, lambda content: _plausible(content, expected))
+    candidates = _unstated(response, expected) if given is None else [*readings(given), *_in_prose(given, expected)]
+    return float(any(same_answer(candidate, expected) for candidate in candidates))
 
 
-def _squeeze(text: str) -> str:
-    return " ".join(text.split())
+def _plausible(content: str, expected: str) -> bool:
+    """Whether a sentence's end may be meant as the answer: a letter, number or formula does not begin with a word."""
+    wanted = plain(expected)
+    one = choice(wanted)
+    words = one[1] if one else not (quantity(wanted) or is_formula(bare(expected)))
+    return bool(words) or re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2}", plain(content)) is None
 
 
-def _final_answer(response: str) -> str | None:
-    """Where a response states its answer: after its marker, in its box, or its last number."""
-    if MARKER in response:
-        after = response.rpartition(MARKER)[2].strip()
-        return after.splitlines()[0] if after else None
-    boxed = _last_box(response)
-    if boxed is not None:
-        return boxed
-    numbers = _NUMBER.findall(response)
-    return numbers[-1] if numbers else None
+def _unstated(response: str, expected: str) -> list[str]:
+    """What may be the answer of a response that does not say so."""
+    wanted = quantity(plain(expected))
+    if wanted is not None:
+        return _with_unit(last_number(response), wanted)
+    formula = last_formula(response) if is_formula(bare(expected)) else None
+    return [last_line(response)] if formula is None else [last_line(response), formula]
 
 
-def _last_box(text: str) -> str | None:
-    start = text.rfind(BOX)
-    if start < 0:
-        return None
-    start += len(BOX)
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position]
-    return None
+def _in_prose(given: str, expected: str) -> list[str]:
+    """The number in an answer such as "she sold 72 clips", which holds no other."""
+    wanted = quantity(plain(expected))
+    return [] if wanted is None else _with_unit(only_number(given), wanted)
 
 
-def _same(given: str, expected: str) -> bool:
-    """Equal as text, as numbers, or, when both are not plain numbers, in mathematics."""
-    if _squeeze(given) == _squeeze(expected):
-        return True
-    numbers = _as_number(given), _as_number(expected)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    # Nothing that holds neither a digit nor a command can equal an expression other than by its text.
-    return bool(re.search(r"[\d\\$]", given)) and math_equal(given, expected.strip())
-
-
-def _as_number(text: str) -> Decimal | None:
-    """The number that ``text`` is as a whole; ``$1,000.00`` and ``72.`` are numbers, ``50%`` is not."""
-    bare = text.strip().lstrip("$").rstrip(".").strip()
-    return Decimal(bare.replace(",", "")) if _NUMBER.fullmatch(bare) and bare.isascii() else None
-
-
-def _is_mathematics(answer: str) -> bool:
-    """Whether math-verify may judge by this answer.
-
-    It takes the last expression it finds, so to it "1 2 9" and "9" are equal, and so are two sentences that end in the
-    same number. Lists of numbers and prose agree by their text only.
-    """
-    several_numbers = re.fullmatch(r"\s*[-\d.,]+(\s+[-\d.,]+)+\s*", answer) is not None
-    return bool(re.search(r"[\d\\$]", answer)) and not several_numbers and len(_WORD.findall(answer)) <= 1
+def _with_unit(found: Numeral | None, wanted: Quantity) -> list[str]:
+    """A number and what follows it, as far as it belongs to the number."""
+    if found is None:
+        return []
+    words = re.match(r"(?:\s*[a-zA-Z/]+){0,4}", found.after)
+    unit = words[0].split() if words else []
+    belongs = wanted.unit or (unit and unit[0].lower() in SCALES)
+    return [f"{found.text} {' '.join(unit)}" if belongs else found.text]

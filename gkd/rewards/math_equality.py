@@ -34,7 +34,7 @@ class MathJudge:
         self._child: subprocess.Popen[str] | None = None
 
     def equal(self, response: str, answer: str) -> bool:
-        """Whether the last mathematical expression of ``response`` equals that of ``answer``. False when in doubt."""
+        """Whether two expressions, in LaTeX or plain, are equal. False when in doubt."""
         question = json.dumps([response[-MAX_LENGTH:], answer[-MAX_LENGTH:]])
         with self._lock:
             child = self._running_child()
@@ -89,16 +89,15 @@ def math_equal(response: str, answer: str) -> bool:
 
 
 def _verdict(response: str, answer: str) -> bool:
-    from math_verify import parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
-    # Without an anchor math-verify reads only plain numbers; a reference answer is mathematics as a whole.
-    anchored = answer if "$" in answer or "\\boxed" in answer or "\\(" in answer else f"${answer}$"
-    gold = parse(anchored, parsing_timeout=None)
-    candidates = [response] if len(response.split()) > 1 else [response, f"${response}$"]
-    # The alarm of main() is the time-out; math-verify's own works in the main thread of a process only.
-    return any(
-        bool(gold) and verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None) for text in candidates
+    # As LaTeX only: of what it cannot read whole it would else take a number. The alarm of main() is the time-out;
+    # math-verify's own works in the main thread of a process only.
+    own, gold = (
+        parse(f"${text.strip('$')}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+        for text in (response, answer)
     )
+    return bool(gold) and bool(verify(gold, own, timeout_seconds=None))
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class RolloutWorker:
 
     def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
         self.config, self.rank, self.device = config, spec.rank, spec.device
-        self.engine = _engine(config, spec, span)
+        self.engine, self._eos_ids = _engine(config, spec, span), spec.model.eos_ids
         self.judges: dict[str, TeacherClient] = {}
         self.tokenizer = load_tokenizer(spec.model_path)
         self.rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
@@ -165,7 +165,8 @@ class RolloutWorker:
             ids = job.request.prompt.answer_ids
             if job.request.own_answer and ids is not None:
                 unknown = np.full(len(ids), np.nan, dtype=np.float32)
-                self._finish(job, Finished(job.key, ids, unknown, "stop"))
+                ended = int(ids[-1]) in self._eos_ids
+                self._finish(job, Finished(job.key, ids, unknown, "stop" if ended else "length"))
                 continue
             self._jobs[job.key] = job
             try:
@@ -206,7 +207,7 @@ class RolloutWorker:
         prompt, judging = job.request.prompt, job.judging
         asked: dict[str, Future[Any]] = {}
         if judging.top_k is not None:
-            score = Score(prompt.token_ids, sample.response_ids, judging.top_k, judging.temperature)
+            score = Score(prompt.as_teacher_sees_it, sample.response_ids, judging.top_k, judging.temperature)
             asked["teacher"] = self.judges[teacher_of(prompt)].submit(score)
         if judging.reference:
             score = Score(prompt.token_ids, sample.response_ids, 0, job.request.sampling.temperature)

@@ -1,10 +1,11 @@
-"""Where teachers are, and the key that protects what does not stay on this machine."""
+"""Where teachers are, and the key that whoever asks them has to have."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Key:
         # The format of ZeroMQ's certificates.
         text = f'curve\n    public-key = "{key.public.decode()}"\n    secret-key = "{key.secret.decode()}"\n'
         try:
+            draft.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text)
             try:
@@ -77,10 +79,21 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def require_key(host: str, key: Key | None) -> None:
-    """Raise ConfigError when ``host`` can be reached from elsewhere and there is no key."""
-    if key is None and not is_loopback(host):
-        raise ConfigError(f"the teacher's address {host} is not loopback and has no key: set teacher.key_file")
+def key_path(teacher: Teacher, hosts: Sequence[str]) -> Path:
+    """File of the key for servers at ``hosts`` that are started by themselves.
+
+    Those on this machine have one of this user's own where none is named. Raises ConfigError where one that can be
+    reached from elsewhere has none.
+    """
+    if teacher.key_file is not None:
+        return Path(teacher.key_file)
+    for host in hosts:
+        if not is_loopback(host):
+            raise ConfigError(f"the teacher's address {host} is not loopback and has no key: set teacher.key_file")
+    try:
+        return Path("~/.cache/gkd/teacher.key").expanduser()
+    except RuntimeError:
+        raise ConfigError("teacher.key_file: there is no home directory that holds a key; name a file") from None
 
 
 def host_of(address: str) -> str:
@@ -110,8 +123,13 @@ def external_addresses(teacher: Teacher) -> list[str]:
     return addresses
 
 
+def external_key(teacher: Teacher) -> Key:
+    """The key of the external teacher. Raises ConfigError."""
+    return Key.load(key_path(teacher, [host_of(address) for address in external_addresses(teacher)]))
+
+
 def secure_server(socket: Any, key: Key) -> None:
-    """Make ``socket`` accept only peers that hold ``key``. Its context needs an gatekeeper, see zap."""
+    """Make ``socket`` accept only peers that hold ``key``. Its context needs a gatekeeper, see zap."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = key.secret, key.public, True
     socket.zap_domain = b"gkd"
 

@@ -10,7 +10,8 @@ from typing import overload
 
 from gkd.errors import ConfigError
 from gkd.sample import Int32, Target
-from gkd.teacher.address import Key, host_of, require_key
+from gkd.teacher import wire
+from gkd.teacher.address import Key, host_of
 from gkd.teacher.dispatch import Dispatcher, Patience
 from gkd.teacher.replica import Call
 from gkd.teacher.requests import (
@@ -23,6 +24,8 @@ from gkd.teacher.requests import (
     TeacherUnavailable,
 )
 from gkd.teacher.wire import PROTOCOL, Welcome
+
+MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client does not know how many it will ask for
 
 __all__ = [
     "FULL_VOCABULARY",
@@ -42,8 +45,8 @@ class TeacherClient:
     ``addresses`` are ``tcp://host:port``. ``tokenizer_hash`` is the student's; ``top_k`` the largest K that will be
     asked for (``FULL_VOCABULARY`` for all); ``max_length`` the longest prompt and response together, tokens;
     ``vocabulary`` the student's rows of logits, put into every request that names none; ``n_clients`` how many ask the
-    same teachers at the same time, each its share of what they can hold. The times are those of
-    config.Teacher. Raises ConfigError for an address that is none, or that is not loopback when there is no ``key``.
+    same teachers at the same time, each its share of what they can hold; ``key`` that of the servers. The times are
+    those of config.Teacher. Raises ConfigError for an address that is none.
     """
 
     def __init__(
@@ -52,9 +55,9 @@ class TeacherClient:
         tokenizer_hash: str,
         top_k: int = 0,
         *,
+        key: Key,
         vocabulary: int | None = None,
         max_length: int | None = None,
-        key: Key | None = None,
         n_clients: int = 1,
         request_timeout_s: float = 120.0,
         max_attempts: int = 3,
@@ -63,12 +66,13 @@ class TeacherClient:
         if not addresses:
             raise ConfigError("no address of a teacher is known")
         for address in addresses:
-            require_key(host_of(address), key)
+            host_of(address)
         self._tokenizer_hash, self._top_k, self._max_length = tokenizer_hash, top_k, max_length
         self._vocabulary, self._timeout_s = vocabulary, request_timeout_s
         self._ids = count()
         patience = Patience(request_timeout_s, max_attempts, heartbeat_s)
-        self._dispatcher = Dispatcher(list(dict.fromkeys(addresses)), key, patience, n_clients, self._check)
+        largest = wire.largest_reply(max_length or MOST_TOKENS, min(top_k, vocabulary or MOST_IDS))
+        self._dispatcher = Dispatcher(list(dict.fromkeys(addresses)), key, patience, n_clients, largest, self._check)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -135,7 +139,8 @@ class TeacherClient:
         vocabulary = min(welcome.vocabulary, self._vocabulary or welcome.vocabulary)
         if (k := min(self._top_k, vocabulary)) > welcome.max_top_k:
             raise ConfigError(
-                f"K={k} is wanted (algorithm.loss.top_k), {them} gives at most {welcome.max_top_k} (teacher.max_top_k)"
+                f"K={k} is wanted (algorithm.loss.top_k, data.val_top_k), {them} gives at most {welcome.max_top_k} "
+                "(teacher.max_top_k)"
             )
         if self._max_length is not None and self._max_length > welcome.max_length:
             raise ConfigError(

@@ -15,8 +15,8 @@ import zmq
 from gkd.errors import ConfigError, RunFailed
 from gkd.teacher import wire
 from gkd.teacher.address import Key
-from gkd.teacher.replica import Call, Replica
-from gkd.teacher.requests import SAMPLE_CODES, Generate, Rate, Score, TeacherRefused, TeacherUnavailable
+from gkd.teacher.replica import BUSY_S, Call, Replica
+from gkd.teacher.requests import SAMPLE_CODES, Generate, Rate, Refused, Score, TeacherRefused, TeacherUnavailable
 from gkd.teacher.wakeup import Wakeup
 
 TICK_MS = 50
@@ -41,14 +41,18 @@ class Dispatcher:
     def __init__(
         self,
         addresses: Sequence[str],
-        key: Key | None,
+        key: Key,
         patience: Patience,
         n_clients: int,
+        largest_reply: int,
         check: Callable[[str, wire.Welcome], None],
     ) -> None:
         self._patience, self._check = patience, check
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.replicas = [Replica(address, self._context, key, patience.heartbeat_s, n_clients) for address in addresses]
+        self.replicas = [
+            Replica(address, self._context, key, patience.heartbeat_s, n_clients, largest_reply)
+            for address in addresses
+        ]
         self.greeted: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
         self.counts: Counter[str] = Counter()
         self._inbox: deque[Call] = deque()
@@ -106,8 +110,7 @@ class Dispatcher:
             self._waiting.append(call)
         # All that has arrived comes first: this thread may have been kept from running for longer than any deadline.
         for replica in self.replicas:
-            for frames in replica.receive():
-                self._handle(replica, frames)
+            self._receive(replica)
         now = time.monotonic()
         for replica in self.replicas:
             if not replica.beat(now):
@@ -124,23 +127,27 @@ class Dispatcher:
         poller.poll(TICK_MS)
         self._wakeup.clear()
 
-    def _handle(self, replica: Replica, frames: list[bytes]) -> None:
+    def _receive(self, replica: Replica) -> None:
         try:
-            body, arrays = wire.decode(frames)
-            match body:
-                case wire.Welcome():
-                    self._check(replica.address, body)
-                    replica.greeted(body)
-                    if not self.greeted[replica.address].done():
-                        self.greeted[replica.address].set_result(body)
-                case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
-                    self._lose(replica, "was restarted")
-                case wire.Scored() | wire.Generated() | wire.Rated():
-                    self._answered(replica, body, arrays)
-                case wire.Error():
-                    self._refused(replica, body)
+            for frame in replica.receive():
+                self._handle(replica, frame)
         except wire.WireError as error:
             self._lose(replica, f"sent what cannot be read ({error})")
+
+    def _handle(self, replica: Replica, frame: bytes) -> None:
+        body, arrays = wire.decode(frame)
+        match body:
+            case wire.Welcome():
+                self._check(replica.address, body)
+                replica.greeted(body)
+                if not self.greeted[replica.address].done():
+                    self.greeted[replica.address].set_result(body)
+            case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
+                self._lose(replica, "was restarted")
+            case wire.Scored() | wire.Generated() | wire.Rated():
+                self._answered(replica, body, arrays)
+            case wire.Error():
+                self._refused(replica, body)
 
     def _answered(
         self, replica: Replica, body: wire.Scored | wire.Generated | wire.Rated, arrays: list[wire.Array]
@@ -156,6 +163,8 @@ class Dispatcher:
             wanted = (len(call.request.response_ids), replica.limits.width(call.request))
             if answer.ids.shape != wanted:
                 raise wire.WireError(f"scores of shape {answer.ids.shape} where {wanted} were asked for")
+            if answer.tail_logprobs is None and 0 < wanted[1] < replica.limits.rows(call.request):
+                raise wire.WireError(f"scores of the top {wanted[1]} without their tail")
         elif isinstance(body, wire.Generated) and isinstance(call.request, Generate):
             answer = arrays[0]
         elif isinstance(body, wire.Rated) and isinstance(call.request, Rate):
@@ -177,6 +186,13 @@ class Dispatcher:
             call.future.set_exception(TeacherRefused(body.code, body.message))
         elif body.code == "stopping":
             self._lose(replica, "is stopping")
+        elif body.code == "busy" and body.id in replica.outstanding and call is not None:
+            # Nothing is wrong with either; it is sent again, and this was no attempt.
+            del replica.outstanding[body.id]
+            self.counts["busy"] += 1
+            replica.busy_until = time.monotonic() + BUSY_S
+            call.attempts -= 1
+            self._waiting.appendleft(call)
         elif replica.outstanding.pop(body.id, None) is not None and call is not None:
             self._again(call, f"{body.code}: {body.message}")
         replica.abandoned.discard(body.id)
@@ -249,7 +265,14 @@ class Dispatcher:
             return False
         replica = min(free, key=lambda r: r.load)
         timeout = self._patience.request_timeout_s
-        if not replica.send(wire.encode_request(call.id, timeout, call.request)):
+        frame = wire.encode_request(call.id, timeout, call.request)
+        try:
+            replica.check(call.request, len(frame))
+        except Refused as refused:
+            del self._calls[call.id]
+            call.future.set_exception(TeacherRefused(refused.code, refused.message))
+            return True
+        if not replica.send(frame):
             return False
         call.attempts, call.sent, call.deadline, call.last = call.attempts + 1, now, now + timeout, replica
         replica.outstanding[call.id] = call

@@ -2,6 +2,7 @@
 
 The thread answers handshakes and heartbeats at once, also while the engine is busy, and refuses at once what no engine
 could answer. What the engine can do waits in the queue with the moment after which nobody wants the answer any more.
+Only peers with the key get as far as sending; what each of them may take up is bounded all the same (see Bounds).
 """
 
 from __future__ import annotations
@@ -10,87 +11,77 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
-from gkd.errors import ConfigError, RunFailed
+from gkd.data.rendering import Rendering
+from gkd.errors import ConfigError
 from gkd.teacher import wire
-from gkd.teacher.address import Key, endpoint, require_key, secure_server
-from gkd.teacher.requests import Code, Limits, Refused, Request
+from gkd.teacher.address import Key, endpoint, secure_server
+from gkd.teacher.clients import Clients, Job
+from gkd.teacher.connections import MIB, Bounds, Connection, Connections
+from gkd.teacher.requests import Code, Limits, Refused
 from gkd.teacher.wakeup import Wakeup
 from gkd.teacher.zap import Gatekeeper
 
-MAX_QUEUED = 16_384
-SEND_HWM = 4_096  # replies that wait for one client, which never has more requests out than the queue holds
+UNREAD_MESSAGES = 16  # of one client in ZeroMQ before it stops reading from the network
+MESSAGES_A_TURN = 256
 LINGER_MS = 500
-POLL_MS = 1_000
+TICK_S = 0.05
 GRACE_S = 0.2  # clients lose what they have not read yet when a connection ends
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request in the queue: who asked, under which id, and until when (``time.monotonic``) the answer is of use."""
-
-    client: bytes
-    id: int
-    deadline: float
-    request: Request
 
 
 class Frontend:
     """Binds ``host:port`` (port 0: a free one, chosen by the bind) and answers for an engine with ``limits``.
 
-    Raises ConfigError when the address cannot be bound, or is not loopback and there is no key.
+    ``rendering``: how the engine's model is prompted, for clients that want to know. Raises ConfigError when the
+    address cannot be bound.
     """
 
-    def __init__(self, limits: Limits, tokenizer_hash: str, host: str, port: int, key: Key | None) -> None:
-        require_key(host, key)
+    def __init__(
+        self,
+        limits: Limits,
+        tokenizer_hash: str,
+        host: str,
+        port: int,
+        key: Key,
+        bounds: Bounds,
+        rendering: Rendering | None,
+    ) -> None:
         self.limits, self.tokenizer_hash, self.session = limits, tokenizer_hash, secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
-        self._queue: deque[Job] = deque()
-        self._filled = threading.Condition()
-        self._outbox: deque[list[wire.Frame]] = deque()
+        self._rendering = rendering
+        self._clients = Clients(bounds, self._expired)
+        # Who gets it, the message, and the job that the engine took where it is the answer to one.
+        self._outbox: deque[tuple[bytes, bytes, Job | None]] = deque()
         self._wakeup, self._closing = Wakeup(), threading.Event()
-        self._failure: BaseException | None = None
+        self._next_tick = 0.0
         self._context = zmq.Context()
-        self._gatekeeper = Gatekeeper(self._context, key) if key is not None else None
+        self._gatekeeper = Gatekeeper(self._context, key)
+        self._socket = _router(self._context, host, key, wire.largest_request(limits.max_length), bounds)
+        self._connections = Connections(self._socket, bounds, wire.largest_request(limits.max_length), UNREAD_MESSAGES)
         try:
-            self._socket, bound = _bind(self._context, host, port, key)
+            self.address = endpoint(host, _bind(self._socket, host, port))
         except ConfigError:
             self._release()
             raise
-        self.address = endpoint(host, bound)
         self._thread = threading.Thread(target=self._run, name="teacher-frontend", daemon=True)
         self._thread.start()
 
     def take(self, room: int, timeout_s: float) -> list[Job]:
-        """Up to ``room`` jobs from the queue, in order; waits ``timeout_s`` for the first. Expired ones are answered.
+        """Up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first. Expired ones are refused.
 
         Raises RunFailed when the thread has died.
         """
-        with self._filled:
-            if room > 0 and not self._queue and timeout_s > 0:
-                self._filled.wait_for(lambda: self._queue or self._failure, timeout_s)
-            if self._failure is not None:
-                raise RunFailed(f"the teacher's socket thread died: {self._failure!r}") from self._failure
-            jobs: list[Job] = []
-            while self._queue and len(jobs) < room:
-                job = self._queue.popleft()
-                if job.deadline > time.monotonic():
-                    jobs.append(job)
-                else:
-                    self.refuse(job, "expired", "its deadline passed while it waited for the engine")
-        return jobs
+        return self._clients.take(room, timeout_s)
 
-    def reply(self, job: Job, frames: list[wire.Frame]) -> None:
-        """Send the answer to a job."""
-        self._outbox.append([job.client, *frames])
-        self._wakeup.set()
+    def reply(self, job: Job, frame: bytes) -> None:
+        """Send the answer to a job that was taken."""
+        self._post(job.client, frame, job)
 
     def refuse(self, job: Job, code: Code, message: str) -> None:
-        """Answer a job with an error."""
+        """Answer a job that was taken with an error."""
         self.counts[code] += 1
         self.reply(job, wire.encode(wire.Error(job.id, code, message[:4096])))
 
@@ -98,71 +89,120 @@ class Frontend:
         """Refuse what is queued, send what is to be sent (half a second at most), and give everything back."""
         if self._closing.is_set():
             return
-        with self._filled:
-            waiting, self._queue = list(self._queue), deque()
-        for job in waiting:
-            self.refuse(job, code, message)
+        for job in self._clients.drain():
+            self._refuse_queued(job, code, message)
         self._closing.set()
         self._wakeup.set()
         self._thread.join(5)
         self._release()
 
+    def _expired(self, job: Job) -> None:
+        self._refuse_queued(job, "expired", "its deadline passed while it waited for the engine")
+
+    def _refuse_queued(self, job: Job, code: Code, message: str) -> None:
+        self.counts[code] += 1
+        self._post(job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None)
+
+    def _post(self, client: bytes, frame: bytes, job: Job | None) -> None:
+        self._outbox.append((client, frame, job))
+        self._wakeup.set()
+
     def _release(self) -> None:
+        self._socket.close(linger=LINGER_MS)
+        self._connections.close()
         self._context.destroy(linger=LINGER_MS)
         self._wakeup.close()
 
     def _run(self) -> None:
         try:
             poller = zmq.Poller()
-            poller.register(self._socket, zmq.POLLIN)
-            poller.register(self._wakeup.fileno(), zmq.POLLIN)
-            if self._gatekeeper is not None:
-                poller.register(self._gatekeeper.socket, zmq.POLLIN)
+            for source in (self._socket, self._wakeup.fileno(), self._gatekeeper.socket, self._connections.monitor):
+                poller.register(source, zmq.POLLIN)
             while not self._closing.is_set():
-                poller.poll(POLL_MS)
+                poller.poll(int(TICK_S * 1000))
                 self._wakeup.clear()
-                if self._gatekeeper is not None:
-                    self._gatekeeper.answer()
+                self._gatekeeper.answer()
+                self._notice()
                 self._send()
                 self._receive()
+                self._police(time.monotonic())
             self._send()
             time.sleep(GRACE_S)
         except BaseException as error:  # the engine's thread raises it from take()
-            with self._filled:
-                self._failure = error
-                self._filled.notify_all()
-        finally:
-            self._socket.close(linger=LINGER_MS)
+            self._clients.fail(error)
+
+    def _notice(self) -> None:
+        """Forget the clients whose connections have ended."""
+        for connection in self._connections.update():
+            if connection.client is not None:
+                self._clients.forget(connection.client)
+
+    def _police(self, now: float) -> None:
+        """Cut off peers that are silent, that read nothing, or whose message has no end."""
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_S
+        for offenders in (self._connections.overdrawn(now), self._clients.measure(now)):
+            for connection, why in offenders:
+                self._cut(connection, why)
+
+    def _cut(self, connection: Connection, why: str) -> None:
+        if not connection.is_cut:
+            self.counts[f"cut_{why}"] += 1
+            connection.cut()
+        if connection.client is not None:
+            self._clients.forget(connection.client)
 
     def _send(self) -> None:
         while self._outbox:
+            client, frame, job = self._outbox.popleft()
+            if not self._clients.handing(client, len(frame), job):
+                self.counts["client_gone"] += 1
+                continue
             try:
-                self._socket.send_multipart(self._outbox.popleft(), zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                self.counts["client_too_slow"] += 1  # it will ask again
+                self._socket.send_multipart([client, frame], zmq.NOBLOCK, copy=len(frame) < MIB)
             except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
                 self.counts["client_gone"] += 1
 
     def _receive(self) -> None:
         # Not for ever: replies wait meanwhile.
-        for _ in range(256):
+        for _ in range(MESSAGES_A_TURN):
             try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                client = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            answer = self._answer(client, frames)
-            if answer is not None:
-                self._outbox.append([client, *wire.encode(answer)])
-                self._send()
+            message = self._socket.recv(copy=False)
+            whole = not message.more
+            while self._socket.rcvmore:
+                self._socket.recv(copy=False)
+            self._received(client, message, whole)
         self._wakeup.set()
 
-    def _answer(self, client: bytes, frames: list[bytes]) -> wire.Message | None:
+    def _received(self, client: bytes, message: zmq.Frame, whole: bool) -> None:
+        fd = int(message.get(zmq.SRCFD))
+        if self._connections.of(fd) is None:  # it has only just come
+            self._notice()
+        connection = self._connections.of(fd)
+        if connection is None or connection.is_cut:
+            return  # it has gone already
+        connection.message_came(time.monotonic())
+        connection.client = client
+        self._clients.meet(client, connection)
+        if not whole:
+            self._cut(connection, "frames")
+            return
+        answer = self._answer(client, message.bytes)
+        if answer is not None:
+            self._outbox.append((client, wire.encode(answer), None))
+            self._send()
+
+    def _answer(self, client: bytes, frame: bytes) -> wire.Message | None:
         """What to reply at once; None for a job that went into the queue."""
         id = None
         try:
-            body, arrays = wire.decode(frames)
+            body, arrays = wire.decode(frame, wire.MAX_REQUEST_HEADER_BYTES)
             match body:
                 case wire.Hello():
                     return self._welcome()
@@ -172,7 +212,8 @@ class Frontend:
                     id = body.id
                     request = wire.decode_request(body, arrays)
                     self.limits.check(request)
-                    self._enqueue(Job(client, id, time.monotonic() + body.remaining_s, request))
+                    deadline = time.monotonic() + body.remaining_s
+                    self._clients.put(Job.of(client, id, deadline, request, len(frame), self.limits))
                     return None
             raise wire.WireError(f"{type(body).__name__} is not for a server")
         except wire.WireError as error:
@@ -182,33 +223,31 @@ class Frontend:
         self.counts[refused.code] += 1
         return wire.Error(id, refused.code, refused.message[:4096])
 
-    def _enqueue(self, job: Job) -> None:
-        with self._filled:
-            if len(self._queue) >= MAX_QUEUED:
-                raise Refused("busy", f"{MAX_QUEUED} requests are waiting already")
-            self._queue.append(job)
-            self._filled.notify_all()
-
     def _welcome(self) -> wire.Welcome:
         limits = self.limits
         return wire.Welcome(
             wire.PROTOCOL, self.session, limits.model, self.tokenizer_hash,
-            limits.vocabulary, limits.max_top_k, limits.max_length, limits.capacity,
+            limits.vocabulary, limits.max_top_k, limits.max_length, limits.capacity, self._rendering,
         )  # fmt: skip
 
 
-def _bind(context: Any, host: str, port: int, key: Key | None) -> tuple[Any, int]:
-    """A bound ROUTER socket and its port."""
+def _router(context: Any, host: str, key: Key, largest_request: int, bounds: Bounds) -> Any:
+    """A ROUTER socket, not bound yet. What it holds for clients to read is counted in bytes, not by it."""
     socket = context.socket(zmq.ROUTER)
-    socket.linger, socket.sndhwm, socket.rcvhwm = 0, SEND_HWM, SEND_HWM
+    socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, UNREAD_MESSAGES
     socket.router_mandatory = True  # a reply that cannot be delivered is counted, not lost in silence
-    socket.maxmsgsize = wire.MAX_REQUEST_BYTES
+    socket.maxmsgsize = largest_request
+    socket.handshake_ivl = int(bounds.greeting_s * 1000)
+    socket.rcvbuf = MIB
     socket.ipv6 = ":" in host
-    if key is not None:
-        secure_server(socket, key)
+    secure_server(socket, key)
+    return socket
+
+
+def _bind(socket: Any, host: str, port: int) -> int:
+    """The port that ``socket`` is bound to. Raises ConfigError."""
     try:
         socket.bind(endpoint(host, port) if port else endpoint(host, 0).removesuffix("0") + "*")
     except zmq.ZMQError as error:
-        socket.close()
         raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {error.strerror}") from None
-    return socket, int(socket.last_endpoint.decode().rsplit(":", 1)[1])
+    return int(socket.last_endpoint.decode().rsplit(":", 1)[1])

@@ -17,6 +17,7 @@ from gkd.teacher.requests import Limits, Request
 
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
+BUSY_S = 0.2  # until a server that has too much of this client's in its queue is sent more
 SEND_HWM = 4_096
 # All clients together have so many times its capacity out at one server: enough that it never waits for them, and few
 # enough that the last request is reached in time. All others wait at the clients, where their time does not run.
@@ -46,10 +47,17 @@ class Replica:
     """
 
     def __init__(
-        self, address: str, context: zmq.Context[zmq.Socket[bytes]], key: Key | None, heartbeat_s: float, n_clients: int
+        self,
+        address: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        key: Key,
+        heartbeat_s: float,
+        n_clients: int,
+        largest_reply: int,
     ) -> None:
         self.address, self._context, self._key, self._heartbeat_s = address, context, key, heartbeat_s
-        self._n_clients = n_clients
+        self._n_clients, self._largest_reply = n_clients, largest_reply
+        self.busy_until = 0.0
         self.welcome: wire.Welcome | None = None
         self.outstanding: dict[int, Call] = {}
         # Requests that were given up here, and that the server may still be working on.
@@ -73,7 +81,9 @@ class Replica:
     @property
     def has_room(self) -> bool:
         """Whether it takes another request at once."""
-        return self.welcome is not None and self.load < math.ceil(OVERBOOKED * self.welcome.capacity / self._n_clients)
+        if self.welcome is None or time.monotonic() < self.busy_until:
+            return False
+        return self.load < math.ceil(OVERBOOKED * self.welcome.capacity / self._n_clients)
 
     def greeted(self, welcome: wire.Welcome) -> None:
         """The server has answered: it is in."""
@@ -102,36 +112,43 @@ class Replica:
         self.welcome, self._missed, self._heard, self._next_beat = None, 0, True, 0.0
         self.outstanding.clear()
         self.abandoned.clear()
+        self.busy_until = 0.0
         self.socket = self._open()
 
-    def send(self, frames: list[wire.Frame]) -> bool:
+    def check(self, request: Request, size: int) -> None:
+        """Raise Refused for what is so long, ``size`` bytes, that the server would hang up instead of saying so."""
+        if size > wire.largest_request(self.limits.max_length):
+            self.limits.check(request)
+
+    def send(self, frame: bytes) -> bool:
         """Send, or say that it is not possible now."""
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             self._next_beat = 0.0  # find out why at once
             return False
         return True
 
-    def receive(self) -> Iterator[list[bytes]]:
-        """Messages that have arrived."""
+    def receive(self) -> Iterator[bytes]:
+        """Messages that have arrived. Raises WireError for one of several frames, which can have any length."""
         socket = self.socket
         while socket is self.socket:  # a message may lead to a reset
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if socket.rcvmore:
+                raise wire.WireError("a message of several frames")
             self._heard = True
-            yield frames
+            yield frame
 
     def _open(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.linger, socket.immediate = 0, True
         socket.sndhwm, socket.rcvhwm = SEND_HWM, SEND_HWM
-        socket.maxmsgsize = wire.MAX_REPLY_BYTES
+        socket.maxmsgsize = self._largest_reply
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
         socket.ipv6 = "[" in self.address
-        if self._key is not None:
-            secure_client(socket, self._key)
+        secure_client(socket, self._key)
         socket.connect(self.address)
         return socket

@@ -107,8 +107,11 @@ class Limits:
 
     def width(self, request: Score) -> int:
         """K of the reply."""
-        rows = self.vocabulary if request.vocabulary is None else min(self.vocabulary, request.vocabulary)
-        return min(request.top_k, rows)
+        return min(request.top_k, self.rows(request))
+
+    def rows(self, request: Score) -> int:
+        """Tokens that ``request`` leaves possible."""
+        return min(self.vocabulary, request.vocabulary or self.vocabulary)
 
     def check(self, request: Request) -> None:
         """Raise :class:`Refused` unless this engine can answer ``request``."""
@@ -138,7 +141,7 @@ class Limits:
         self._check_length(len(request.prompt_ids) + len(request.response_ids), "prompt and response have")
         if (k := self.width(request)) > self.max_top_k:
             raise Refused("k_too_large", f"K={k}, and this teacher gives at most {self.max_top_k} (teacher.max_top_k)")
-        rows = min(self.vocabulary, request.vocabulary or self.vocabulary)
+        rows = self.rows(request)
         self._check_ids(request.prompt_ids, rows)
         self._check_ids(request.response_ids, rows)
 

@@ -2,13 +2,14 @@
 
 vLLM gives, with ``prompt_logprobs=K``, one row of K + 1 entries for every prompt token but the first: the token itself,
 then the K most likely ones in falling order (the token once more when it is among them). Response rows are therefore
-the last R, and a Target is a slice of them. Four things are not as one would expect:
+the last R, and a Target is a slice of them. Five things are not as one would expect:
 
 - ``flat_logprobs`` still takes the rows apart number by number, into Python lists, for every prompt token; see
   :meth:`VllmEngine._tap`.
 - Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.vllm_engine.SetShape` divides the logits
   themselves.
 - Scored requests never read the prefix cache (their rows would be missing), so it is off.
+- The probability of all other tokens is in no row; :mod:`gkd.teacher.tail` puts it where vLLM puts ranks.
 - One token has to be sampled, and needs room, though nobody reads it.
 """
 
@@ -27,6 +28,7 @@ from gkd.data.checkpoint import Checkpoint
 from gkd.errors import ConfigError, RunFailed
 from gkd.sample import Target
 from gkd.teacher.requests import Answer, Generate, Limits, Refused, Request, Score
+from gkd.teacher.tail import tails_instead_of_ranks, tails_of
 from gkd.vllm_engine import GIB, Device, SetShape, Shape, Span, engine_arguments, sleep, wake
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def scoring_arguments(
 class VllmEngine:
     """Scores and continues token sequences with the model in ``path``; an engine as in requests.Engine.
 
-    ``checkpoint`` describes that model. Requests of one temperature and vocabulary run together; others wait until
+    ``checkpoint`` describes that model. Requests of one temperature, vocabulary and K run together; others wait until
     those are done. ``sleeps``: it will be asked to. The process' environment is that of
     :func:`gkd.vllm_engine.environment`. Raises ConfigError when ``settings.max_model_len`` is more than the model has,
     RunFailed when vLLM does not start on it.
@@ -107,6 +109,7 @@ class VllmEngine:
             raise RunFailed(
                 f"the teacher's engine did not start on {path}: {type(error).__name__}: {reason}"
             ) from error
+        self.llm_engine.collective_rpc(tails_instead_of_ranks)
         self._stop_ids = checkpoint.eos_ids
         self.limits = Limits(
             model=path,
@@ -115,7 +118,7 @@ class VllmEngine:
             max_length=self.llm_engine.model_config.max_model_len - 1,
             capacity=settings.max_num_seqs,
         )
-        self._shape = Shape()
+        self._shape, self._top_k = Shape(), 0
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, _Running] = {}
 
@@ -136,7 +139,8 @@ class VllmEngine:
             key = int(output.request_id)
             running = self._running.pop(key)
             if isinstance(running.request, Score):
-                yield key, _target(running.request, running.rows)
+                whole = self.limits.width(running.request) == self.limits.rows(running.request)
+                yield key, _target(running.request, running.rows, whole)
             else:
                 yield key, np.asarray(output.outputs[0].token_ids, np.int32)
 
@@ -165,10 +169,11 @@ class VllmEngine:
                 yield key, Refused("bad_request", " ".join(str(error).split()))
 
     def _fits(self, request: Request) -> bool:
-        """Whether ``request`` may join those that run: same shape, and memory for its results."""
+        """Whether ``request`` may join those that run: same shape and K, and memory for its results."""
         if not isinstance(request, Score):
             return True  # greedy: no temperature and no result to speak of
-        if Shape(request.temperature, request.vocabulary) != self._shape:
+        # On a GPU vLLM takes the largest K of a step for all its rows, and the tail is what that leaves out.
+        if (Shape(request.temperature, request.vocabulary), self.limits.width(request)) != (self._shape, self._top_k):
             return False
         return sum(running.bytes for running in self._running.values()) + self._bytes(request) <= RESULT_BYTES
 
@@ -191,11 +196,12 @@ class VllmEngine:
         if shape != self._shape:
             self.llm_engine.apply_model(SetShape(shape))
             self._shape = shape
+        self._top_k = self.limits.width(request)
         ids = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
-            prompt_logprobs=self.limits.width(request),
+            prompt_logprobs=self._top_k,
             flat_logprobs=True,
             detokenize=False,
         )
@@ -213,8 +219,11 @@ class VllmEngine:
         processor._update_prompt_logprobs = rows.append
 
 
-def _target(request: Score, chunks: list[Any]) -> Target:
-    """The Target of a scored request from vLLM's LogprobsTensors, one of each prefill chunk or of the whole prompt."""
+def _target(request: Score, chunks: list[Any], whole: bool) -> Target:
+    """The Target of a scored request from vLLM's LogprobsTensors, one of each prefill chunk or of the whole prompt.
+
+    ``whole``: there is no token beyond the top K.
+    """
     n = len(request.response_ids)
     ids = _last_rows([chunk.logprob_token_ids for chunk in chunks], n)
     logprobs = _last_rows([chunk.logprobs for chunk in chunks], n)
@@ -225,9 +234,10 @@ def _target(request: Score, chunks: list[Any]) -> Target:
         np.ascontiguousarray(ids[:, 1:], np.int32),
         np.ascontiguousarray(logprobs[:, 1:]),
         request.temperature,
+        None if whole or not request.top_k else _last_rows([tails_of(chunk) for chunk in chunks], n),
     )
 
 
 def _last_rows(chunks: list[torch.Tensor], n: int) -> NDArray[Any]:
-    """The last ``n`` rows of tensors [rows, K + 1] put end to end."""
+    """The last ``n`` rows of tensors [rows, ...] put end to end."""
     return np.concatenate([chunk.numpy() for chunk in chunks])[-n:] if len(chunks) > 1 else chunks[0].numpy()[-n:]

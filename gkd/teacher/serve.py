@@ -1,8 +1,9 @@
 """A teacher outside the cluster: ``python -m gkd.teacher.serve teacher.model.path=DIR teacher.server_port=15555``.
 
-Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise; any
-address that is not loopback needs ``teacher.key_file``, which is made when it does not exist and which clients need a
-copy of. One engine on the GPUs this process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
+Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise. Only
+clients with its key are answered. On loopback that is in ``~/.cache/gkd/teacher.key``; any other address needs
+``teacher.key_file``, of which clients need a copy. Either is made when it does not exist. One engine on the GPUs this
+process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _composed(arguments: Sequence[str]) -> Config:
 
 
 def _serve(config: Config, stop: _Stop) -> int:
-    from gkd.teacher.address import Key, require_key
+    from gkd.teacher.address import Key, key_path
     from gkd.vllm_engine import environment, installed_device
 
     teacher = config.teacher
@@ -50,12 +51,15 @@ def _serve(config: Config, stop: _Stop) -> int:
             f"a server has one engine of teacher.tensor_parallel_size={teacher.tensor_parallel_size} GPUs, and "
             f"{teacher.n_workers} are asked for: start one server for each engine, on ports of their own"
         )
+    if teacher.chat_template is not None:
+        raise ConfigError("teacher.chat_template is for runs: a server says what its model's tokenizer has")
     if teacher.nodes_an_engine > 1:
         raise ConfigError("a server's engine is on one machine: teacher.across_nodes is for a run's own teachers")
-    key = None if teacher.key_file is None else Key.load_or_create(teacher.key_file)
-    require_key(host, key)
+    path_of_key = key_path(teacher, [host])
+    key = Key.load_or_create(path_of_key)
     _require_free(host, port)
     from gkd.data.checkpoint import Checkpoint
+    from gkd.data.rendering import Rendering
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
     from gkd.teacher.scoring import VllmEngine
     from gkd.teacher.server import TeacherServer
@@ -69,11 +73,11 @@ def _serve(config: Config, stop: _Stop) -> int:
     print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
     engine = VllmEngine(directory, checkpoint, teacher, device, dtype=config.model.dtype_on(device))
     try:
-        server = TeacherServer(engine, digest, host, port, key)
+        server = TeacherServer(engine, digest, host, port, key, rendering=Rendering.of(tokenizer))
         limits = engine.limits
         print(
             f"teacher ready at {server.address}: {path}, K up to {limits.max_top_k} of {limits.vocabulary}, "
-            f"sequences up to {limits.max_length} tokens, {'with' if key else 'no'} key",
+            f"sequences up to {limits.max_length} tokens, key in {path_of_key}",
             flush=True,
         )
         stop.serving = True

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 
+from gkd.data.rendering import Rendering
 from gkd.errors import RunFailed
 from gkd.teacher import wire
 from gkd.teacher.address import Key
-from gkd.teacher.frontend import Frontend, Job
+from gkd.teacher.clients import Job
+from gkd.teacher.connections import Bounds
+from gkd.teacher.frontend import Frontend
 from gkd.teacher.requests import Code, Engine, Refused
 
 IDLE_POLL_S = 0.2
@@ -21,14 +24,23 @@ class TeacherServer:
     """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
 
     Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
-    Raises ConfigError when the address cannot be bound, or is not loopback and there is no ``key``.
+    Whoever has ``key`` may ask, within ``bounds``; ``rendering`` is told to whoever greets. Raises ConfigError when the
+    address cannot be bound.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer_hash: str, bind_ip: str = "127.0.0.1", port: int = 0, key: Key | None = None
+        self,
+        engine: Engine,
+        tokenizer_hash: str,
+        bind_ip: str,
+        port: int,
+        key: Key,
+        *,
+        bounds: Bounds = Bounds(),  # noqa: B008 (it cannot change)
+        rendering: Rendering | None = None,
     ) -> None:
         self._engine = engine
-        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key)
+        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key, bounds, rendering)
         self._jobs: dict[int, Job] = {}
         self._keys = count()
         self._asleep = self._ended = False

@@ -1,14 +1,17 @@
 """The wire format between teacher and client.
 
-A message is a list of frames: a msgpack header, then the raw little-endian bytes of its arrays. The header is
-``[body, [[dtype, shape], ...]]``, where body is a map whose "type" names one of the kinds below. Decoding is strict:
-unknown kinds or fields, other types, numbers out of range, or a frame whose size is not that of its dtype and shape
-raise :class:`WireError`. Nothing is unpickled, and nothing is allocated from a size that a header claims.
+A message is one frame: the length of a msgpack header (uint32), the header, zeros up to a multiple of four bytes, and
+the raw bytes of its arrays, all little-endian. Being one frame, it is bounded by ZMQ_MAXMSGSIZE before anything of it
+is in memory; a message of several frames is none. The header is ``[body, [[dtype, shape], ...]]``, where body is a map
+whose "type" names one of the kinds below. Decoding is strict: unknown kinds or fields, other types, numbers out of
+range, or sizes that are not those of dtype and shape raise :class:`WireError`. Nothing is unpickled, and nothing is
+allocated from a size that a header claims.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
@@ -17,17 +20,16 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from gkd.data.rendering import Rendering
 from gkd.sample import Float32, Int32, Target
 from gkd.teacher import requests
 from gkd.teacher.requests import Code
 
-PROTOCOL = 2
-MAX_HEADER_BYTES = 1 << 16
-MAX_REQUEST_BYTES = 1 << 26  # 16 million token ids
-MAX_REPLY_BYTES = 1 << 33
+PROTOCOL = 3
+MAX_REQUEST_HEADER_BYTES = 1 << 12
+MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
 
 Array: TypeAlias = NDArray[Any]
-Frame: TypeAlias = bytes | memoryview
 
 _Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -51,7 +53,9 @@ class Hello(Body, frozen=True):
 
 
 class Welcome(Body, frozen=True):
-    """What serves here. ``session`` differs after every start of the server; the rest is as in requests.Limits."""
+    """What serves here. ``session`` differs after every start of the server; ``rendering`` is for clients that have not
+    got the model's files; the rest is as in requests.Limits.
+    """
 
     protocol: _Count
     session: _Text
@@ -61,6 +65,7 @@ class Welcome(Body, frozen=True):
     max_top_k: _Count
     max_length: _Count
     capacity: _Count
+    rendering: Rendering | None = None
 
 
 class Ping(Body, frozen=True):
@@ -88,7 +93,9 @@ class Score(Body, frozen=True):
 
 
 class Scored(Body, frozen=True):
-    """The answer. Arrays: token_logprobs float32 [R], ids int32 [R, K], logprobs float32 [R, K]."""
+    """The answer. Arrays: token_logprobs float32 [R], ids int32 [R, K], logprobs float32 [R, K], tail_logprobs
+    float32 [R], or [0] where there is no tail.
+    """
 
     id: _Id
     temperature: _Temperature
@@ -136,59 +143,71 @@ _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 # Dtype and number of axes of each kind's arrays.
 _ARRAYS: dict[type[Body], tuple[tuple[np.dtype[Any], int], ...]] = {
     Score: ((_INT, 1),),
-    Scored: ((_FLOAT, 1), (_INT, 2), (_FLOAT, 2)),
+    Scored: ((_FLOAT, 1), (_INT, 2), (_FLOAT, 2), (_FLOAT, 1)),
     Generate: ((_INT, 1),),
     Generated: ((_INT, 1),),
     Rate: ((_INT, 1),),
 }
 
 _Spec: TypeAlias = tuple[Annotated[str, Meta(max_length=3)], Annotated[list[_Count], Meta(max_length=2)]]
-_Header: TypeAlias = tuple[Message, Annotated[list[_Spec], Meta(max_length=3)]]
+_Header: TypeAlias = tuple[Message, Annotated[list[_Spec], Meta(max_length=4)]]
+_LENGTH, _ALIGNMENT = struct.Struct("<I"), 4
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Header)
 
 
-def encode(body: Message, *arrays: Array) -> list[Frame]:
-    """Frames of a message. Large arrays are not copied, so they must not change before they are sent."""
+def encode(body: Message, *arrays: Array) -> bytes:
+    """The frame of a message."""
     expected = _ARRAYS.get(type(body), ())
     assert [a.ndim for a in arrays] == [ndim for _, ndim in expected], f"{type(body).__name__} has other arrays"
     plain = [np.ascontiguousarray(a, dtype) for a, (dtype, _) in zip(arrays, expected, strict=True)]
     header = _encoder.encode((body, [(a.dtype.str, a.shape) for a in plain]))
-    return [header, *(_bytes(a) for a in plain)]
+    parts = [_LENGTH.pack(len(header)), header, bytes(-len(header) % _ALIGNMENT)]
+    return b"".join([*parts, *(a.data.cast("B") for a in plain if a.size)])  # a view without elements cannot be cast
 
 
-def _bytes(array: Array) -> Frame:
-    return array.data.cast("B") if array.size else b""  # a view without elements cannot be cast
+def decode(frame: bytes, max_header_bytes: int = MAX_REPLY_HEADER_BYTES) -> tuple[Message, list[Array]]:
+    """The message in ``frame`` and its arrays, which share the frame's memory and cannot be written to.
 
-
-def decode(frames: Sequence[Frame]) -> tuple[Message, list[Array]]:
-    """The message in ``frames`` and its arrays, which share the frames' memory and cannot be written to.
-
-    Raises WireError, and nothing else, whatever the frames hold.
+    Raises WireError, and nothing else, whatever the frame holds.
     """
-    if not frames or len(frames[0]) > MAX_HEADER_BYTES:
-        raise WireError("no header" if not frames else f"a header of {len(frames[0])} bytes")
+    length = _LENGTH.unpack_from(frame)[0] if len(frame) >= _LENGTH.size else 0
+    if not 0 < length <= min(max_header_bytes, len(frame) - _LENGTH.size):
+        raise WireError(f"a frame of {len(frame)} bytes with a header of {length}")
     try:
-        body, specs = _decoder.decode(frames[0])
+        body, specs = _decoder.decode(memoryview(frame)[_LENGTH.size : _LENGTH.size + length])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"unreadable header: {error}") from None
     expected = _ARRAYS.get(type(body), ())
-    if not len(expected) == len(specs) == len(frames) - 1:
-        raise WireError(
-            f"{type(body).__name__} has {len(expected)} arrays; {len(specs)} announced, {len(frames) - 1} sent"
-        )
+    if len(expected) != len(specs):
+        raise WireError(f"{type(body).__name__} has {len(expected)} arrays; {len(specs)} announced")
+    at = _LENGTH.size + length + -length % _ALIGNMENT
+    wanted = at + sum(math.prod(shape) * dtype.itemsize for (dtype, _), (_, shape) in zip(expected, specs, strict=True))
     arrays = []
-    for (dtype, ndim), (name, shape), frame in zip(expected, specs, frames[1:], strict=True):
+    for (dtype, ndim), (name, shape) in zip(expected, specs, strict=True):
         if name != dtype.str or len(shape) != ndim:
             raise WireError(f"{type(body).__name__}: {name} {shape} where {dtype.str} of {ndim} axes belongs")
-        if math.prod(shape) * dtype.itemsize != len(frame):
-            raise WireError(f"{type(body).__name__}: {len(frame)} bytes for {name} {shape}")
-        arrays.append(np.frombuffer(frame, dtype).reshape(shape))
+        if wanted != len(frame):
+            raise WireError(f"{type(body).__name__}: {len(frame)} bytes where its arrays need {wanted}")
+        arrays.append(np.frombuffer(frame, dtype, math.prod(shape), at).reshape(shape))
+        at += arrays[-1].nbytes
+    if not arrays and wanted != len(frame):
+        raise WireError(f"{type(body).__name__}: {len(frame) - wanted} bytes too many")
     return body, arrays
 
 
-def encode_request(id: int, remaining_s: float, request: requests.Request) -> list[Frame]:
-    """Frames that ask for ``request``."""
+def largest_request(max_length: int) -> int:
+    """Bytes that a request about ``max_length`` tokens can have."""
+    return _LENGTH.size + MAX_REQUEST_HEADER_BYTES + _ALIGNMENT + 4 * max_length
+
+
+def largest_reply(rows: int, top_k: int) -> int:
+    """Bytes that an answer about ``rows`` tokens with K of ``top_k`` each can have."""
+    return _LENGTH.size + MAX_REPLY_HEADER_BYTES + _ALIGNMENT + rows * (8 + 8 * top_k)
+
+
+def encode_request(id: int, remaining_s: float, request: requests.Request) -> bytes:
+    """The frame that asks for ``request``."""
     if isinstance(request, requests.Rate):
         return encode(Rate(id, remaining_s), request.token_ids)
     if isinstance(request, requests.Generate):
@@ -213,12 +232,13 @@ def decode_request(body: Score | Generate | Rate, arrays: Sequence[Array]) -> re
     )
 
 
-def encode_answer(id: int, answer: requests.Answer) -> list[Frame]:
-    """Frames that answer request ``id``."""
+def encode_answer(id: int, answer: requests.Answer) -> bytes:
+    """The frame that answers request ``id``."""
     if isinstance(answer, float):
         return encode(Rated(id, answer))
     if isinstance(answer, Target):
-        return encode(Scored(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs)
+        tails = np.zeros(0, np.float32) if answer.tail_logprobs is None else answer.tail_logprobs
+        return encode(Scored(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs, tails)
     return encode(Generated(id), answer)
 
 
@@ -227,8 +247,9 @@ def decode_target(body: Scored, arrays: Sequence[Array]) -> Target:
     token_logprobs: Float32
     ids: Int32
     logprobs: Float32
-    token_logprobs, ids, logprobs = arrays
+    tails: Float32
+    token_logprobs, ids, logprobs, tails = arrays
     try:
-        return Target(token_logprobs, ids, logprobs, body.temperature)
+        return Target(token_logprobs, ids, logprobs, body.temperature, tails if len(tails) else None)
     except ValueError as error:
         raise WireError(str(error)) from None

@@ -28,7 +28,7 @@ class JudgeSpec:
     device: Device
     tokenizer_hash: str
     bind_ip: str
-    key: Key | None
+    key: Key
     sleeps: bool = False
 
 
@@ -36,8 +36,7 @@ class JudgeWorker:
     """Built inside a Ray worker: has an engine and binds a free port of ``bind_ip``.
 
     The engine belongs to the thread that builds this object and calls :meth:`serve`; other methods may be called from
-    others. Raises ConfigError when there is no usable model, or when ``bind_ip`` is not loopback
-    and there is no ``key``; RunFailed when the engine does not start.
+    others. Raises ConfigError when there is no usable model, RunFailed when the engine does not start.
     """
 
     def __init__(self, engine: Engine, spec: JudgeSpec) -> None:

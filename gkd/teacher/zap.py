@@ -1,16 +1,14 @@
-"""Who may connect to a server with a key: ZeroMQ's authentication protocol (ZAP, rfc.zeromq.org/spec/27)."""
+"""Who may connect to a server: ZeroMQ's authentication protocol (ZAP, rfc.zeromq.org/spec/27)."""
 
 from __future__ import annotations
 
 import hmac
-from functools import reduce
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 from gkd.teacher.address import Key
-
-_Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 
 
 class Gatekeeper:
@@ -20,7 +18,7 @@ class Gatekeeper:
     """
 
     def __init__(self, context: Any, key: Key) -> None:
-        self._public = _raw(key.public)
+        self._public = z85.decode(key.public)
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
@@ -39,11 +37,3 @@ class Gatekeeper:
             )
             verdict = [b"200", b"OK", b"gkd"] if known else [b"400", b"unknown key", b""]
             self.socket.send_multipart([version, request, *verdict, b""], zmq.NOBLOCK)
-
-
-def _raw(text: bytes) -> bytes:
-    """The bytes that Z85 ``text`` (rfc.zeromq.org/spec/32) stands for."""
-    groups = (text[i : i + 5] for i in range(0, len(text), 5))
-    return b"".join(
-        reduce(lambda value, digit: value * 85 + _Z85.index(digit), group, 0).to_bytes(4, "big") for group in groups
-    )

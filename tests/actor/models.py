@@ -61,8 +61,13 @@ def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1,
         logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         ids = np.argsort(-logprobs, -1)[:, :k].astype(np.int32)
         response = rng.integers(2, VOCAB, r).astype(np.int32)
+        rest = np.exp(logprobs)
+        np.put_along_axis(rest, ids, 0.0, 1)
         target = Target(
-            np.take_along_axis(logprobs, response[:, None], 1)[:, 0], ids, np.take_along_axis(logprobs, ids, 1)
+            np.take_along_axis(logprobs, response[:, None], 1)[:, 0],
+            ids,
+            np.take_along_axis(logprobs, ids, 1),
+            tail_logprobs=np.log(rest.sum(1)) if k < VOCAB else None,
         )
         prompt = Prompt(i, rng.integers(2, VOCAB, p).astype(np.int32), "")
         sampler = -rng.random(r).astype(np.float32)

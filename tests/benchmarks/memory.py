@@ -49,6 +49,7 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
         ids = rng.integers(0, options.vocabulary, length).astype(np.int32)
         top = np.argsort(rng.random((response, options.vocabulary)), -1)[:, :k].astype(np.int32)
         logprobs = np.full((response, k), np.log(0.9 / k), dtype=np.float32)
+        tail = np.full(response, np.log(0.1), dtype=np.float32)
         sample = Sample(
             Request(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response)),
             ids[length - response :],
@@ -56,7 +57,7 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
             0,
             "stop",
         )
-        samples.append(Scored(sample, Target(logprobs[:, 0], top, logprobs)))
+        samples.append(Scored(sample, Target(logprobs[:, 0], top, logprobs, tail_logprobs=tail)))
     Path("/proc/self/clear_refs").write_text("5")  # forget the largest size so far
     before = resident("VmRSS")
     lora = Lora.model_validate(variant.get("lora", {}))

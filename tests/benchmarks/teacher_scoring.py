@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gkd.config import Teacher
 from gkd.data.checkpoint import Checkpoint
+from gkd.teacher.address import Key
 from gkd.teacher.client import Score, TeacherClient
 from gkd.teacher.scoring import VllmEngine
 from gkd.teacher.server import TeacherServer
@@ -97,10 +98,11 @@ def main() -> None:
         make_model(path, options)
         settings = Teacher(max_num_seqs=options.sequences, max_top_k=options.vocabulary, max_model_len=options.length)
         engine = VllmEngine(path, Checkpoint.read(path, "model"), settings, device, dtype="float32")
-    server, stop = TeacherServer(engine, "benchmark"), threading.Event()
+    key = Key.generate()
+    server, stop = TeacherServer(engine, "benchmark", "127.0.0.1", 0, key), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
-    client = TeacherClient([server.address], "benchmark", options.top_k, request_timeout_s=600.0)
+    client = TeacherClient([server.address], "benchmark", options.top_k, key=key, request_timeout_s=600.0)
     client.connect(10)
     times: dict[str, list[float]] = {"prefill": [], "scoring": []}
     tokens = options.sequences * options.length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import socket
 import subprocess
 import sys
@@ -124,9 +125,11 @@ def test_the_test_script_runs_the_checks_and_passes_arguments_on() -> None:
 
 
 def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Path, tmp_path: Path) -> None:
-    """gkd.teacher.serve with a key on one side, a run with own models and data on the other."""
-    (student,), (teacher,) = ([d for d in cache.glob(f"sorting-{n}-*") if d.is_dir()] for n in ("student", "teacher"))
-    (data,) = (d for d in cache.glob("sorting-data-*") if d.is_dir())
+    """gkd.teacher.serve with a key on one side, a run with own models and data on the other.
+
+    The teacher has a chat template of its own, and scores what that makes of the data's messages.
+    """
+    student, teacher, data = with_templates(cache, tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -145,6 +148,7 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
         command = [sys.executable, "-m", "gkd.main", "+recipe=on_policy_distill", f"model.path={student}", *shared]
         command += ["teacher.server_ip=127.0.0.1", f"data.train_files=[{data / 'train.jsonl'}]"]
         command += [f"data.val_files=[{data / 'val.jsonl'}]", "data.answer_key=answer", "data.val_limit=32"]
+        command += ["teacher.chat_template=own", "trainer.n_logged_samples=8"]
         command += ["rollout.max_response_length=8", "trainer.total_steps=2", "trainer.batch_size=8"]
         command += ["rollout.engine=hf", f"trainer.output_dir={tmp_path / 'run'}"]
         done = subprocess.run(
@@ -164,6 +168,53 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
         json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
     )
     assert rows(tmp_path / "run")[-1]["distill/reverse_kl"] > 0
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    own, students = (mean_logprobs(teacher, template, samples) for template in (TEACHERS_TEMPLATE, STUDENTS_TEMPLATE))
+    found = [row["teacher_logprob_mean"] for row in samples]
+    # The text of a response lacks what special tokens a barely trained student may have put into it.
+    assert sum(abs(a - b) < 1e-3 for a, b in zip(found, own, strict=True)) > 0.5 * len(found)
+    assert sum(abs(a - b) > 1e-2 for a, b in zip(found, students, strict=True)) > 0.8 * len(found)
+
+
+STUDENTS_TEMPLATE = "{{ bos_token }} {{ messages[0]['content'] }}"
+TEACHERS_TEMPLATE = "{{ bos_token }} = = {{ messages[0]['content'] }}"
+
+
+def with_templates(cache: Path, directory: Path) -> tuple[Path, Path, Path]:
+    """The built-in task's student and teacher with different chat templates, and its data as messages."""
+    (data,) = (d for d in cache.glob("sorting-data-*") if d.is_dir())
+    (directory / "data").mkdir()
+    for file in ("train.jsonl", "val.jsonl"):
+        asked = [json.loads(line) for line in (data / file).read_text().splitlines()]
+        for row in asked:
+            row["messages"] = [{"role": "user", "content": row.pop("prompt")}]
+        (directory / "data" / file).write_text("".join(json.dumps(row) + "\n" for row in asked))
+    for name, template in (("student", STUDENTS_TEMPLATE), ("teacher", TEACHERS_TEMPLATE)):
+        (model,) = (d for d in cache.glob(f"sorting-{name}-*") if d.is_dir())
+        shutil.copytree(model, directory / name)
+        (directory / name / "chat_template.jinja").write_text(template)
+    return directory / "student", directory / "teacher", directory / "data"
+
+
+def mean_logprobs(model: Path, template: str, samples: list[dict[str, Any]]) -> list[float]:
+    """Of each response under ``model`` after its prompt in another template, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+    found = []
+    for row in samples:
+        # The prompt is logged as the student was given it.
+        content = row["prompt"].removeprefix(tokenizer.bos_token).strip()
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], chat_template=template, return_dict=True
+        )["input_ids"]
+        response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+        response += [tokenizer.eos_token_id] * (row["finish_reason"] == "stop")
+        with torch.no_grad():
+            logits = lm(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        found.append(float(torch.log_softmax(logits, -1)[range(len(response)), response].mean()))
+    return found
 
 
 def test_each_prompt_has_the_teacher_its_row_names(

@@ -52,7 +52,9 @@ def make_case(n, k=K, dtype=torch.float64):
     hidden = torch.randn(n, D, dtype=dtype, generator=generator, requires_grad=True)
     log_p = torch.log_softmax(2 * torch.randn(n, V, generator=generator), -1)
     top, token_ids = log_p.topk(k), torch.randint(V, (n,), generator=generator)
-    targets = PositionTargets(token_ids, log_p.gather(1, token_ids[:, None])[:, 0], top.indices.short(), top.values)
+    tail = log_p.scatter(1, top.indices, -torch.inf).logsumexp(1)
+    token_logprobs = log_p.gather(1, token_ids[:, None])[:, 0]
+    targets = PositionTargets(token_ids, token_logprobs, top.indices.short(), top.values, tail)
     return hidden, targets, torch.rand(n, generator=generator)
 
 

@@ -10,7 +10,6 @@ from gkd.losses.divergence import (
     reverse_kl,
     sampled_reverse_kl,
     student_tail,
-    teacher_tail,
 )
 
 INF = float("inf")
@@ -129,28 +128,6 @@ def test_sampled_reverse_kl_in_expectation_is_reverse_kl_in_value_and_gradient()
     exact = brute_force.kl(probabilities(student), list(log_p.exp()))
     torch.testing.assert_close(expectation, exact)
     torch.testing.assert_close(*(torch.autograd.grad(x, student, retain_graph=True)[0] for x in (expectation, exact)))
-
-
-def test_teacher_tail_is_the_rest_of_the_mass():
-    log_p = log_softmax(random_logits(12, 4, 9))
-    torch.testing.assert_close(teacher_tail(log_p[:, :3]), log_p[:, 3:].exp().sum(-1).log())
-
-
-def test_teacher_tail_of_float32_is_as_exact_as_its_input():
-    log_p = log_softmax(torch.tensor([9.875, *[0.0] * 7], dtype=torch.float64))
-    tail = teacher_tail(log_p[:2].float())
-    assert tail.dtype == torch.float32
-    assert tail.item() == pytest.approx(log_p[2:].exp().sum().log().item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("mass", [[0.0, -30.0], [-1e-8, -1e-9], [-0.6931471, -0.6931471], [0.0, -INF]])
-def test_teacher_tail_is_finite_where_the_mass_rounds_to_one_or_above(mass):
-    tail = teacher_tail(torch.tensor(mass))
-    assert tail.isfinite() and tail < -13
-
-
-def test_teacher_tail_of_one_sure_token_is_not_lost_to_rounding():
-    assert teacher_tail(torch.tensor([-1e-6])).item() == pytest.approx(-13.8155, abs=1e-3)
 
 
 def test_student_tail_is_exact_however_small():

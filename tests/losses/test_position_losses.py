@@ -32,7 +32,8 @@ def make_targets(teacher, k, temperature=1.0, shuffle=True):
     if shuffle:
         ids = ids[:, torch.randperm(k, generator=torch.Generator().manual_seed(5))]
     token_ids = torch.arange(len(teacher)) % teacher.shape[1]
-    return PositionTargets(token_ids, log_p.gather(1, token_ids[:, None])[:, 0], ids, log_p.gather(1, ids))
+    tail = log_p.scatter(1, ids, -torch.inf).logsumexp(1)
+    return PositionTargets(token_ids, log_p.gather(1, token_ids[:, None])[:, 0], ids, log_p.gather(1, ids), tail)
 
 
 @pytest.mark.parametrize("loss", DIVERGENCES, ids=str)
@@ -100,7 +101,7 @@ def test_truncated_loss_lies_between_zero_and_the_full_vocabulary(teacher, stude
 def test_leaving_the_tail_out_can_be_negative_and_the_tail_bucket_cannot():
     teacher, student = torch.zeros(1, V), torch.tensor([[3.0] + [0.0] * (V - 1)])
     targets = make_targets(teacher, 1, shuffle=False)
-    targets = PositionTargets(targets.token_ids, targets.teacher_token_logprobs, torch.tensor([[0]]), targets.logprobs)
+    targets = changed(targets, ids=torch.tensor([[0]]))
     assert position_losses(student, targets, Loss(name="forward_kl", tail=False)).loss < -0.1
     assert position_losses(student, targets, Loss(name="forward_kl", tail=True)).loss > 0.1
 
@@ -232,7 +233,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 def changed(targets, **change):
-    names = ("token_ids", "teacher_token_logprobs", "ids", "logprobs")
+    names = ("token_ids", "teacher_token_logprobs", "ids", "logprobs", "tail_logprobs")
     return PositionTargets(**{name: change.get(name, getattr(targets, name)) for name in names})
 
 
@@ -258,3 +259,36 @@ def test_check_names_what_cannot_be_trained_on():
         check_targets(V, changed(targets, teacher_token_logprobs=targets.teacher_token_logprobs * torch.nan))
     with pytest.raises(ValueError, match="8 tokens a position"):
         check_targets(5, make_targets(random_logits(0), V))
+
+
+@pytest.mark.parametrize("rest", [-19.0, -18.0, -14.0])
+@pytest.mark.parametrize("loss", [{"name": "forward_kl"}, {"name": "reverse_kl"}], ids=str)
+def test_a_tiny_tail_counts_as_what_it_is(loss, rest):
+    """Tails of 3e-8 to 5e-6, where 1 minus the float32 mass of the top K would be anything."""
+    teacher = torch.tensor([[3.0, 2.0, 1.0, *[rest] * (V - 3)]], dtype=torch.float64)
+    student = torch.tensor([[0.0, 1.0, 2.0, *[-3.0] * (V - 3)]], dtype=torch.float64)
+    expected = brute_force.divergence(
+        loss["name"],
+        outcomes(probabilities(teacher[0]), [0, 1, 2], True),
+        outcomes(probabilities(student[0]), [0, 1, 2], True),
+        None,
+    )
+    exact = make_targets(teacher, 3, shuffle=False)
+    targets = changed(exact, **{n: getattr(exact, n).float() for n in ("logprobs", "tail_logprobs")})
+    assert targets.tail_logprobs.exp().item() == pytest.approx(float(probabilities(teacher[0])[3]) * (V - 3), rel=1e-5)
+    value = position_losses(student.float(), targets, Loss(**loss)).loss
+    torch.testing.assert_close(value.double(), expected[None], rtol=1e-5, atol=0)
+    # Float32 log-probabilities of the top 3 alone leave it open.
+    subtracted = torch.log(-torch.expm1(targets.logprobs.double().logsumexp(1)).clamp(max=-1e-30))
+    assert rest > -15 or abs((subtracted - targets.tail_logprobs).item()) > 0.05
+
+
+def test_truncated_targets_without_a_tail_are_refused():
+    targets = changed(make_targets(random_logits(0), 3), tail_logprobs=None)
+    with pytest.raises(ValueError, match="top 3 of 8 tokens come without their tail"):
+        position_losses(random_logits(1), targets, Loss())
+    with pytest.raises(ValueError, match=r"tail_logprobs \(2,\): expected \[3\]"):
+        changed(targets, tail_logprobs=torch.zeros(2))
+    lost = changed(targets, tail_logprobs=make_targets(random_logits(0), 3).tail_logprobs - 1)
+    with pytest.raises(ValueError, match=r"top 3 and the tail together is 0\.\d+ at position 0"):
+        check_targets(V, lost)

@@ -30,7 +30,8 @@ def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | Non
         if k is not None:
             top = (np.arange(k, dtype=np.int32) + np.zeros((response, 1), np.int32)) % vocabulary
             logprobs = np.full((response, k), np.log(0.9 / max(k, 1)), dtype=np.float32)
-            target = Target(np.full(response, -3, np.float32), top, logprobs)
+            tail = np.full(response, np.log(0.1), dtype=np.float32)
+            target = Target(np.full(response, -3, np.float32), top, logprobs, tail_logprobs=tail)
         request = Request(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response))
         sampled = np.full(response, -3, np.float32)
         reference = np.full(response, -3, np.float32)

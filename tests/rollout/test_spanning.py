@@ -13,6 +13,7 @@ from gkd.data.checkpoint import Checkpoint
 from gkd.errors import RunFailed
 from gkd.rollout.engine import EngineSpec
 from gkd.rollout.worker import RolloutWorker, rollout_follower
+from gkd.teacher.address import Key
 from gkd.teacher.worker import JudgeSpec, TeacherWorker, teacher_follower
 from gkd.vllm_engine import Span
 from tests.data.models import word_tokenizer
@@ -41,7 +42,7 @@ def teacher_ends(path: str) -> Ends:
         teacher_follower,
         (
             Teacher(**WIDE),
-            JudgeSpec("float32", path, "cpu", "hash", "127.0.0.1", None),
+            JudgeSpec("float32", path, "cpu", "hash", "127.0.0.1", Key.generate()),
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from gkd.errors import RunFailed
 from gkd.teacher.address import Key
 from gkd.teacher.client import Score, TeacherClient
 from gkd.teacher.server import TeacherServer
-from tests.teacher.table import POISON, VOCABULARY, TableEngine
+from tests.teacher.table import KEY, POISON, VOCABULARY, TableEngine
 
 ROOT = Path(__file__).parents[2]
 VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
@@ -58,11 +59,12 @@ def serve() -> Iterator[Callable[..., Running]]:
         engine: Any = None,
         port: int = 0,
         host: str = "127.0.0.1",
-        key: Key | None = None,
+        key: Key = KEY,
         tokenizer_hash: str = "hash",
+        **settings: Any,
     ) -> Running:
         engine = engine or TableEngine()
-        server, stop = TeacherServer(engine, tokenizer_hash, host, port, key), threading.Event()
+        server, stop = TeacherServer(engine, tokenizer_hash, host, port, key, **settings), threading.Event()
         failure: list[BaseException] = []
 
         def run() -> None:
@@ -87,7 +89,7 @@ def connect() -> Iterator[Callable[..., TeacherClient]]:
     clients: list[TeacherClient] = []
 
     def make(*addresses: str, tokenizer_hash: str = "hash", **settings: Any) -> TeacherClient:
-        settings = {"request_timeout_s": 2.0, "heartbeat_s": 0.1, "max_attempts": 3} | settings
+        settings = {"key": KEY, "request_timeout_s": 2.0, "heartbeat_s": 0.1, "max_attempts": 3} | settings
         clients.append(TeacherClient(addresses, tokenizer_hash, **settings))
         return clients[-1]
 
@@ -99,8 +101,16 @@ def connect() -> Iterator[Callable[..., TeacherClient]]:
 class Process:
     """A server of the table engine in another process."""
 
-    def __init__(self, port: int = 0, delay_s: float = 0.0, tokenizer_hash: str = "hash") -> None:
-        command = [sys.executable, "-m", "tests.teacher.table", str(port), str(delay_s), tokenizer_hash]
+    def __init__(self, port: int = 0, delay_s: float = 0.0, max_length: int = 100, **bounds: float) -> None:
+        arguments = [
+            str(port),
+            str(delay_s),
+            str(max_length),
+            json.dumps(bounds),
+            KEY.public.decode(),
+            KEY.secret.decode(),
+        ]
+        command = [sys.executable, "-m", "tests.teacher.table", *arguments]
         self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.popen.stdout is not None
         self.address = self.popen.stdout.readline().strip()

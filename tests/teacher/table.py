@@ -1,11 +1,13 @@
 """A small engine that computes from a known table, to test everything between a client and an engine.
 
 Run as a program it is a server in a process of its own, which tests kill, stop and start again:
-``python -m tests.teacher.table PORT [DELAY_S [TOKENIZER_HASH]]`` prints its address and serves until it is killed.
+``python -m tests.teacher.table PORT DELAY_S MAX_LENGTH BOUNDS PUBLIC SECRET`` prints its address and serves until it
+is killed.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -15,11 +17,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from gkd.sample import Int32, Target
+from gkd.teacher.address import Key
+from gkd.teacher.connections import Bounds
 from gkd.teacher.requests import Generate, Limits, Refused, Score
 from gkd.teacher.server import TeacherServer
 
 VOCABULARY = 32
 LOGITS = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY))  # of the next token after each token
+KEY = Key.generate()
 POISON = 31  # as first token of a prompt: the engine fails
 
 
@@ -31,7 +36,10 @@ def expected(request: Score) -> Target:
     logprobs = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
     ids = np.argsort(-logprobs, axis=-1)[:, : request.top_k].astype(np.int32)
     token_logprobs = logprobs[np.arange(len(before)), request.response_ids]
-    return Target(token_logprobs, ids, np.take_along_axis(logprobs, ids, -1), request.temperature)
+    rest = np.exp(logprobs.astype(np.float64))
+    np.put_along_axis(rest, ids, 0.0, -1)
+    tails = np.log(rest.sum(-1)).astype(np.float32) if 0 < ids.shape[1] < rows else None
+    return Target(token_logprobs, ids, np.take_along_axis(logprobs, ids, -1), request.temperature, tails)
 
 
 def greedy(request: Generate) -> Int32:
@@ -83,8 +91,10 @@ class TableEngine:
         pass
 
 
-def main(port: str, delay_s: str = "0", tokenizer_hash: str = "hash") -> None:
-    server = TeacherServer(TableEngine(float(delay_s)), tokenizer_hash, "127.0.0.1", int(port))
+def main(port: str, delay_s: str, max_length: str, bounds: str, public: str, secret: str) -> None:
+    engine = TableEngine(float(delay_s), max_length=int(max_length))
+    key = Key(public.encode(), secret.encode())
+    server = TeacherServer(engine, "hash", "127.0.0.1", int(port), key, bounds=Bounds(**json.loads(bounds)))
     print(server.address, flush=True)
     server.serve(threading.Event())
 

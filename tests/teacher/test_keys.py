@@ -1,4 +1,4 @@
-"""CURVE keys: needed off loopback, shared by both sides, told to nobody."""
+"""CURVE keys: needed everywhere, shared by both sides, told to nobody."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zmq
 
 from gkd.config import Teacher
 from gkd.errors import ConfigError
-from gkd.teacher.address import Key, external_addresses
+from gkd.teacher.address import Key, external_addresses, key_path
 from gkd.teacher.client import TeacherClient, TeacherUnavailable
 from tests.teacher.conftest import Running, a_score
 from tests.teacher.table import expected
@@ -37,9 +37,8 @@ def test_an_open_port_with_a_key_serves_beyond_loopback(serve: Serve, connect: C
 
 def test_without_the_key_nobody_is_answered(serve: Serve, connect: Connect) -> None:
     address = serve(key=Key.generate()).server.address
-    for key in (None, Key.generate()):
-        with pytest.raises(TeacherUnavailable, match="another key"):
-            connect(address, key=key).connect(0.5)
+    with pytest.raises(TeacherUnavailable, match="another key"):
+        connect(address).connect(0.5)
 
 
 def test_knowing_the_servers_public_key_is_not_enough(serve: Serve) -> None:
@@ -51,22 +50,29 @@ def test_knowing_the_servers_public_key_is_not_enough(serve: Serve) -> None:
         socket.linger, socket.rcvtimeo = 0, 500
         socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = secret, public, key.public
         socket.connect(address)
-        socket.send_multipart([b"anything"])
+        socket.send(b"anything")
         if answered:
-            assert socket.recv_multipart()
+            assert socket.recv()
         else:
             with pytest.raises(zmq.Again):
-                socket.recv_multipart()
+                socket.recv()
     context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "teacher.example", "::"])
-def test_an_address_others_can_reach_needs_a_key(serve: Serve, connect: Connect, host: str) -> None:
+def test_an_address_others_can_reach_needs_a_key_file(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"{host} is not loopback and has no key: set teacher.key_file"):
-        serve(host=host)
-    (address,) = external_addresses(Teacher(server_ip=host))
-    with pytest.raises(ConfigError, match="is not loopback and has no key"):
-        connect(address)
+        key_path(Teacher(), ["127.0.0.1", host])
+    assert key_path(Teacher(key_file="a.key"), [host]) == Path("a.key")
+
+
+def test_on_this_machine_a_user_has_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = key_path(Teacher(), ["127.0.0.1", "localhost", "::1"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Key.load(path)
+    key = Key.load_or_create(path)
+    assert path.is_relative_to(tmp_path) and stat.S_IMODE(path.stat().st_mode) == 0o600 and Key.load(path) == key
 
 
 def test_a_key_file_is_made_once_and_only_for_its_owner(tmp_path: Path) -> None:

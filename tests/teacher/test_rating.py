@@ -17,6 +17,7 @@ from gkd.teacher.client import Rate, Score, TeacherClient, TeacherRefused
 from gkd.teacher.rating import ClassifierEngine
 from gkd.teacher.server import TeacherServer
 from tests.data.models import TEMPLATE, word_tokenizer
+from tests.teacher.table import KEY
 
 VOCABULARY = 24
 
@@ -62,10 +63,10 @@ def test_a_batch_in_which_every_id_occurs(engine: ClassifierEngine, path: Path) 
 
 
 def test_over_the_wire(engine: ClassifierEngine, path: Path) -> None:
-    server, stop = TeacherServer(engine, "hash"), threading.Event()
+    server, stop = TeacherServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
-    client = TeacherClient([server.address], "hash", request_timeout_s=20)
+    client = TeacherClient([server.address], "hash", key=KEY, request_timeout_s=20)
     try:
         client.connect()
         futures = [client.submit(Rate(np.array(ids, np.int32))) for ids in SEQUENCES]

@@ -19,6 +19,7 @@ from gkd.teacher.client import FULL_VOCABULARY, Generate, Score, TeacherClient, 
 from gkd.teacher.scoring import RESULT_BYTES
 from gkd.teacher.server import TeacherServer
 from tests.teacher.conftest import CHUNK, VLLM_LENGTH, VLLM_VOCABULARY
+from tests.teacher.table import KEY
 
 pytestmark = pytest.mark.vllm
 
@@ -34,10 +35,10 @@ def reference(tiny_llama: Path) -> Any:
 @pytest.fixture(scope="module")
 def teacher(vllm_engine: Any) -> Iterator[TeacherClient]:
     """A client of a server of the session's vLLM engine, which works on this server's thread."""
-    server, stop = TeacherServer(vllm_engine, "hash"), threading.Event()
+    server, stop = TeacherServer(vllm_engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
-    client = TeacherClient([server.address], "hash", FULL_VOCABULARY, max_length=VLLM_LENGTH)
+    client = TeacherClient([server.address], "hash", FULL_VOCABULARY, key=KEY, max_length=VLLM_LENGTH)
     client.connect(10)
     yield client
     client.close()
@@ -79,6 +80,27 @@ def test_scores_are_those_of_transformers(
     requests = [a_request(1 + 3 * i, 20 - i, top_k, temperature, seed=i) for i in range(6)]
     for request, future in [(r, teacher.submit(r)) for r in requests]:
         check(request, future.result(30), reference)
+
+
+def test_tails_are_those_of_the_whole_row_however_small(teacher: TeacherClient, reference: Any) -> None:
+    """From 1e-11 to nearly 1, against sums over the rest of the vocabulary in float64."""
+    exact, seen = reference.double(), []
+    requests = [
+        a_request(4, 60, 16, t, vocabulary, i) for t in (0.08, 0.15, 1.0) for i, vocabulary in ((1, None), (2, 90))
+    ]
+    for request, future in [(r, teacher.submit(r)) for r in requests]:
+        target = future.result(30)
+        tokens = torch.tensor(np.concatenate([request.prompt_ids, request.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = exact(tokens[None]).logits[0, len(request.prompt_ids) - 1 : -1, : request.vocabulary]
+        p = torch.softmax(logits / request.temperature, -1).numpy()
+        np.put_along_axis(p, target.ids, 0.0, -1)
+        # The logits themselves are float32 in one and float64 in the other, and their errors are divided by T.
+        np.testing.assert_allclose(np.exp(target.tail_logprobs.astype(float)), p.sum(-1), rtol=1e-3)
+        seen += p.sum(-1).tolist()
+    reference.float()
+    assert sum(1e-9 < tail < 1e-6 for tail in seen) > 20
+    assert all(teacher.submit(a_request(4, 9, k)).result(30).tail_logprobs is None for k in (0, FULL_VOCABULARY))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 from gkd.errors import ConfigError, RunFailed
 from gkd.sample import Target
 from gkd.teacher import wire
+from gkd.teacher.address import secure_client
 from gkd.teacher.client import FULL_VOCABULARY, Generate, Score, TeacherClient, TeacherRefused
 from gkd.teacher.server import TeacherServer
 from tests.teacher.conftest import Running, a_score
-from tests.teacher.table import POISON, VOCABULARY, TableEngine, expected, greedy
+from tests.teacher.table import KEY, POISON, VOCABULARY, TableEngine, expected, greedy
 
 Serve = Callable[..., Running]
 Connect = Callable[..., TeacherClient]
@@ -33,6 +35,7 @@ def dealer() -> Iterator[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, 5000, 5000
+    secure_client(socket, KEY)
     yield socket
     context.destroy(linger=0)
 
@@ -41,6 +44,9 @@ def assert_same(found: Target, wanted: Target) -> None:
     np.testing.assert_allclose(found.token_logprobs, wanted.token_logprobs, rtol=1e-6)
     np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=1e-6)
     np.testing.assert_array_equal(found.ids, wanted.ids)
+    assert (found.tail_logprobs is None) == (wanted.tail_logprobs is None)
+    if found.tail_logprobs is not None:
+        np.testing.assert_array_equal(found.tail_logprobs, wanted.tail_logprobs)
     assert found.temperature == wanted.temperature
 
 
@@ -115,8 +121,8 @@ def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect:
     dealer.connect(running.server.address)
     began = time.monotonic()
     for body, kind in [(wire.Ping(), wire.Pong), (wire.Hello(wire.PROTOCOL), wire.Welcome)]:
-        dealer.send_multipart(wire.encode(body))
-        assert isinstance(wire.decode(dealer.recv_multipart())[0], kind)
+        dealer.send(wire.encode(body))
+        assert isinstance(wire.decode(dealer.recv())[0], kind)
     assert time.monotonic() - began < 1.5 and not slow.done()
     slow.result(5)
 
@@ -126,8 +132,8 @@ def test_an_expired_request_is_answered_without_work(serve: Serve, connect: Conn
     busy = connect(running.server.address).submit(a_score())
     time.sleep(0.2)
     dealer.connect(running.server.address)
-    dealer.send_multipart(wire.encode_request(7, 0.05, a_score()))
-    body, _ = wire.decode(dealer.recv_multipart())
+    dealer.send(wire.encode_request(7, 0.05, a_score()))
+    body, _ = wire.decode(dealer.recv())
     assert isinstance(body, wire.Error) and (body.id, body.code) == (7, "expired")
     busy.result(5)
     assert running.engine.worked_on == 1
@@ -171,7 +177,7 @@ def test_stopping_refuses_what_is_unfinished_and_frees_the_port(serve: Serve, co
 def test_a_port_in_use_is_named(serve: Serve) -> None:
     address = serve().server.address
     with pytest.raises(ConfigError, match=f"cannot listen on {address}: Address already in use"):
-        TeacherServer(TableEngine(), "hash", "127.0.0.1", int(address.rsplit(":", 1)[1]))
+        TeacherServer(TableEngine(), "hash", "127.0.0.1", int(address.rsplit(":", 1)[1]), KEY)
 
 
 def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, dealer: Any) -> None:
@@ -179,17 +185,17 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
     dealer.connect(running.server.address)
     client = connect(running.server.address)
     client.connect(5)
-    real = [bytes(f) for f in wire.encode_request(1, 1.0, a_score(n_prompt=2, n_response=3))]
+    real = wire.encode_request(1, 1.0, a_score(n_prompt=2, n_response=3))
     number = st.integers(-9, 40) | st.floats() | st.none()
     names = ["id", "remaining_s", "n_prompt", "top_k", "temperature", "vocabulary", "max_tokens", "protocol"]
     kinds = st.sampled_from(["score", "generate", "scored", "hello", "ping", "nonsense"])
     bodies = st.fixed_dictionaries({"type": kinds}, optional=dict.fromkeys(names, number))
     header = st.tuples(bodies, st.just([("<i4", [2])])).map(msgspec.msgpack.encode)
-    damaged = st.tuples(st.integers(0, 1), st.integers(0, 200), st.binary(max_size=3)).map(
-        lambda t: [f[: t[1]] + t[2] + f[t[1] + len(t[2]) :] if i == t[0] else f for i, f in enumerate(real)]
+    framed = st.tuples(header, st.binary(min_size=8, max_size=8)).map(
+        lambda t: struct.pack("<I", len(t[0])) + t[0] + bytes(-len(t[0]) % 4) + t[1]
     )
-    frames = st.lists(st.binary(max_size=40), min_size=1, max_size=4) | st.tuples(
-        header, st.binary(min_size=8, max_size=8)
+    damaged = st.tuples(st.integers(0, 200), st.binary(max_size=3)).map(
+        lambda t: real[: t[0]] + t[1] + real[t[0] + len(t[1]) :]
     )
 
     @settings(
@@ -197,15 +203,15 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
-    @given(frames | damaged)
-    def send(parts: Any) -> None:
-        dealer.send_multipart(list(parts))
+    @given(st.binary(max_size=40) | framed | damaged)
+    def send(frame: bytes) -> None:
+        dealer.send(frame)
         assert running.thread.is_alive()
 
     send()
     # Messages of one connection are answered in order, so this answer is the last.
-    dealer.send_multipart(wire.encode_request(10**9, 1.0, a_score(n_prompt=9)))
-    while not (isinstance(body := wire.decode(dealer.recv_multipart())[0], wire.Error) and body.id == 10**9):
+    dealer.send(wire.encode_request(10**9, 1.0, a_score(n_prompt=9)))
+    while not (isinstance(body := wire.decode(dealer.recv())[0], wire.Error) and body.id == 10**9):
         pass
     assert_same(client.submit(a_score(n_prompt=3, n_response=5)).result(5), expected(a_score(n_prompt=3, n_response=5)))
     assert running.server.counts["bad_request"] > 50
@@ -214,8 +220,8 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
 
 def test_a_message_that_cannot_be_read_is_answered(serve: Serve, dealer: Any) -> None:
     dealer.connect(serve().server.address)
-    dealer.send_multipart([b"\x00garbage"])
-    body, _ = wire.decode(dealer.recv_multipart())
+    dealer.send(b"\x00garbage")
+    body, _ = wire.decode(dealer.recv())
     assert isinstance(body, wire.Error) and (body.id, body.code) == (None, "bad_request")
 
 

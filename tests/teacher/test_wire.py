@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gkd.data.rendering import Rendering
 from gkd.sample import Target
 from gkd.teacher import wire
 from gkd.teacher.requests import Generate, Score
@@ -20,16 +22,23 @@ counts = st.integers(0, 2**31 - 1)
 text = st.text(max_size=50)
 tokens = st.binary(max_size=160).map(lambda raw: np.frombuffer(raw[: len(raw) // 4 * 4], np.int32))
 temperatures = st.floats(1e-3, 1e3)
+renderings = st.builds(
+    Rendering,
+    st.none() | text,
+    st.dictionaries(text, text, max_size=3),
+    st.lists(counts, max_size=3),
+    st.lists(counts, max_size=3),
+)
 messages = st.one_of(
     st.builds(wire.Hello, counts),
-    st.builds(wire.Welcome, counts, text, text, text, counts, counts, counts, counts),
+    st.builds(wire.Welcome, counts, text, text, text, counts, counts, counts, counts, st.none() | renderings),
     st.builds(wire.Ping),
     st.builds(wire.Pong, text),
     st.builds(wire.Error, st.none() | ids, st.sampled_from(["expired", "engine", "busy"]), text),
 )
 
 
-def _random_target(rows: int, k: int, seed: int, temperature: float) -> Target:
+def _random_target(rows: int, k: int, seed: int, temperature: float, tail: bool) -> Target:
     """Any bits, NaN among them."""
     rng = np.random.default_rng(seed)
     return Target(
@@ -37,21 +46,23 @@ def _random_target(rows: int, k: int, seed: int, temperature: float) -> Target:
         np.frombuffer(rng.bytes(4 * rows * k), np.int32).reshape(rows, k),
         np.frombuffer(rng.bytes(4 * rows * k), np.float32).reshape(rows, k),
         temperature,
+        np.frombuffer(rng.bytes(4 * rows), np.float32) if tail and rows else None,
     )
 
 
-targets = st.builds(_random_target, st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**32), temperatures)
+sizes = st.integers(0, 9)
+targets = st.builds(_random_target, sizes, sizes, st.integers(0, 2**32), temperatures, st.booleans())
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine is shared
 
 
-def sent(frames: list[Any]) -> list[bytes]:
-    return [bytes(frame) for frame in frames]
+def framed(header: bytes, arrays: bytes = b"") -> bytes:
+    return struct.pack("<I", len(header)) + header + bytes(-len(header) % 4) + arrays
 
 
 @patient
 @given(messages)
 def test_messages_without_arrays_come_back(message: wire.Message) -> None:
-    assert wire.decode(sent(wire.encode(message))) == (message, [])
+    assert wire.decode(wire.encode(message)) == (message, [])
 
 
 @patient
@@ -60,7 +71,7 @@ def test_a_score_request_comes_back(
     id: int, remaining: float, prompt: Any, response: Any, k: int, temperature: float, vocabulary: int | None
 ) -> None:
     request = Score(prompt, response, k, temperature, vocabulary)
-    body, found = wire.decode(sent(wire.encode_request(id, remaining, request)))
+    body, found = wire.decode(wire.encode_request(id, remaining, request))
     assert isinstance(body, wire.Score)
     assert (body.id, body.remaining_s) == (id, remaining)
     back = wire.decode_request(body, found)
@@ -73,33 +84,36 @@ def test_a_score_request_comes_back(
 @patient
 @given(ids, targets)
 def test_a_target_comes_back_bit_for_bit(id: int, target: Target) -> None:
-    body, found = wire.decode(sent(wire.encode_answer(id, target)))
+    body, found = wire.decode(wire.encode_answer(id, target))
     assert isinstance(body, wire.Scored) and body.id == id
     back = wire.decode_target(body, found)
     assert back.temperature == target.temperature
     for name in ("token_logprobs", "ids", "logprobs"):
         was, now = getattr(target, name), getattr(back, name)
         assert now.dtype == was.dtype and now.shape == was.shape and now.tobytes() == was.tobytes()
+    assert (back.tail_logprobs is None) == (target.tail_logprobs is None)
+    if back.tail_logprobs is not None and target.tail_logprobs is not None:
+        assert back.tail_logprobs.tobytes() == target.tail_logprobs.tobytes()
 
 
 @patient
 @given(ids, tokens, st.integers(1, 1000))
 def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int) -> None:
-    body, found = wire.decode(sent(wire.encode_request(id, 1.0, Generate(prompt, max_tokens))))
+    body, found = wire.decode(wire.encode_request(id, 1.0, Generate(prompt, max_tokens)))
     assert isinstance(body, wire.Generate)
     back = wire.decode_request(body, found)
     assert isinstance(back, Generate) and back.max_tokens == max_tokens
     np.testing.assert_array_equal(back.prompt_ids, prompt)
-    answer, (response,) = wire.decode(sent(wire.encode_answer(id, prompt)))
+    answer, (response,) = wire.decode(wire.encode_answer(id, prompt))
     assert answer == wire.Generated(id)
     np.testing.assert_array_equal(response, prompt)
 
 
 @patient
-@given(st.lists(st.binary(max_size=60), max_size=5))
-def test_arbitrary_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
+@given(st.binary(max_size=200) | st.binary(max_size=60).map(framed))
+def test_arbitrary_bytes_are_a_message_or_a_wire_error(frame: bytes) -> None:
     with contextlib.suppress(wire.WireError):
-        wire.decode(frames)
+        wire.decode(frame)
 
 
 anything = st.recursive(
@@ -119,10 +133,10 @@ specs = st.lists(st.tuples(st.sampled_from(["<i4", "<f4", "|O", ">i4"]), st.list
 
 
 @patient
-@given(st.tuples(fields, specs) | anything, st.lists(st.binary(max_size=32), max_size=3))
-def test_well_formed_headers_with_any_content_are_a_message_or_a_wire_error(header: Any, rest: list[bytes]) -> None:
+@given(st.tuples(fields, specs) | anything, st.binary(max_size=64))
+def test_well_formed_headers_with_any_content_are_a_message_or_a_wire_error(header: Any, rest: bytes) -> None:
     try:
-        body, found = wire.decode([msgspec.msgpack.encode(header), *rest])
+        body, found = wire.decode(framed(msgspec.msgpack.encode(header), rest))
         if isinstance(body, wire.Score | wire.Generate):
             wire.decode_request(body, found)
     except wire.WireError:
@@ -130,25 +144,39 @@ def test_well_formed_headers_with_any_content_are_a_message_or_a_wire_error(head
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
-    frames = sent(wire.encode(wire.Generated(1), np.arange(5, dtype=np.int32)))
-    with pytest.raises(wire.WireError, match=r"19 bytes for <i4 \[5\]"):
-        wire.decode([frames[0], frames[1][:-1]])
-    with pytest.raises(wire.WireError, match="1 arrays; 1 announced, 0 sent"):
-        wire.decode(frames[:1])
+    frame = wire.encode(wire.Generated(1), np.arange(5, dtype=np.int32))
+    for wrong in (frame[:-1], frame + b"1234"):
+        with pytest.raises(wire.WireError, match=rf"Generated: {len(wrong)} bytes where its arrays need {len(frame)}"):
+            wire.decode(wrong)
+    with pytest.raises(wire.WireError, match="4 bytes too many"):
+        wire.decode(wire.encode(wire.Ping()) + b"1234")
+    with pytest.raises(wire.WireError, match="1 arrays; 0 announced"):
+        wire.decode(framed(msgspec.msgpack.encode((wire.Generated(1), []))))
     huge = msgspec.msgpack.encode((wire.Generated(1), [("<i4", (2**31 - 1,))]))
-    with pytest.raises(wire.WireError, match="4 bytes for"):
-        wire.decode([huge, b"1234"])
+    with pytest.raises(wire.WireError, match="bytes where its arrays need 8589934"):
+        wire.decode(framed(huge, b"1234"))
+    with pytest.raises(wire.WireError, match="a frame of 104 bytes with a header of 100"):
+        wire.decode(framed(bytes(100)), 99)
 
 
 @pytest.mark.parametrize("name", ["|O", "<f8", ">i4"])
 def test_no_other_dtype_is_read(name: str) -> None:
     header = msgspec.msgpack.encode((wire.Generated(1), [(name, (1,))]))
     with pytest.raises(wire.WireError, match="where <i4 of 1 axes belongs"):
-        wire.decode([header, b"12345678"[: np.dtype(name).itemsize]])
+        wire.decode(framed(header, b"12345678"[: np.dtype(name).itemsize]))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, -1.0, True, "1"])
 def test_numbers_out_of_range_are_refused(number: Any) -> None:
     body = {"type": "score", "id": 1, "remaining_s": 1.0, "n_prompt": 1, "top_k": 1, "temperature": number}
     with pytest.raises(wire.WireError, match="temperature"):
-        wire.decode([msgspec.msgpack.encode((body, [("<i4", (1,))])), b"1234"])
+        wire.decode(framed(msgspec.msgpack.encode((body, [("<i4", (1,))])), b"1234"))
+
+
+@given(tokens, st.integers(0, 9), st.integers(0, 2**32))
+@patient
+def test_what_a_message_can_have_is_bounded(prompt: Any, k: int, seed: int) -> None:
+    request = Score(prompt, prompt, 2**31 - 1, 1 / 3, 2**31 - 1)
+    assert len(wire.encode_request(2**63 - 1, 1e7 / 3, request)) <= wire.largest_request(2 * len(prompt))
+    answer = _random_target(len(prompt), k, seed, 1 / 3, True)
+    assert len(wire.encode_answer(2**63 - 1, answer)) <= wire.largest_reply(len(prompt), k)

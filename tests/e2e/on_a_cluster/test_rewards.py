@@ -81,7 +81,11 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
             model(sample["prompt"] + sample["response"]), abs=1e-4
         )
     summary = json.loads((run.output / "summary.json").read_text())
-    assert set(summary["after"]) == {"val/accuracy"}
+    own = {f"val/reward/{name}" for name in ("accuracy", "format", "odd", "reward_model", "mean")}
+    assert own | {"val/accuracy"} == set(summary["after"]) - {"val/reward/odd/failed"}
+    assert own <= set(summary["before"])
+    assert summary["after"]["val/reward/accuracy"] == pytest.approx(summary["after"]["val/accuracy"])
+    assert summary["after"]["val/reward/format"] > summary["before"]["val/reward/format"]
     assert summary["teacher"] == {}
 
 

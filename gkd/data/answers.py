@@ -1,0 +1,60 @@
+"""The data's own answers as responses, and the token that ends one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gkd.data.checkpoint import Checkpoint
+from gkd.errors import ConfigError
+from gkd.sample import Prompt
+
+_CONTENT = "gkd"  # of the assistant's turn that is rendered to see what follows it
+
+
+def turn_end(prompts: Sequence[Prompt], tokenizer: Any) -> int | None:
+    """The token that the chat template ends an assistant's turn with, such as ``<|im_end|>``.
+
+    It is the first special token after the turn's content; white space beside it is not part of a response, which ends
+    with that token. None where no prompt went through the template, or it ends turns without a token of their own.
+    Raises ConfigError where the template takes no assistant's turn.
+    """
+    messages = next((prompt.messages for prompt in prompts if prompt.messages is not None), None)
+    if messages is None:
+        return None
+    turns = [*messages, {"role": "assistant", "content": _CONTENT}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False))
+    except Exception as error:  # a template raises whatever it meets
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the chat template refuses an assistant's turn after the first prompt: {reason}") from None
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    after = tokenizer(text.rpartition(_CONTENT)[2], add_special_tokens=False)["input_ids"]
+    return next((int(token) for token in after if token in special), None)
+
+
+def with_turn_end(model: Checkpoint, end: int | None) -> Checkpoint:
+    """``model``, whose responses the token ``end`` also ends: a base model's settings need not name it."""
+    return model if end is None else replace(model, eos_ids=sorted({*model.eos_ids, end}))
+
+
+def with_answers(
+    prompts: Sequence[Prompt], tokenizer: Any, model: Checkpoint, end: int | None, max_tokens: int
+) -> list[Prompt]:
+    """``prompts`` with their answers as responses of at most ``max_tokens``: the text as it is, and the end token.
+
+    That is ``end`` after a prompt that went through the chat template, else the tokenizer's own. An answer that is cut
+    has no end. Raises ConfigError where there is no end token.
+    """
+    if not model.eos_ids:
+        raise ConfigError("algorithm.on_policy_share: the model has no end token, so the data's answers have no end")
+    plain = model.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    found = []
+    for prompt in prompts:
+        ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
+        ids = [*ids, plain if end is None or prompt.messages is None else end][:max_tokens]
+        found.append(replace(prompt, answer_ids=np.asarray(ids, dtype=np.int32)))
+    return found

@@ -1,0 +1,141 @@
+"""What a model's tokenizer makes of a prompt, and whether student and teacher see the same.
+
+Two models of one vocabulary may have different chat templates, or put different special tokens around plain text. A
+teacher that scores responses to prompts such as it has never seen teaches what it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gkd.data.prompts import PromptSet
+from gkd.errors import ConfigError
+from gkd.sample import Int32, Prompt, teacher_of
+
+COMPARED = 64  # prompts of a file that are compared
+SHOWN, BEFORE = 120, 40  # characters of a text in an error, and how many of them precede the first difference
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A chat template (Jinja), the special tokens that it may name, and the ids ``before`` and ``after`` plain text."""
+
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    before: list[int]
+    after: list[int]
+
+    @staticmethod
+    def of(tokenizer: Any) -> Rendering:
+        """That of a transformers tokenizer."""
+        template = None if tokenizer.chat_template is None else str(tokenizer.get_chat_template())
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = tokenizer("a")["input_ids"]
+        starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
+        start = starts[0] if starts else len(whole)
+        return Rendering(template, dict(tokenizer.special_tokens_map), whole[:start], whole[start + len(plain) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """Makes the prompts of the model that ``setting`` names. ``tokenizer``: one with that model's ids."""
+
+    setting: str
+    tokenizer: Any
+    rendering: Rendering
+
+    def text(self, prompt: Prompt) -> str:
+        """The prompt as text, without what comes before and after plain text. Raises ConfigError."""
+        if prompt.messages is None:
+            return prompt.text
+        if self.rendering.chat_template is None:
+            raise ConfigError(
+                f"the data holds messages, but the tokenizer of {self.setting} has no chat template: "
+                "teacher.chat_template=student has the teacher see the student's, or a file with one"
+            )
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            (text,), _ = render_jinja_template(
+                [list(prompt.messages)],
+                chat_template=self.rendering.chat_template,
+                add_generation_prompt=True,
+                **self.rendering.special_tokens,
+            )
+        except Exception as error:  # a template computes with what the messages hold, and raises what it meets
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"the chat template of {self.setting} refuses prompt {prompt.id}: {reason}") from None
+        return str(text)
+
+    def token_ids(self, prompts: Sequence[Prompt]) -> list[Int32]:
+        """Token ids [P] of each prompt. Raises ConfigError."""
+        if not prompts:
+            return []
+        texts = [self.text(prompt) for prompt in prompts]
+        found = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        around = self.rendering
+        return [
+            np.asarray(ids if p.messages is not None else [*around.before, *ids, *around.after], dtype=np.int32)
+            for p, ids in zip(prompts, found, strict=True)
+        ]
+
+
+def check_same_prompts(prompts: Sequence[Prompt], teachers: Mapping[str, Renderer]) -> None:
+    """Compare the first of ``prompts`` with what the teacher of each would have made of them.
+
+    ``teachers``: by name, see :func:`gkd.sample.teacher_of`. Raises ConfigError, showing both texts, at the first that
+    differs.
+    """
+    for name, teacher in teachers.items():
+        chosen = [prompt for prompt in prompts if teacher_of(prompt) == name][:COMPARED]
+        for prompt, ids in zip(chosen, teacher.token_ids(chosen), strict=True):
+            if not np.array_equal(prompt.token_ids, ids):
+                ours, theirs = _where_they_differ(prompt, ids, teacher)
+                raise ConfigError(
+                    f"the student and {teacher.setting} are prompted differently: of prompt {prompt.id} the student "
+                    f"sees {ours}, the teacher would see {theirs}; say which is meant: teacher.chat_template=own, "
+                    "student, or a Jinja file"
+                )
+
+
+def with_teacher_ids(found: PromptSet, teachers: Mapping[str, Renderer], longest: int) -> PromptSet:
+    """The prompts with their own teacher's rendering; those of which it has more than ``longest`` tokens are left out.
+
+    Raises ConfigError where none is left.
+    """
+    by_id: dict[int, Int32] = {}
+    for name, teacher in teachers.items():
+        chosen = [prompt for prompt in found.prompts if teacher_of(prompt) == name]
+        by_id |= zip((prompt.id for prompt in chosen), teacher.token_ids(chosen), strict=True)
+    kept = [
+        prompt if np.array_equal(prompt.token_ids, by_id[prompt.id]) else replace(prompt, teacher_ids=by_id[prompt.id])
+        for prompt in found.prompts
+        if len(by_id[prompt.id]) <= longest
+    ]
+    if not kept:
+        shortest = min(map(len, by_id.values()))
+        raise ConfigError(
+            f"data.max_prompt_length={longest}: every prompt is longer as the teacher sees it "
+            f"(teacher.chat_template), the shortest has {shortest} tokens"
+        )
+    return PromptSet(kept, found.n_too_long + len(found.prompts) - len(kept))
+
+
+def _where_they_differ(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:
+    """Both texts from shortly before their first difference; token ids where only those differ."""
+    decode = teacher.tokenizer.decode
+    texts = [decode(ids.tolist(), skip_special_tokens=False) for ids in (prompt.token_ids, theirs)]
+    if texts[0] == texts[1]:
+        texts = [" ".join(map(str, ids)) for ids in (prompt.token_ids, theirs)]
+    pairs = zip(*texts, strict=False)
+    differ = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, texts)))
+    start = max(0, differ - BEFORE)
+    shown = [
+        ("..." if start else "") + repr(text[start : start + SHOWN]) + ("..." if len(text) > start + SHOWN else "")
+        for text in texts
+    ]
+    return shown[0], shown[1]

@@ -1,0 +1,172 @@
+"""Where a text states its final answer, in whatever form: tags, a box, GSM8K's marker, a sentence, a last number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gkd.rewards.quantity import FRACTION, SYMBOL, UNSIGNED
+
+MARKER = "####"  # GSM8K's, before the final answer
+TAIL = 20_000  # characters at the end of a text in which its final answer is looked for
+MOST_SENTENCES = 20  # of those that say what the answer is, from the end
+
+_TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_HEADING = re.compile(r"\d+[.)]\s+\D|[^\W\d_]{2,}")  # after "####", with text below: a heading in Markdown
+_SENTENCE = re.compile(
+    r"\b(?:answer|option|choice)s?\b[*_\"']*(?:\s+(?:to|for|of)\b[^.:\n]{0,80}?)?"
+    r"(?:\s*(?::|=|\b(?:is|are)\b|\b(?:should|would|must|will)\s+be\b)[*_]*)+\s*",
+    re.IGNORECASE,
+)
+_JUDGED = re.compile(r"\(?\b([A-J])\b\)?\s+is\s+(?:the\s+)?(?:correct|right|best)\b")  # "(B) is correct"
+_DISPLAY = {"$$": "$$", "\\[": "\\]"}
+_END = re.compile(
+    r"[.!?](?=\s|$)|,?\s+(?:because|since|which|so|where|as|when|for)\b|\s+\((?=[^)]{0,80}[a-z]{2})", re.IGNORECASE
+)
+_FINAL_NUMBER = re.compile(
+    rf"(?<![\w.])(?<![0-9]:)(?<![\^_])(?<![\^_]\{{)"
+    rf"(?:(?<![\w)\]}}])-)?{SYMBOL}?-?(?:{UNSIGNED}){FRACTION}(?!:[0-9])(?:\s?\\?%)?"
+)
+_DENIED = re.compile(r"(?:\bnot|n't|\bnever)(?:\s+be)?\s+\S{0,2}$", re.IGNORECASE)
+_MATH_SPAN = re.compile(
+    r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)|(?<![\\0-9])\$([^$\n]{1,1000})(?<!\\)\$", re.DOTALL
+)
+_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}\s+[a-zA-Z]{2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """An answer and where in the text it is stated; no ``content`` where the text ends before it does."""
+
+    start: int
+    end: int
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Numeral:
+    """A number as it is written, or the formula that it is part of, and the text after it."""
+
+    text: str
+    after: str
+
+
+def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: True) -> str | None:
+    """The answer that ``text`` states last, without what marks it; None where it states none, "" for an unfinished one.
+
+    The last one counts, whatever its form, and one inside another (a box in a sentence) is taken out of it. A sentence
+    ("the answer is ...") counts where what follows is ``plausible``. Of a text that reasons between ``<think>`` and
+    ``</think>`` only what follows counts.
+    """
+    text = _after_reasoning(text)
+    found = [s for s in (_tag(text), _box(text), _marker(text), _sentence(text, plausible)) if s is not None]
+    if not found:
+        return None
+    content = max(found, key=lambda s: (s.end, -s.start)).content.strip()
+    inner = stated_answer(content, plausible)
+    return content if inner is None else inner
+
+
+def _after_reasoning(text: str) -> str:
+    _, closing, after = text.rpartition("</think>")
+    if closing:
+        return after[-TAIL:]
+    return "" if "<think>" in text else text[-TAIL:]
+
+
+def _tag(text: str) -> Statement | None:
+    tags = list(_TAG.finditer(text))
+    return Statement(*tags[-1].span(), tags[-1][1] if tags[-1][2] else "") if tags else None
+
+
+def _box(text: str) -> Statement | None:
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    start, begin = boxes[-1].span()
+    depth = 1
+    for position in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return Statement(start, position + 1, text[begin:position])
+    return Statement(start, len(text), "")
+
+
+def _marker(text: str) -> Statement | None:
+    start = text.rfind(MARKER)
+    if start < 0:
+        return None
+    lines = text[start + len(MARKER) :].strip().splitlines()
+    content = lines[0] if lines else ""
+    if len(lines) > 1 and _HEADING.match(content):
+        return None
+    return Statement(start, text.find(content, start) + len(content), content)
+
+
+def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
+    """The last sentence that says what the answer is: the rest of its line, or the displayed formula after it."""
+    matches = sorted([*_SENTENCE.finditer(text), *_JUDGED.finditer(text)], key=lambda match: match.end())
+    for match in reversed(matches[-MOST_SENTENCES:]):
+        if match.re is _JUDGED:
+            return Statement(match.start(), match.end(), match[1])
+        opening = text[match.end() : match.end() + 2]
+        if opening in _DISPLAY:
+            closing = text.find(_DISPLAY[opening], match.end() + 2)
+            end = len(text) if closing < 0 else closing + 2
+        else:
+            end = text.find("\n", match.end())
+            end = len(text) if end < 0 else end
+        content = text[match.end() : end]
+        if content.strip() and (plausible(content) or _BOX.search(content)):
+            return Statement(match.start(), end, content)
+    return None
+
+
+def readings(content: str) -> list[str]:
+    """What a stated answer may be meant to be: all of it, or as far as its first sentence or clause."""
+    first = _END.split(content, maxsplit=1)[0]
+    return [content] if first == content or not first.strip() else [content, first]
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank."""
+    lines = _after_reasoning(text).strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def last_formula(text: str) -> str | None:
+    """The last formula between LaTeX's delimiters."""
+    spans = [next(group for group in match.groups() if group) for match in _MATH_SPAN.finditer(_after_reasoning(text))]
+    formulas = [span for span in spans if not _PROSE.search(span)]  # two prices also stand between dollar signs
+    return formulas[-1] if formulas else None
+
+
+def last_number(text: str) -> Numeral | None:
+    """The last number of ``text``; exponents and parts of a ratio are none.
+
+    None where there is none, or where the text says that it is not the answer.
+    """
+    text = _after_reasoning(text)
+    numbers = list(_FINAL_NUMBER.finditer(text))
+    if not numbers or _DENIED.search(text[: numbers[-1].start()][-20:]):
+        return None
+    last = numbers[-1]
+    for match in _MATH_SPAN.finditer(text):
+        if match.start() < last.end() and last.start() < match.end():
+            content = next(group for group in match.groups() if group)
+            if not _PROSE.search(content):
+                return Numeral(content, text[match.end() :])
+    start, end = last.span()
+    if re.match(r"[^\s.,;:!?)\"'*$%]|.?\}", text[end : end + 2]):  # a formula without delimiters
+        start = max(text.rfind(space, 0, start) for space in " \n") + 1
+        end = min(place for space in " \n" if (place := (text + " \n").find(space, end)) >= 0)
+    return Numeral(text[start:end], text[end:])
+
+
+def only_number(text: str) -> Numeral | None:
+    """As :func:`last_number`, of prose that holds one number."""
+    if "\\" in text or not _PROSE.search(text) or len(_FINAL_NUMBER.findall(text)) != 1:
+        return None
+    return last_number(text)

@@ -1,0 +1,135 @@
+"""Whether two answers are the same: as text, as choices, as numbers, as lists, or in mathematics."""
+
+from __future__ import annotations
+
+import re
+
+from gkd.rewards.math_equality import math_equal
+from gkd.rewards.quantity import LONGEST, SCALES, quantity, units_agree
+
+_LETTER = r"(?:(?:option|choice|answer)\s+)?[(\[]?(?P<letter>[A-Ja-j])"
+_CHOICE = re.compile(
+    rf"{_LETTER}(?:[)\].:]+(?P<rest>\s.*|(?=$))|$|\s+(?=\((?![A-J]\))|(?:because|since|as)\b))", re.DOTALL
+)
+_OTHER_CHOICE = re.compile(r"[(\s][A-J]\)|\b(?:and|or)\s+\(?[A-J]\b")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
+_FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm"})
+_FUNCTIONS |= {"max", "min", "det", "lim", "inf", "deg", "arcsin", "arccos", "arctan"}
+_WRAPPED = [("__", "__"), ("`", "`"), ('"', '"')]
+_WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
+
+
+def bare(text: str) -> str:
+    """``text`` without what surrounds an answer: Markdown, LaTeX's delimiters and spacing, a full stop."""
+    text = re.sub(r"(?<=[0-9])(?:,\\!|\{,\})(?=[0-9])", ",", text)
+    text = re.sub(r"(?<=[0-9])\\[,!;: ](?=[0-9])", "", text)
+    text = re.sub(r"\\[,!;: ]|\\q?quad\b|~|\xa0", " ", text).replace("\N{MINUS SIGN}", "-")
+    text = " ".join(re.sub(r"\\(?:left|right|displaystyle)\b", "", text).split())
+    while True:
+        before = text
+        text = text.strip(" *").rstrip(".;,")
+        for opening, closing in _WRAPPED:
+            inside = text[len(opening) : len(text) - len(closing)]
+            if text.startswith(opening) and text.endswith(closing) and inside and closing not in inside:
+                text = inside
+        if text == before:
+            return text
+
+
+def plain(text: str) -> str:
+    """:func:`bare` with LaTeX's text commands and escapes undone."""
+    return bare(_TEXT.sub(lambda found: f" {found[1].strip()} ", bare(text)).replace("\\%", "%").replace("\\$", "$"))
+
+
+def same_answer(given: str, expected: str) -> bool:
+    """Whether two answers, without what marks them, are the same."""
+    own, wanted = plain(given), plain(expected)
+    if same_text(own, wanted) or not own or max(len(own), len(wanted)) > LONGEST:
+        return same_text(own, wanted)
+    if (one := choice(wanted)) is not None:
+        return _same_choice(own, *one)
+    numbers = quantity(own), quantity(wanted)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0].agrees(numbers[1])
+    lists = _items(own), _items(wanted)
+    if lists[0] is not None and lists[1] is not None:
+        return _same_list(*lists[0], *lists[1])
+    left, equals, right = bare(given).rpartition("=")
+    if equals and "=" not in wanted and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
+        return same_answer(right, expected)
+    return _same_formula(bare(given), bare(expected))
+
+
+def same_text(own: str, wanted: str) -> bool:
+    """Equal, of words also without regard to capitals."""
+    words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in (own, wanted))
+    return own == wanted or (words and own.casefold() == wanted.casefold())
+
+
+def choice(text: str) -> tuple[str, str] | None:
+    """Letter and text of a reference that is a choice, such as ``B``, ``(B)`` or ``(B) Paris``, A to J."""
+    found = re.fullmatch(r"[(\[]?([A-J])[)\]]?\.?|[(\[]?([A-J])[)\]]\s+(.+)", text, re.DOTALL)
+    return found and (found[1] or found[2], found[3] or "")
+
+
+def _same_choice(own: str, letter: str, text: str) -> bool:
+    if text and own.casefold() == text.casefold():
+        return True
+    found = _CHOICE.match(own)
+    if found is None or found["letter"].upper() != letter or _OTHER_CHOICE.search(own[found.end("letter") + 1 :]):
+        return False
+    rest = (found["rest"] or "").strip()
+    return not (text and rest) or rest.casefold() == text.casefold()
+
+
+def _items(text: str) -> tuple[str, list[str]] | None:
+    """Brackets and elements of a list; None for what is none."""
+    if quantity(text) is not None:
+        return None
+    brackets = ""
+    found = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
+    if found and not re.search(r"[()\[\]]", found[2]):
+        brackets, text = (found[1] + found[3]).replace("\\", ""), found[2]
+    text = re.sub(r"\s*,?\s+(?:and|or)\s+", ", ", text)
+    items, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return (brackets, [item.strip() for item in items]) if len(items) > 1 else None
+
+
+def _same_list(own_brackets: str, own: list[str], brackets: str, wanted: list[str]) -> bool:
+    """Equal in order, within braces in any order; brackets count where the reference has them."""
+    if len(own) != len(wanted) or own_brackets not in ({brackets} if brackets else {"", "()", "[]", "{}"}):
+        return False
+    if brackets != "{}":
+        return all(map(same_answer, own, wanted))
+    left = list(wanted)
+    for item in own:
+        match = next((i for i, other in enumerate(left) if same_answer(item, other)), None)
+        if match is None:
+            return False
+        del left[match]
+    return True
+
+
+def is_formula(text: str) -> bool:
+    """Whether math-verify may compare it: no prose, and no numbers side by side, which it would add."""
+    text = _TEXT.sub(" ", text)
+    words = [word for word in _WORD.findall(re.sub(r"\\[a-zA-Z]+", " ", text)) if word.lower() not in _FUNCTIONS]
+    return not words and bool(re.search(r"[\d\\^+*/=<>]", text)) and not re.search(r"\d\s+[\d.]", text)
+
+
+def _same_formula(own: str, wanted: str) -> bool:
+    if not (is_formula(own) and is_formula(wanted)):
+        return False
+    texts = [" ".join(_TEXT.findall(text)).lower() for text in (own, wanted)]
+    scales = [SCALES.keys() & text.split() for text in texts]
+    based = [re.search(r"\d\s*_", text) is not None for text in (own, wanted)]  # 25 in base 8 is not 25
+    if not units_agree(*texts) or scales[0] != scales[1] or based[0] != based[1]:
+        return False
+    return math_equal(own, wanted)

@@ -1,0 +1,71 @@
+"""Numbers as answers give them: with separators, fractions, percent signs, currencies and units."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+LONGEST = 1000  # characters
+CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "₹": "rupee", "¥": "yen"}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+SYMBOL = f"[{''.join(CURRENCIES)}]"
+UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+FRACTION = r"(?:\s?/\s?[0-9]+)?"
+
+_NO_UNITS = frozenset({"and", "or", "to", "of", "not", "times", "plus", "minus", "over", "mod", "squared", "cubed"})
+_NO_UNITS |= {"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "factorial"}
+_ATTACHED = r"(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph|hrs?|mins?|secs?|am|pm|th|st|nd|rd)\b"  # 72cm; 72xy is a product
+_APART = r"\s+(?=[a-z]{2}|(?-i:[mgshlLVWNJAC])\b)"
+_QUANTITY = re.compile(
+    rf"(?P<sign>[-+]?)\s?(?P<currency>{SYMBOL}?)\s?(?P<minus>-?)(?:(?P<whole>[0-9]+)\s(?=[0-9]+\s?/))?"
+    rf"(?P<value>{UNSIGNED})(?P<exponent>e[-+]?[0-9]{{1,3}})?(?P<fraction>{FRACTION})\.?\s*"
+    rf"(?P<percent>%|percent\b|°|\^\{{?\\circ\}}?)?"
+    rf"(?P<unit>(?:(?={_ATTACHED})|{_APART})[a-z][a-z .'/²³-]*(?:\^\{{?[23]\}}?)?)?",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number, exactly, whether a percent sign follows it, and its unit in words or ""."""
+
+    value: Fraction
+    percent: bool
+    unit: str
+
+    def agrees(self, expected: Quantity) -> bool:
+        """Equal, where the units agree; 50% is 50 as well as 0.5."""
+        if not units_agree(self.unit, expected.unit):
+            return False
+        if self.percent == expected.percent:
+            return self.value == expected.value
+        part = self.value / 100 if self.percent else self.value * 100
+        return expected.value in (self.value, part)
+
+
+def quantity(text: str) -> Quantity | None:
+    """What ``text`` is as a whole: ``$1,000.00``, ``1 1/2``, ``50%``, ``3 million km``; None for no number."""
+    found = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
+    words = (found["unit"] or "").lower().replace(".", " ").split() if found else []
+    if found is None or (words and words[0] in _NO_UNITS):
+        return None
+    value = Fraction(found["value"].replace(",", "") + (found["exponent"] or ""))
+    if found["fraction"]:
+        if (divisor := int(found["fraction"].strip(" /"))) == 0:
+            return None
+        value = value / divisor + int(found["whole"] or 0)
+    for word in [word for word in words[:2] if word in SCALES]:
+        value *= SCALES[word]
+        words.remove(word)
+    if found["currency"]:
+        words = [CURRENCIES[found["currency"]], *words]
+    sign = -1 if (found["sign"] == "-") != bool(found["minus"]) else 1
+    return Quantity(sign * value, found["percent"] in ("%", "percent"), " ".join(words))
+
+
+def units_agree(own: str, expected: str) -> bool:
+    """Whether one of two units is missing, or is how the other begins: "clips" and "clips in total"."""
+    parts = [[word.rstrip("s") for word in unit.split()] for unit in (own, expected)]
+    return all(a == b for a, b in zip(*parts, strict=False))

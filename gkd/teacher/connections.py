@@ -1,0 +1,160 @@
+"""The TCP connections of a server's socket, which ZeroMQ keeps to itself.
+
+A message is delivered once it is whole, and a reply is out of sight once it is handed over, so what ZeroMQ holds for a
+peer has no bound of its own: messages have any number of frames, and high-water marks count messages. The kernel knows
+how many bytes each connection has carried. Monitor events say which connections there are.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+MIB = 1 << 20
+
+# In the kernel's struct tcp_info (linux/tcp.h): eight single bytes and 24 words, two rates, then these.
+_BYTES_ACKED, _BYTES_RECEIVED, _TCP_INFO_BYTES = 120, 128, 136
+_COUNTER = struct.Struct("=Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a server has for its clients. Past ``connections`` the peer that has been silent the longest is cut off.
+
+    Peers are also cut off that have not greeted ``greeting_s`` after they connected, have been silent for ``silent_s``,
+    have read nothing of what waits for them for ``unread_s``, or have sent ``partial_bytes`` and the largest requests
+    that may wait unread without an end. ``queued_bytes``: requests of one client that wait for the engine.
+    ``unread_bytes``: answers to one client that it has not taken off the network, those included that the engine works
+    on; one answer may be larger. ``..._in_all``: of all clients together, who then have equal shares.
+    """
+
+    connections: int = 1024
+    greeting_s: float = 10.0
+    silent_s: float = 300.0
+    unread_s: float = 60.0
+    partial_bytes: int = 4 * MIB
+    partial_bytes_in_all: int = 256 * MIB
+    queued_bytes: int = 16 * MIB
+    queued_bytes_in_all: int = 256 * MIB
+    unread_bytes: int = 128 * MIB
+    unread_bytes_in_all: int = 1024 * MIB
+
+
+class Connection:
+    """An accepted connection. ``client``: its routing id, once it has sent a message; ``heard``: when it last did.
+
+    Raises OSError where there is none any more.
+    """
+
+    def __init__(self, fd: int) -> None:
+        # A duplicate is this connection for certain, however soon ZeroMQ closes its own and the number is used again.
+        duplicate = os.dup(fd)
+        try:
+            self._socket = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            raise
+        self.client: bytes | None = None
+        self.heard = time.monotonic()
+        self.is_cut = False
+        self._received_at_message = 0
+
+    @property
+    def acked(self) -> int:
+        """Bytes that the peer's kernel has taken so far."""
+        return self._counter(_BYTES_ACKED)
+
+    @property
+    def partial(self) -> int:
+        """Bytes that came since the last message."""
+        return self._counter(_BYTES_RECEIVED) - self._received_at_message
+
+    def message_came(self, now: float) -> None:
+        """Count from here."""
+        self.heard, self._received_at_message = now, self._counter(_BYTES_RECEIVED)
+
+    def cut(self) -> None:
+        """End the connection; ZeroMQ then forgets what it holds of and for the peer."""
+        self.is_cut = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended by itself
+            return
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self._socket.close()
+
+    def _counter(self, offset: int) -> int:
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        return int(_COUNTER.unpack_from(info, offset)[0])
+
+
+class Connections:
+    """The connections of ``router``, a ROUTER socket that is not bound yet. All of it is used by one thread."""
+
+    def __init__(self, router: Any, bounds: Bounds, largest_request: int, unread_messages: int) -> None:
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        self.monitor = router.get_monitor_socket(events)
+        self._bounds = bounds
+        self._partial_bytes = bounds.partial_bytes + (1 + unread_messages) * largest_request
+        self._by_fd: dict[int, Connection] = {}
+        # Each takes two descriptors; half of all are left to the engine.
+        self._most = min(bounds.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+    def of(self, fd: int) -> Connection | None:
+        """The connection that ZeroMQ reads from descriptor ``fd``."""
+        return self._by_fd.get(fd)
+
+    def update(self) -> list[Connection]:
+        """Take notice of connections that came and went; returns those that went, closed."""
+        gone = []
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            fd = int(event["value"])
+            if (old := self._by_fd.pop(fd, None)) is not None:
+                old.close()
+                gone.append(old)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted(fd)
+        return gone
+
+    def _accepted(self, fd: int) -> None:
+        try:
+            self._by_fd[fd] = Connection(fd)
+        except OSError:  # it has gone again
+            return
+        if len(self._by_fd) > self._most:
+            # Whoever has said nothing yet goes before whoever has, as clients greet at once and then keep on.
+            others = [c for other, c in self._by_fd.items() if other != fd and not c.is_cut]
+            if others:
+                min(others, key=lambda c: (c.client is not None, c.heard)).cut()
+
+    def overdrawn(self, now: float) -> Iterator[tuple[Connection, str]]:
+        """Connections that are silent, or send what has no end, with what they do."""
+        bounds = self._bounds
+        alive = [c for c in self._by_fd.values() if not c.is_cut]
+        partial = {c: c.partial for c in alive}
+        for connection in alive:
+            if now - connection.heard > (bounds.greeting_s if connection.client is None else bounds.silent_s):
+                yield connection, "silent"
+            elif partial[connection] > self._partial_bytes:
+                yield connection, "endless"
+        if sum(partial.values()) > bounds.partial_bytes_in_all:
+            yield max(alive, key=lambda c: partial[c]), "endless"
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        self.monitor.close(linger=0)
+        for connection in self._by_fd.values():
+            connection.close()
+        self._by_fd.clear()

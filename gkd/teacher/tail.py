@@ -1,0 +1,66 @@
+"""What the top K of a teacher leaves out, summed where the whole row of the vocabulary is at hand.
+
+From float32 log-probabilities of the top K alone a tail near 1e-8 cannot be had: 1 minus their sum is rounding. vLLM
+gives K entries of a row and each token's rank, and nothing else. Nobody here reads ranks, so the tail takes their place
+on its way through vLLM, bit for bit: both are 32 bits wide.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def tail_logprobs(scores: Tensor, ids: Tensor, normalised: bool = False) -> Tensor:
+    """Log-probability of all tokens but ``ids`` [N, K] together, of logits ``scores`` [N, V].
+
+    ``normalised``: they are log-probabilities already. As [N], float32: the sum over the complement, right to a few
+    parts in a million however small it is. -inf where the complement is empty or impossible.
+    """
+    import torch
+
+    scores = scores.float()
+    rest = torch.logsumexp(scores.scatter(-1, ids, -torch.inf), -1)
+    return rest if normalised else rest - torch.logsumexp(scores, -1)
+
+
+def tails_of(rows: Any) -> Tensor:
+    """The tails [rows] in vLLM's LogprobsTensors of an engine that :func:`tails_instead_of_ranks` was applied to."""
+    import torch
+
+    tails: Tensor = rows.selected_token_ranks.view(torch.float32)
+    return tails
+
+
+def tails_instead_of_ranks(worker: Any) -> None:
+    """For ``collective_rpc``: has the scores of prompt tokens carry tails in place of ranks.
+
+    There are two model runners in vLLM. One takes scores apart with a method of its sampler, the other, which runs on
+    GPUs, with a function that it has imported.
+    """
+    sampler: Any = getattr(worker.model_runner, "sampler", None)
+    if hasattr(sampler, "gather_logprobs"):
+        sampler.gather_logprobs = _with_tails(sampler.gather_logprobs, normalised=True)
+        return
+    from vllm.v1.worker.gpu.sample import prompt_logprob
+
+    if not hasattr(prompt_logprob.compute_topk_scores, "__wrapped__"):  # the function is every engine's
+        prompt_logprob.compute_topk_scores = _with_tails(prompt_logprob.compute_topk_scores, normalised=False)
+
+
+def _with_tails(take_apart: Any, normalised: bool) -> Any:
+    """``take_apart(scores [N, V], K, token_ids [N])`` gives LogprobsTensors; the same with tails."""
+
+    @wraps(take_apart)
+    def taken(scores: Tensor, k: int, token_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        rows = take_apart(scores, k, token_ids, *args, **kwargs)
+        # The first entry of a row is the token itself, whether or not it is among the K after it.
+        tails = tail_logprobs(scores, rows.logprob_token_ids[:, 1:].long(), normalised)
+        return rows._replace(selected_token_ranks=tails.view(torch.int32))
+
+    return taken

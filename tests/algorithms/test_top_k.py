@@ -1,0 +1,41 @@
+"""What the teacher is asked for, in training and at validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
+from gkd.config import Config, load
+from gkd.errors import ConfigError
+
+
+def algorithm(**settings: Any) -> Config:
+    n = 1 if settings.get("name", "on_policy_distill") == "on_policy_distill" else 2
+    rewards = {"functions": ["accuracy"]} if n > 1 else {}
+    return load({"algorithm": settings, "rollout": {"n": n}, "reward": rewards})
+
+
+@pytest.mark.parametrize(
+    ("settings", "training"),
+    [
+        ({"loss": {"top_k": 4}}, 4),
+        ({"loss": {"top_k": 2_000}}, 2_000),
+        ({"loss": {"name": "sampled_reverse_kl"}}, 0),
+        ({"name": "grpo", "advantage": {"teacher_kl": 0.1}}, 0),
+        ({"name": "gspo", "advantage": {"teacher_kl": 0.1}}, 0),
+    ],
+)
+def test_validation_asks_for_the_same_in_every_run(settings: dict[str, Any], training: int) -> None:
+    config = algorithm(**settings)
+    assert top_k_wanted(config, 151_936) == training
+    assert top_k_for_validation(config, 151_936) == 512
+    assert top_k_for_validation(config, 20) == 20  # exact
+
+
+def test_what_the_teacher_may_not_be_asked_for_is_named() -> None:
+    config = load({"data": {"val_top_k": 100}, "teacher": {"max_top_k": 64}, "algorithm": {"loss": {"top_k": 64}}})
+    assert top_k_for_validation(config, 64) == 64
+    with pytest.raises(ConfigError, match=r"data\.val_top_k=100 asks .* 100 .*teacher\.max_top_k=64"):
+        top_k_for_validation(config, 1000)
