@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gkd.config import Config, load, nearest, settings
+from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.file import read_yaml
 from gkd.errors import ConfigError
 
@@ -100,7 +100,7 @@ def _check(overrides: Sequence[str]) -> None:
         elif key.startswith("teacher.models."):
             continue
         elif key not in known and not any(k.startswith(f"{key}.") for k in known):
-            raise ConfigError(f"unknown setting {key}{nearest(key, [*known, *choices])}")
+            raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
         elif override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: one value is expected; write a list as '[a,b]' or quote it")
 

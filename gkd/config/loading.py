@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gkd.config.base import Settings
-from gkd.config.hints import nearest
+from gkd.config.hints import hint
 from gkd.config.run import Config
 from gkd.errors import ConfigError
 
@@ -40,8 +40,17 @@ def load(tree: Mapping[str, Any]) -> Config:
         # Union branches add their type's name to the location; only real keys are shown.
         key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|literal)", str(part)))
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"unknown setting {key}{nearest(key, settings())}") from None
+            key = _first_leaf(key, first["input"])
+            raise ConfigError(f"unknown setting {key}{hint(key, settings())}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
         raise ConfigError(f"{key}{shown}: {message}" if key else message) from None
+
+
+def _first_leaf(key: str, value: Any) -> str:
+    """The dotted name of the first value below ``key``, where that is a section."""
+    while isinstance(value, Mapping) and value:
+        part, value = next(iter(value.items()))
+        key = f"{key}.{part}"
+    return key
