@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.file import read_yaml
+from gkd.config.loading import is_text
 from gkd.errors import ConfigError
 
 # An installed package carries conf inside itself; a checkout has it at the top.
@@ -85,6 +86,9 @@ def _tree(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if not is_text(override):
+            raise ConfigError(f"{override!r}: is no text that a file could hold")
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:

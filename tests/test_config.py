@@ -128,6 +128,7 @@ def test_every_setting_says_what_it_means() -> None:
         (["algorithm.loss.temperature=0"], r"algorithm.loss.temperature=0: .*0.001"),
         (["algorithm.loss.name=sampled_reverse_kl", "rollout.top_p=0.9"], r"sampled_reverse_kl.*rollout.top_p"),
         (["a b"], r"cannot read the overrides"),
+        (["model.path=\udcff"], r"'model.path=\\udcff': is no text"),
         (["=5"], r"cannot read the overrides"),
     ],
 )
@@ -158,6 +159,8 @@ def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tm
         ("- 1", "is no configuration"),
         ("actor: [1]", "odd.yaml does not fit"),
         ("a: \xff", "odd.yaml cannot be read"),
+        ('trainer: {output_dir: "a\\0b"}', r"trainer.output_dir='a\\x00b': is no text"),
+        ('data: {train_files: ["\\ud800"]}', r"data.train_files='\\ud800': is no text"),
     ],
 )
 def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path) -> None:
