@@ -43,8 +43,7 @@ def load(tree: Mapping[str, Any]) -> Config:
         # Union branches add their type's name to the location; only real keys are shown.
         key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|literal)", str(part)))
         if first["type"] == "extra_forbidden":
-            key = _first_leaf(key, first["input"])
-            raise ConfigError(f"unknown setting {key}{hint(key, settings())}") from None
+            raise unknown(key, first["input"]) from None
         message = str(first["msg"]).removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
@@ -71,9 +70,9 @@ def is_text(text: str) -> bool:
         return False
 
 
-def _first_leaf(key: str, value: Any) -> str:
-    """The dotted name of the first value below ``key``, where that is a section."""
+def unknown(key: str, value: Any) -> ConfigError:
+    """What to raise for a setting that there is not; of a section that is none, for its first setting."""
     while isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
-    return key
+    return ConfigError(f"unknown setting {key}{hint(key, settings())}")
