@@ -13,7 +13,9 @@ MOST_OWNERS = 2  # sections that may have a setting of one name for a hint to na
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean X?)`` for a misspelt choice, or an empty string when nothing is near."""
-    return _question(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6))
+    choices = list(known)
+    longer = [choice for choice in choices if name and choice.startswith(name)][:1]
+    return _question(longer or difflib.get_close_matches(name, choices, n=1, cutoff=0.6))
 
 
 def hint(key: str, known: Iterable[str]) -> str:
