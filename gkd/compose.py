@@ -7,6 +7,7 @@ mistake becomes one :class:`ConfigError`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gkd.config import Config, load, nearest, settings
+from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.file import read_yaml
+from gkd.config.loading import is_text, unknown
 from gkd.errors import ConfigError
 
 # An installed package carries conf inside itself; a checkout has it at the top.
@@ -36,45 +38,66 @@ def groups() -> dict[str, list[str]]:
 def compose(overrides: Sequence[str]) -> Config:
     """Compose conf/config.yaml with Hydra overrides such as ``+recipe=on_policy_distill`` or ``trainer.gpus=0-1``.
 
-    Where no model is named, the built-in task's settings (conf/task) come in between the recipe's and
-    the overrides. One of the overrides may be a YAML file instead, such as a run's ``config.yaml``: what it says comes
-    in place of defaults and recipe. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not
-    accept.
+    One of the overrides may be a YAML file instead, such as a run's ``config.yaml``: the recipe and the placement that
+    it names come first, then its other values, then the command line. A recipe that only the command line names comes
+    below the file's values, too. Where no model is named, the built-in task's settings (conf/task) come in between the
+    recipe's and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
     files = [o for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
     overrides = [o for o in overrides if o not in files]
     # The recipe has no default to override, so Hydra asks for a plus; people forget it.
     overrides = [f"+{o}" if o.startswith(("recipe=", "teacher.models")) else o for o in overrides]
     _check(overrides)
-    defaults = Config().model_dump()
-    for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
-        defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
-    base = OmegaConf.create(defaults)
-    if files:
-        base = _merged(base, files)
-        if not any(o.startswith("placement=") for o in overrides):
-            overrides = ["~placement", *overrides]  # the file has one
-    ConfigStore.instance().store(name="settings", node=base)
-    config = load(_tree(overrides))
-    if config.uses_builtin_task and not files and not any(o.startswith("+task=") for o in overrides):
-        task = "sort_digits" if config.algorithm.distils else "sort_digits_rewards"
-        config = load(_tree([*overrides, f"+task={task}"]))
+    if len(files) > 1:
+        raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
+    composed = partial(_with_file, files[0], overrides) if files else partial(_without_file, overrides)
+    config = load(composed([]))
+    if config.uses_builtin_task and not any(o.startswith("+task=") for o in overrides):
+        config = load(composed([f"+task={'sort_digits' if config.algorithm.distils else 'sort_digits_rewards'}"]))
     return config
 
 
-def _merged(base: DictConfig, files: Sequence[str]) -> DictConfig:
-    """``base`` with what the file says in its place."""
-    if len(files) > 1:
-        raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
+def _defaults() -> DictConfig:
+    defaults = Config().model_dump()
+    for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
+        defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
+    return OmegaConf.create(defaults)
+
+
+def _without_file(overrides: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
+    return _tree(_defaults(), [*overrides, *task])
+
+
+def _with_file(file: str, overrides: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
+    values = read_yaml(file)
+    chosen = {group: values.pop(group, None) for group in ("recipe", "placement")}
+    for key in values:
+        if key not in Config.model_fields:  # before Hydra, to which some names mean more
+            raise unknown(key, values[key])
+    choices = groups()
+    for group, choice in chosen.items():
+        if choice not in (None, "none", *choices[group]):
+            known = f"{nearest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
+            raise ConfigError(f"{file}: {group}={choice}: no such choice{known}")
+    placement = [] if chosen["placement"] is None else [f"placement={chosen['placement']}"]
+    recipe = [f"+recipe={chosen['recipe']}"]
+    if chosen["recipe"] in (None, "none"):
+        recipe = [o for o in overrides if o.startswith("+recipe=")]
+        overrides = [o for o in overrides if o not in recipe]
+    below = OmegaConf.create(_tree(_defaults(), [*placement, *recipe, *task]))
+    if not any(o.startswith("placement=") for o in overrides):
+        overrides = ["~placement", *overrides]  # it is in there already
     try:
-        merged = OmegaConf.merge(base, read_yaml(files[0]))
+        merged = OmegaConf.merge(below, values)
     except OmegaConfBaseException as error:  # a list in place of a section
-        raise ConfigError(f"{files[0]} does not fit: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{file} does not fit: {str(error).splitlines()[0]}") from None
     assert isinstance(merged, DictConfig)
-    return merged
+    return _tree(merged, overrides)
 
 
-def _tree(overrides: Sequence[str]) -> dict[str, Any]:
+def _tree(base: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """What Hydra makes of ``base``, the choices and the values of ``overrides``."""
+    ConfigStore.instance().store(name="settings", node=base)
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR.resolve())):
             tree = OmegaConf.to_container(hydra_compose("config", overrides=list(overrides)), resolve=True)
@@ -85,6 +108,9 @@ def _tree(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if not is_text(override):
+            raise ConfigError(f"{override!r}: is no text that a file could hold")
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
@@ -100,7 +126,7 @@ def _check(overrides: Sequence[str]) -> None:
         elif key.startswith("teacher.models."):
             continue
         elif key not in known and not any(k.startswith(f"{key}.") for k in known):
-            raise ConfigError(f"unknown setting {key}{nearest(key, [*known, *choices])}")
+            raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
         elif override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: one value is expected; write a list as '[a,b]' or quote it")
 

@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,6 +78,7 @@ def run(config: Config) -> None:
     output = _output_dir(config)
     claim = _claim(output)
     try:
+        _require_writable(output)
         with uncollected():
             inputs = find_inputs(config, out.print)
         out.print("starting Ray and reserving GPUs")
@@ -99,7 +101,7 @@ def _output_dir(config: Config) -> Path:
         if config.trainer.resume:
             raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
         return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
-    path = Path(config.trainer.output_dir).absolute()
+    path = Path(config.trainer.output_dir).expanduser().absolute()
     held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
     if config.trainer.resume:
         from gkd.checkpoint import find
@@ -112,6 +114,16 @@ def _output_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
     return path
+
+
+def _require_writable(path: Path) -> None:
+    """Raise ConfigError where no file can be made: now, and not when the first one is to be written."""
+    try:
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"x")
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(f"trainer.output_dir={path} cannot be written: {error.strerror}") from None
 
 
 def _claim(path: Path) -> int:

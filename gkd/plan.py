@@ -87,10 +87,15 @@ def _without_teacher(overrides: Sequence[str]) -> Config:
 
 
 def _card(config: Config, best: bool) -> Card:
-    """The CPU where the run would compute on it: simulated GPUs, by number or because there are no others."""
-    simulated = config.cluster.simulate_gpus
-    asked = best or config.plan.card is not None
-    if not asked and (isinstance(simulated, int) or (simulated == "auto" and not cards.found())):
+    """The CPU where the run would compute on it: simulated GPUs, by number or because there are no others.
+
+    A card or its memory that is named is another machine's, unless GPUs are to be simulated here.
+    """
+    simulated, plan = config.cluster.simulate_gpus, config.plan
+    asked = best or plan.card is not None
+    if not asked and isinstance(simulated, int):
+        return cards.cpu(config.plan)
+    if not asked and simulated == "auto" and plan.memory_gb is None and not cards.found():
         return cards.cpu(config.plan)
     return cards.gpu(config.plan)
 

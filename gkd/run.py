@@ -25,7 +25,7 @@ from gkd.observability.samples import SampleLog
 from gkd.observability.trackers import MetricsLog, Trackers
 from gkd.planning.require import require_memory, turns_needed
 from gkd.planning.subject import models_of
-from gkd.startup import start
+from gkd.startup import start, with_transfer
 from gkd.trainer import Parts, RunLog, train
 
 log = logging.getLogger("gkd")
@@ -34,9 +34,10 @@ log = logging.getLogger("gkd")
 def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: Console, started_s: float) -> None:
     """Everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``) is when the run began."""
     saved = find(config, output) if config.trainer.resume else None
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
+    _write(config, output)
     placement = _placed(config, session, output)
-    config = _with_turns(config, placement)
+    config = with_transfer(_with_turns(config, placement), placement.groups)
+    _write(config, output)  # once more, with what the placement decided
     out.print(step_text(config), soft_wrap=True)
     with (
         Progress(out, config.trainer.total_steps) as progress,
@@ -59,6 +60,10 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s)
     report.write(summary, output)
     report.show(summary, output, _next_command(config, output), out)
+
+
+def _write(config: Config, output: Path) -> None:
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
 
 
 def _first_step(saved: tuple[Path, State] | None) -> int:

@@ -39,11 +39,11 @@ class System:
 def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     """Build every worker, load every model, connect rollout to teacher and reference.
 
+    ``config`` is what :func:`with_transfer` returned.
     Raises ConfigError where student and teacher do not fit together, RunFailed where a worker does not come up.
     """
     limit, groups = config.cluster.start_timeout_s, placement.groups
     _require_engines_run(config, groups)
-    config = _with_transfer(config, groups)
     engines = Engines.of(groups["rollout"], config.rollout.tensor_parallel_size, limit)
     rollout = engines.leaders
     turns = Turns()
@@ -103,7 +103,7 @@ def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:
         require_device(report.device, str(report))
 
 
-def _with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
+def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     """The configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that cannot."""
     wanted = config.weights.transfer
     way = choose(wanted, config.rollout.engine, groups["actor"].reports, groups["rollout"].reports)

@@ -1,8 +1,11 @@
-# Sourced by quickstart.sh and test.sh: makes .venv with what this machine can use, once for every pyproject.toml.
+# Sourced by the scripts beside it: makes .venv with what this machine can use, once for every pyproject.toml.
 #   environment EXTRAS...     e.g. environment test
 # Sets PYTHON. GKD_DEVICE=cpu or cuda overrides what is found.
 
 die() { echo "error: $*" >&2; exit 1; }
+
+# The comment at the head of a script, for its --help.
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1"; }
 
 find_python() {
   local candidate

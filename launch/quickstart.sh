@@ -4,5 +4,6 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh` on Debian is another shell
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+case ${1:-} in -h | --help) usage "$0"; exit ;; esac
 environment
 exec "$PYTHON" -m gkd.main +recipe=on_policy_distill "$@"

@@ -7,11 +7,11 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh` on Debian is another shell
 set -euo pipefail
 top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [ -n "${GKD_PYTHON:-}" ]; then
-  PYTHON=$GKD_PYTHON
-else
-  source "$top/launch/environment.sh"
-  environment
-fi
+source "$top/launch/environment.sh"
+case ${1:-} in -h | --help) usage "$0"; exit ;; esac
+case ${2:-} in
+  -h | --help) PYTHON=${GKD_PYTHON:-$(find_python)} || die "Python 3.11, 3.12 or 3.13 is needed and none was found" ;;
+  *) if [ -n "${GKD_PYTHON:-}" ]; then PYTHON=$GKD_PYTHON; else environment; fi ;;
+esac
 cd "$top"
 exec "$PYTHON" -m gkd.launch.node "$@"

@@ -128,6 +128,7 @@ def test_every_setting_says_what_it_means() -> None:
         (["algorithm.loss.temperature=0"], r"algorithm.loss.temperature=0: .*0.001"),
         (["algorithm.loss.name=sampled_reverse_kl", "rollout.top_p=0.9"], r"sampled_reverse_kl.*rollout.top_p"),
         (["a b"], r"cannot read the overrides"),
+        (["model.path=\udcff"], r"'model.path=\\udcff': is no text"),
         (["=5"], r"cannot read the overrides"),
     ],
 )
@@ -158,6 +159,8 @@ def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tm
         ("- 1", "is no configuration"),
         ("actor: [1]", "odd.yaml does not fit"),
         ("a: \xff", "odd.yaml cannot be read"),
+        ('trainer: {output_dir: "a\\0b"}', r"trainer.output_dir='a\\x00b': is no text"),
+        ('data: {train_files: ["\\ud800"]}', r"data.train_files='\\ud800': is no text"),
     ],
 )
 def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path) -> None:
@@ -166,6 +169,52 @@ def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path
         compose([str(tmp_path / "odd.yaml")])
     with pytest.raises(ConfigError, match=r"none.yml: No such file"):
         compose([str(tmp_path / "none.yml")])
+
+
+def test_a_file_may_name_its_recipe_and_its_placement(tmp_path: Path) -> None:
+    """As if they stood on the command line: recipe, placement, the file's own values, then the command line's."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: grpo\nplacement: 8gpu\nrollout: {n: 4}\nactor: {lr: 0.5}\n")
+    asked = ["+recipe=grpo", "placement=8gpu", "rollout.n=4", "actor.lr=0.5"]
+    config = compose([str(file)])
+    assert config == compose(asked)
+    assert (config.recipe, config.algorithm.name, config.teacher.n_gpus_per_node) == ("grpo", "grpo", 4)
+    assert config.rollout.max_response_length == 12  # the built-in task's
+    over = compose([str(file), "placement=cpu", "actor.lr=0.25"])
+    assert (over.cluster.simulate_gpus, over.actor.lr, over.rollout.n) == (3, 0.25, 4)
+    assert compose([str(file), "+recipe=gspo"]).algorithm.name == "gspo"
+
+
+def test_a_file_without_a_recipe_has_the_command_lines_below_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("rollout: {n: 4}\n")
+    config = compose([str(tmp_path / "mine.yaml"), "+recipe=grpo"])
+    assert config == compose(["+recipe=grpo", "rollout.n=4"])
+    assert config.cluster.simulate_gpus == "auto"  # the placement that there is without one
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("recipe: grop", r"mine.yaml: recipe=grop: no such choice \(did you mean grpo\?\); there are .*gspo"),
+        ("placement: 9gpu", r"mine.yaml: placement=9gpu: no such choice .*there are .*8gpu"),
+        ("recipe: [grpo]", r"mine.yaml: recipe=\['grpo'\]: no such choice"),
+        ("recipe: {a: 1}", r"mine.yaml: recipe=\{'a': 1\}: no such choice"),
+        ("defaults: [a]", r"unknown setting defaults"),
+        ("model: null", r"model"),
+        ("trainer: 5", r"trainer=5: "),
+        ("1: 2", r"unknown setting 1"),
+        ("null: 2", r"mine.yaml cannot be read"),
+        ("actor:\n  lr: ${oc.env:NOWHERE}", r"mine.yaml cannot be read: .*NOWHERE"),
+        ("model: {_target_: os.system}", r"unknown setting model._target_"),
+        ("a: &a [*a]", r"mine.yaml cannot be read: it is nested too deep"),
+        ("actor: {lr: 1, lr: 2}", r"mine.yaml"),
+    ],
+)
+def test_an_odd_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        compose([str(tmp_path / "mine.yaml")])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_range_alone_says_how_many() -> None:

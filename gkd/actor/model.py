@@ -153,8 +153,10 @@ def write_model(lm: PreTrainedModel, path: str, state: dict[str, Tensor], dtype:
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    empty.generation_config = lm.generation_config
     empty.save_pretrained(directory, state_dict=state)
+    given = Path(path, "generation_config.json")
+    if given.exists():  # as it is: transformers refuses to write some that it reads
+        Path(directory, given.name).write_bytes(given.read_bytes())
 
 
 def _without_dropout(lm: nn.Module) -> None:

@@ -24,7 +24,7 @@ from gkd.config.groups import (
     Trainer,
     Weights,
 )
-from gkd.config.hints import nearest
+from gkd.config.hints import hint, nearest
 from gkd.config.learning import Algorithm, Loss, Overlong, Policy
 from gkd.config.loading import load, settings
 from gkd.config.plan import Plan
@@ -80,6 +80,7 @@ __all__ = [
     "Trainer",
     "Watch",
     "Weights",
+    "hint",
     "load",
     "nearest",
     "parse_gpus",

@@ -132,7 +132,7 @@ def _rewards_can_be_learned_from(config: Config) -> None:
         if ":" not in name and name not in known:
             raise ValueError(
                 f"reward.functions: there is no reward {name}{nearest(name, known)}; there are "
-                f"{', '.join(known)}, or your own as package.module:name"
+                f"{', '.join(known)}, or your own as package.module:name or FILE.py:name"
             )
         if name in NEED_ANSWERS and config.data.answer_key is None and not config.uses_builtin_task:
             raise ValueError(f"reward.functions: {name} needs reference answers, and data.answer_key is not set")

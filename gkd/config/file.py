@@ -18,6 +18,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read: it is nested too deep, or holds itself") from None
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(given, dict):

@@ -3,15 +3,83 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+
+from gkd.config.names import ELSEWHERE, SECTIONS
+
+TYPING_ERROR, ALIKE = 0.9, 0.6  # difflib's ratios
+MOST_OWNERS = 2  # sections that may have a setting of one name for a hint to name them all
 
 
-def nearest(key: str, known: Mapping[str, Any] | list[str]) -> str:
-    """`` (did you mean X?)`` for a misspelt name, or an empty string when nothing is near."""
-    longer = [name for name in known if name.startswith(key)][:1]
-    close = longer or difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
-    if not close:  # the right leaf under the wrong section: compare last parts
-        leaf = key.rsplit(".", 1)[-1]
-        close = [k for k in known if k.rsplit(".", 1)[-1] == leaf][:1]
-    return f" (did you mean {close[0]}?)" if close else ""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean X?)`` for a misspelt choice, or an empty string when nothing is near."""
+    choices = list(known)
+    longer = [choice for choice in choices if name and choice.startswith(name)][:1]
+    return _question(longer or difflib.get_close_matches(name, choices, n=1, cutoff=0.6))
+
+
+def hint(key: str, known: Iterable[str]) -> str:
+    """What a setting that is not ``known`` may mean, in brackets, or an empty string.
+
+    First by meaning: another system's name for a setting here (:mod:`gkd.config.names`). Then by spelling, within the
+    section that is named: what is spelt alike in another section means something else there.
+    """
+    names, plain = list(known), key.lstrip("-").replace("-", "_")
+    if plain in ELSEWHERE:
+        return f" (here: {ELSEWHERE[plain]})"
+    for section, meaning in SECTIONS.items():
+        if f"{plain}.".startswith(f"{section}."):
+            return f" (here: {meaning})"
+    if misspelt := _in_section(plain, names, TYPING_ERROR):
+        return _question(misspelt)
+    for ending in _endings(plain):
+        if ending in ELSEWHERE:
+            return f" (here: {ELSEWHERE[ending]})"
+        if "." in ending and ending in names:
+            return _question([ending])
+    return _question(_alike(plain, names))
+
+
+def _endings(key: str) -> Iterator[str]:
+    """Yield ``a.b.c``, ``b.c`` and ``c`` of ``a.b.c``."""
+    while key:
+        yield key
+        key = key.partition(".")[2]
+
+
+def _in_section(key: str, names: Sequence[str], cutoff: float) -> list[str]:
+    """The setting of the section ``key`` names, perhaps misspelt, that its other parts are most like."""
+    section, _, rest = key.partition(".")
+    sections = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
+    for own in difflib.get_close_matches(section, list(sections), n=1, cutoff=0.75):
+        within = {name.partition(".")[2]: name for name in names if name.startswith(f"{own}.")}
+        return [within[found] for found in difflib.get_close_matches(rest, list(within), n=1, cutoff=cutoff)]
+    return []
+
+
+def _alike(key: str, names: Sequence[str]) -> list[str]:
+    """Settings spelt like ``key``: of its section or, where it names none, those whose last part it is."""
+    if longer := [name for name in names if name.startswith(key)]:
+        return longer[:1]
+    if "." in key:
+        section, _, rest = key.partition(".")
+        ours = any(name.startswith(f"{section}.") for name in names)
+        return _in_section(key, names, ALIKE) or (_owners(rest.rpartition(".")[2], names) if ours else [])
+    tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    return _owners(key, names) or difflib.get_close_matches(key, tops, n=1, cutoff=ALIKE) or _leaf_alike(key, names)
+
+
+def _owners(leaf: str, names: Sequence[str]) -> list[str]:
+    """Settings whose last part is ``leaf``, where they are few."""
+    found = [name for name in names if name.rpartition(".")[2] == leaf]
+    return found if len(found) <= MOST_OWNERS else []
+
+
+def _leaf_alike(leaf: str, names: Sequence[str]) -> list[str]:
+    leaves = {name.rpartition(".")[2] for name in names}
+    close = difflib.get_close_matches(leaf, sorted(leaves), n=1, cutoff=0.75)
+    return _owners(close[0], names) if close else []
+
+
+def _question(names: Sequence[str]) -> str:
+    return f" (did you mean {' or '.join(names)}?)" if names else ""

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gkd.config.base import Settings
-from gkd.config.hints import nearest
+from gkd.config.hints import hint
 from gkd.config.run import Config
 from gkd.errors import ConfigError
 
@@ -33,6 +33,9 @@ def load(tree: Mapping[str, Any]) -> Config:
 
     Raises ConfigError, in one line, for the first thing that is wrong.
     """
+    for key, text in _texts(tree, ""):
+        if not is_text(text):
+            raise ConfigError(f"{key}={text!r}: is no text that a file could hold")
     try:
         return Config.model_validate(dict(tree))
     except ValidationError as error:
@@ -40,8 +43,36 @@ def load(tree: Mapping[str, Any]) -> Config:
         # Union branches add their type's name to the location; only real keys are shown.
         key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|literal)", str(part)))
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"unknown setting {key}{nearest(key, settings())}") from None
+            raise unknown(key, first["input"]) from None
         message = str(first["msg"]).removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
         raise ConfigError(f"{key}{shown}: {message}" if key else message) from None
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every string in a tree, with the dotted name of where it is."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from _texts(below, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for below in value:
+            yield from _texts(below, key)
+
+
+def is_text(text: str) -> bool:
+    """Whether a path may be ``text``, and config.yaml say it: no zero bytes, and nothing that UTF-8 has not."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def unknown(key: str, value: Any) -> ConfigError:
+    """What to raise for a setting that there is not; of a section that is none, for its first setting."""
+    while isinstance(value, Mapping) and value:
+        part, value = next(iter(value.items()))
+        key = f"{key}.{part}"
+    return ConfigError(f"unknown setting {key}{hint(key, settings())}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
@@ -20,6 +21,18 @@ def _regular(pattern: str) -> str:
     except re.error as error:
         raise ValueError(f"is no regular expression: {error}") from None
     return pattern
+
+
+def reward_file(name: str) -> tuple[Path, str] | None:
+    """File and name of a reward ``FILE.py:name``; None for rewards of other kinds."""
+    file, _, attribute = name.rpartition(":")
+    return (Path(file).expanduser().absolute(), attribute) if file.endswith(".py") else None
+
+
+def _absolute(functions: list[str]) -> list[str]:
+    """Rewards' names with absolute paths: what a worker's own directory is does not matter."""
+    found = [(name, reward_file(name)) for name in functions]
+    return [name if file is None else f"{file[0]}:{file[1]}" for name, file in found]
 
 
 class FormatReward(Settings):
@@ -77,10 +90,10 @@ class JudgeReward(Settings):
 class Reward(Settings):
     """What a response is worth: the weighted sum of functions."""
 
-    functions: list[str] = Field(
+    functions: Annotated[list[str], AfterValidator(_absolute)] = Field(
         [],
         description=f"any of {', '.join(BUILTIN_REWARDS)}; reward_model, a model in a group of its own; or your own "
-        "as package.module:name",
+        "as package.module:name or FILE.py:name",
     )
     weights: list[float] | None = Field(None, description="how much each function counts; null: 1 each")
     timeout_s: float = Field(10.0, gt=0, description="time one function has for one sample")

@@ -31,22 +31,40 @@ class Checkpoint:
         """
         from transformers import AutoConfig, GenerationConfig
 
+        name = f"{setting}={path}"
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{setting}={path}: no model can be read there ({reason[:200]})") from None
-        text = config.get_text_config()
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            text = config.get_text_config()
+            ends = [config.eos_token_id, text.eos_token_id]
+        except Exception as error:  # transformers raises whatever it meets in the file
+            raise ConfigError(f"{name}: no model can be read there ({' '.join(str(error).split())[:200]})") from None
         try:
             generation = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         except OSError:  # there is no generation_config.json
             generation = None
         except Exception as error:  # transformers raises whatever it meets in it
             raise ConfigError(
-                f"{setting}={path}: its generation_config.json cannot be read: {' '.join(str(error).split())[:200]}"
+                f"{name}: its generation_config.json cannot be read: {' '.join(str(error).split())[:200]}"
             ) from None
-        ends = [generation, config.eos_token_id, text.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
-        eos = {int(i) for end in ends if end is not None for i in (end if isinstance(end, list) else [end])}
+        ends += [generation, getattr(tokenizer, "eos_token_id", None)]
+        eos = {i for end in ends for i in _ids(end, f"{name}: eos_token_id")}
         n_tokens = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+        vocabulary = _count(text.vocab_size, f"{name}: vocab_size")
         positions = getattr(text, "max_position_embeddings", None)
-        return Checkpoint(int(text.vocab_size), None if positions is None else int(positions), sorted(eos), n_tokens)
+        if positions is not None:
+            positions = _count(positions, f"{name}: max_position_embeddings")
+        return Checkpoint(vocabulary, positions, sorted(eos), n_tokens)
+
+
+def _ids(value: Any, what: str) -> list[int]:
+    """Token ids of a setting that holds one, several or none. Raises ConfigError, naming ``what``, for other things."""
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int and i >= 0 for i in found):
+        raise ConfigError(f"{what} is {value!r}; a token's number, or a list of numbers, is expected")
+    return found
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{what} is {value!r}; a number above 0 is expected")
+    return value

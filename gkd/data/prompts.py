@@ -16,6 +16,8 @@ from gkd.errors import ConfigError
 from gkd.sample import Prompt
 
 TOKENISED_AT_ONCE = 1000
+LENGTHS_COUNTED = 2  # a prompt of more tokens than so many times the limit is counted no further
+CHARACTERS_A_TOKEN = 8  # of a usual text there are about 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,13 @@ def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | 
     """
     kept: list[Prompt] = []
     n_too_long, shortest, first_id = 0, 0, 0
+    longest = data.max_prompt_length
     for file in files:
         rows = read_rows(file)
         while chunk := list(islice(rows, TOKENISED_AT_ONCE)):
             for prompt in _prompts(chunk, data, tokenizer, first_id):
                 length = len(prompt.token_ids)
-                if length <= data.max_prompt_length:
+                if length <= longest:
                     kept.append(prompt)
                 else:
                     n_too_long += 1
@@ -49,25 +52,27 @@ def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | 
             if limit is not None and len(kept) >= limit:
                 return PromptSet(kept[:limit], n_too_long)
     if not kept:
+        bound = LENGTHS_COUNTED * longest
+        has = f"{shortest}" if shortest <= bound else f"more than {bound}"
         raise ConfigError(
-            f"data.max_prompt_length={data.max_prompt_length}: every prompt in {', '.join(files)} is longer, "
-            f"the shortest has {shortest} tokens"
+            f"data.max_prompt_length={longest}: every prompt in {', '.join(files)} is longer, "
+            f"the shortest has {has} tokens"
         )
     return PromptSet(kept, n_too_long)
 
 
 def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iterator[Prompt]:
     key = _prompt_key(rows[0], data)
-    values = [row.get(key, "data.prompt_key") for row in rows]
+    values = [_joined(row, key, row.get(key, "data.prompt_key")) for row in rows]
     answers = [row.get(data.answer_key, "data.answer_key") for row in rows] if data.answer_key else [None] * len(rows)
-    texts, ids = _tokenise(rows, key, values, tokenizer)
+    texts, ids = _tokenise(rows, key, values, tokenizer, data.max_prompt_length)
     for offset, (text, token_ids, value, answer) in enumerate(zip(texts, ids, values, answers, strict=True)):
         if not token_ids:
             raise ConfigError(f"{rows[offset].place}: the prompt in {key!r} has no tokens")
         if isinstance(answer, list | dict | np.ndarray):
             kind = type(answer).__name__
             raise ConfigError(f"{rows[offset].place}: {data.answer_key!r} is a {kind}; an answer is text or a number")
-        yield Prompt(
+        found = Prompt(
             id=first_id + offset,
             token_ids=np.asarray(token_ids, dtype=np.int32),
             text=text,
@@ -75,6 +80,9 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iter
             messages=None if isinstance(value, str) else tuple(_asked(value)),
             teacher=None if data.teacher_key is None else str(rows[offset].get(data.teacher_key, "data.teacher_key")),
         )
+        for column, read in ((data.answer_key, found.answer), (data.teacher_key, found.teacher)):
+            _require_text(rows[offset], column, read or "")
+        yield found
 
 
 def _prompt_key(row: Row, data: Data) -> str:
@@ -85,25 +93,67 @@ def _prompt_key(row: Row, data: Data) -> str:
     return data.prompt_key
 
 
-def _tokenise(rows: list[Row], key: str, values: list[Any], tokenizer: Any) -> tuple[list[str], list[list[int]]]:
-    """Text and token ids of each row's prompt; strings and messages may be mixed."""
+def _require_text(row: Row, key: str | None, text: str) -> None:
+    """Raise ConfigError for what JSON can hold and UTF-8 cannot: nothing could write it down, or send it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{row.place}: {key!r} holds half of a surrogate pair, which is no text") from None
+
+
+def _tokenise(
+    rows: list[Row], key: str, values: list[Any], tokenizer: Any, longest: int
+) -> tuple[list[str], list[list[int]]]:
+    """Text and token ids of each row's prompt; strings and messages may be mixed.
+
+    Of a prompt that has more than :data:`LENGTHS_COUNTED` times ``longest`` tokens, only so many that this is certain.
+    """
     texts = [
         v if isinstance(v, str) else _template(row, key, v, tokenizer) for row, v in zip(rows, values, strict=True)
     ]
     for row, text in zip(rows, texts, strict=True):
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ConfigError(f"{row.place}: {key!r} holds half of a surrogate pair, which is no text")
+        _require_text(row, key, text)
     ids: list[list[int]] = [[]] * len(texts)
     # A template writes its special tokens itself, so they must not be added a second time.
     for templated in (False, True):
-        chosen = [i for i, value in enumerate(values) if isinstance(value, str) != templated]
-        if chosen:
-            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=not templated, verbose=False)[
-                "input_ids"
-            ]
-            for i, token_ids in zip(chosen, encoded, strict=True):
+        left = [i for i, value in enumerate(values) if isinstance(value, str) != templated]
+        n_characters = max(1000, 2 * LENGTHS_COUNTED * CHARACTERS_A_TOKEN * longest)
+        while left:  # by beginnings: ten million tokens would take a minute
+            beginnings = [texts[i][:n_characters] for i in left]
+            encoded = tokenizer(beginnings, add_special_tokens=not templated, verbose=False)["input_ids"]
+            for i, token_ids in zip(left, encoded, strict=True):
                 ids[i] = token_ids
+            left = [i for i in left if len(texts[i]) > n_characters and len(ids[i]) <= LENGTHS_COUNTED * longest]
+            n_characters *= 4
     return texts, ids
+
+
+def _joined(row: Row, key: str, value: Any) -> Any:
+    """``value`` with every message's content as one text: parts of the type text are put together.
+
+    Raises ConfigError for content that is none, of which a template would write what Python prints.
+    """
+    if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):
+        return value
+    return [{**m, "content": _content(row, key, m)} for m in value]
+
+
+def _content(row: Row, key: str, message: Mapping[str, Any]) -> Any:
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type", "a dict") if isinstance(part, dict) else type(part).__name__
+            what = "null" if part is None else kind
+            raise ConfigError(
+                f"{row.place}: {key!r} has a message whose content is not text but {what}; only text is trained on"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:

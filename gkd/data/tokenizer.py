@@ -45,6 +45,7 @@ def check_causal_lm(path: str, setting: str) -> str:
     directory = Path(resolve_model(path, setting))
     name = f"{setting}={path}"
     config = _read_json(directory / "config.json", name)
+    _require_no_code(config, name)
     if not _is_causal_lm(config):
         found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
         raise ConfigError(f"{name}: is no causal language model but {found}")
@@ -58,6 +59,7 @@ def check_reward_model(path: str, setting: str) -> str:
     directory = Path(resolve_model(path, setting))
     name = f"{setting}={path}"
     config = _read_json(directory / "config.json", name)
+    _require_no_code(config, name)
     if not any(str(a).endswith("ForSequenceClassification") for a in config.get("architectures") or []):
         found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
         raise ConfigError(f"{name}: is no sequence classification model but {found}")
@@ -78,6 +80,19 @@ def _read_json(file: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{name}: its {file.name} is not a JSON object")
     return content
+
+
+def _require_no_code(config: dict[str, Any], name: str) -> None:
+    """Raise ConfigError for a model that only code beside it can load; transformers would ask on the terminal."""
+    if not config.get("auto_map"):
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        raise ConfigError(
+            f"{name}: comes with code of its own (auto_map in config.json), which is not run here; a model of a type "
+            "that transformers has would work"
+        )
 
 
 def _check_tokenizer(directory: Path, name: str) -> None:
@@ -101,8 +116,11 @@ def _check_weights(directory: Path, name: str) -> None:
     index = directory / "model.safetensors.index.json"
     files = sorted(directory.glob("*.safetensors"))
     if index.exists():
-        shards = set(_read_json(index, name).get("weight_map", {}).values())
-        lacking = sorted(shard for shard in shards if not (directory / shard).exists())
+        weight_map = _read_json(index, name).get("weight_map")
+        if not (isinstance(weight_map, dict) and weight_map and all(isinstance(f, str) for f in weight_map.values())):
+            raise ConfigError(f"{name}: its {index.name} has no weight_map from names of weights to files")
+        present = {file.name for file in files}
+        lacking = sorted(set(weight_map.values()) - present)
         if lacking:
             raise ConfigError(f"{name}: its index names {lacking[0]}, which is not there")
     elif not files:
@@ -126,10 +144,15 @@ def load_tokenizer(path: str, setting: str = "model.path") -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # transformers raises whatever its readers meet: OSError, ValueError, KeyError, tokenizers' bare Exception.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
+        if "trust_remote_code" in str(error):  # without the argument it would ask on the terminal
+            raise ConfigError(
+                f"{setting}={path}: its tokenizer comes with code of its own (auto_map in tokenizer_config.json), "
+                "which is not run here"
+            ) from None
         raise ConfigError(f"{setting}={path}: its tokenizer cannot be loaded: {reason}") from None
 
 

@@ -43,6 +43,11 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
     return len(sources), sorted(without)
 
 
+def is_packed(file: Path, directory: Path) -> bool:
+    """Whether :func:`pack` takes ``file``."""
+    return file.is_relative_to(directory) and file in _files(directory, LEFT_OUT_AT_TOP, [])
+
+
 def _files(directory: Path, left_out_at_top: set[str], without: list[str]) -> Iterator[Path]:
     for folder, names, files in os.walk(directory):
         skip = LEFT_OUT | (left_out_at_top if Path(folder) == directory else set())

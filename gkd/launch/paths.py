@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config
+from gkd.config.rewards import reward_file
 from gkd.errors import ConfigError
+from gkd.launch.package import is_packed
 
 
 def settle(config: Config, here: Path, output: Path) -> list[str]:
@@ -24,7 +26,23 @@ def settle(config: Config, here: Path, output: Path) -> list[str]:
         found = [_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
         if found != (value if isinstance(value, list) else [value]):
             overrides.append(_override(name, found if isinstance(value, list) else found[0]))
+    rewards = config.reward.functions
+    if any(map(reward_file, rewards)):
+        overrides.append(_override("reward.functions", [_reward(name, here) for name in rewards]))
     return overrides
+
+
+def _reward(name: str, here: Path) -> str:
+    """A reward's name for the job: a file that goes with it, from its working directory; any other as it is.
+
+    Raises ConfigError for a file that does not exist.
+    """
+    if (found := reward_file(name)) is None:
+        return name
+    file, attribute = found
+    if not file.is_file():
+        raise ConfigError(f"reward.functions: {name}: there is no file {file}")
+    return f"{file.relative_to(here)}:{attribute}" if is_packed(file, here) else name
 
 
 def _require_cluster_is_left_alone(config: Config) -> None:

@@ -50,10 +50,18 @@ CARDS: dict[str, tuple[float, float, float, float]] = {
 
 
 def gpu(plan: Plan) -> Card:
-    """The card of the settings, of this machine, or the default. Raises ConfigError for a name that is not known."""
-    name, memory = plan.card, plan.memory_gb
+    """The card of the settings, of this machine, or the default.
+
+    Where only ``plan.memory_gb`` says which, it is taken to be as fast as the known card nearest to that. Raises
+    ConfigError for a name that is not known.
+    """
+    name, memory, shown = plan.card, plan.memory_gb, plan.card
     if name is None:
-        name, found = _here() or (DEFAULT, None)
+        here = _here()
+        name, found = here or (DEFAULT, None)
+        if here is None and memory is not None:
+            name = min(CARDS, key=lambda card: abs(CARDS[card][0] * GIB - memory * 1e9))
+            shown = f"a GPU, taken to be as fast as {name} (plan.card),"
         memory = memory or found
     if name not in CARDS:
         known = ", ".join(CARDS)
@@ -63,7 +71,7 @@ def gpu(plan: Plan) -> Card:
         )
     gib, tflops, bandwidth, link = CARDS[name]
     return Card(
-        name=name,
+        name=shown or name,
         memory=memory * 1e9 if memory else gib * GIB,
         flops=(plan.tflops or tflops) * 1e12 * (plan.efficiency or GPU_EFFICIENCY),
         bandwidth=(plan.memory_bandwidth_gb_s or bandwidth) * 1e9,

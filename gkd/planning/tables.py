@@ -8,12 +8,14 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from gkd.config import settings
 from gkd.planning.advice import LEVEL_NAMES, hopeless
 from gkd.planning.items import GB, GroupMemory
 from gkd.planning.result import Result
 from gkd.planning.shape import ModelShape
 
 WIDTH = 120
+STALENESS = "schedule.max_staleness"
 
 
 def show(result: Result, file: IO[str] | None = None) -> None:
@@ -107,10 +109,14 @@ def _pipeline(result: Result, out: Console) -> None:
     source = "estimated" if result.factors is None else "as measured in the earlier run"
     out.print(f"\nseconds of each stage by itself, {source}: {', '.join(parts)}", soft_wrap=True)
     groups = list(result.steps[0].busy)
-    columns = ("schedule.max_staleness", "s a step", *(f"{g} waits" for g in groups), "most busy")
-    table = _table(*columns, title="")
-    for step in result.steps:
-        table.add_row(str(step.staleness), f"{step.seconds:.2f}", *(f"{step.waits[g]:.2f}" for g in groups), step.bound)
+    # Steps that overlap are shown where a run can be told to make them.
+    may_overlap = STALENESS in settings()
+    table = _table(
+        *([STALENESS] if may_overlap else []), "s a step", *(f"{g} waits" for g in groups), "most busy", title=""
+    )
+    for step in result.steps if may_overlap else result.steps[:1]:
+        waits = (f"{step.waits[g]:.2f}" for g in groups)
+        table.add_row(*([str(step.staleness)] if may_overlap else []), f"{step.seconds:.2f}", *waits, step.bound)
     out.print(table)
 
 
@@ -119,7 +125,7 @@ def _splits(result: Result, out: Console) -> None:
         return
     a_node = result.subject.config.plan.gpus_per_node
     nodes = f"nodes of {a_node} GPU{'s' * (a_node != 1)}"
-    out.print(f"the fastest splits that fit, over {nodes}, at schedule.max_staleness 0 (overrides to paste):")
+    out.print(f"the fastest splits that fit, over {nodes} (overrides to paste):")
     for number, split in enumerate(result.splits, start=1):
         gpus = ", ".join(f"{group} {n}" for group, n in split.gpus.items())
         out.print(f"  {number}. {split.step.seconds:.2f} s a step, {split.step.bound} most busy: {gpus}")

@@ -8,6 +8,7 @@ process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, guarded
+from gkd.errors import ConfigError, Parser, guarded
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -28,8 +29,17 @@ _DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal; returns the exit code."""
+    return guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        "python -m gkd.teacher.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main, whose --settings lists teacher.*")
+    overrides = parser.parse_args(arguments).overrides
     stop = _Stop()
-    return guarded(lambda: _serve(_composed(arguments), stop))
+    return _serve(_composed(overrides), stop)
 
 
 def _composed(arguments: Sequence[str]) -> Config:

@@ -147,7 +147,8 @@ def test_a_template_that_refuses(tmp_path: Path) -> None:
 
 def test_a_template_that_cannot_use_the_content(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(template="{{ 'x' + messages[0]['content'] }}")
-    rows = [{"messages": [message("user", "a")]}, {"messages": [{"role": "user", "content": None}]}]
+    call = {"role": "user", "content": None, "tool_calls": [{"name": "f"}]}
+    rows = [{"messages": [message("user", "a")]}, {"messages": [call]}]
     assert f"{tmp_path}/x.jsonl line 2: the chat template refuses 'messages': " in complaint(
         tmp_path, rows, tokenizer=tokenizer
     )
@@ -214,6 +215,67 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a \\ud800 b"}\n')
     with pytest.raises(ConfigError, match=r"a.jsonl line 2: 'prompt' holds half of a surrogate pair"):
         load_prompts([str(tmp_path / "a.jsonl")], Data(), word_tokenizer())
+
+
+@pytest.mark.parametrize("key", ["answer", "source"])
+def test_an_answer_that_no_file_could_hold_is_named(key: str, tmp_path: Path) -> None:
+    row = '{"prompt": "a", "answer": "b", "source": "c"}\n'
+    (tmp_path / "a.jsonl").write_text(row + row.replace(f'"{key}": "', f'"{key}": "\\ud800'))
+    data = Data(answer_key="answer", teacher_key="source")
+    with pytest.raises(ConfigError, match=rf"a.jsonl line 2: '{key}' holds half of a surrogate pair"):
+        load_prompts([str(tmp_path / "a.jsonl")], data, word_tokenizer())
+
+
+def test_content_of_text_parts_is_one_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in (parts, "a b", ["a ", "b"])]
+    found = load(tmp_path, rows).prompts
+    assert [p.token_ids.tolist() for p in found] == [[USER, A, B, ASSISTANT]] * 3
+    assert [p.messages for p in found] == [({"role": "user", "content": "a b"},)] * 3
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}], "image_url"),
+        ([{"type": "image"}], "image"),
+        ({"type": "audio", "text": "a"}, "audio"),
+        ({"url": "x"}, "a dict"),
+        ([{"type": "text", "text": None}], "text"),
+        (5, "int"),
+        (None, "null"),
+        ([["a"]], "list"),
+    ],
+)
+def test_content_that_is_no_text_is_named(content: Any, what: str, tmp_path: Path) -> None:
+    rows = [{"messages": [message("user", "a")]}, {"messages": [{"role": "user", "content": content}]}]
+    assert complaint(tmp_path, rows) == (
+        f"{tmp_path}/x.jsonl line 2: 'messages' has a message whose content is not text but {what}; "
+        "only text is trained on"
+    )
+
+
+def test_a_huge_row_is_left_out_by_its_beginning(tmp_path: Path) -> None:
+    """Ten million tokens take about a minute to be made."""
+    tokenizer, n_characters = word_tokenizer(), []
+
+    class Counting(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, texts: list[str], **kwargs: Any) -> Any:
+            n_characters.extend(map(len, texts))
+            return super().__call__(texts, **kwargs)
+
+    tokenizer.__class__ = Counting
+    found = load(tmp_path, [{"prompt": "a b " * 5_000_000}, {"prompt": "a"}], tokenizer)
+    assert ([p.id for p in found.prompts], found.n_too_long) == ([1], 1)
+    assert 0 < sum(n_characters) < 100_000
+    rows = [{"prompt": "a " * 100_000}]
+    assert complaint(tmp_path, rows, max_prompt_length=2).endswith("the shortest has more than 4 tokens")
+
+
+def test_long_text_of_few_tokens_is_kept(tmp_path: Path) -> None:
+    texts = ["x" * 100_000, "a" + " " * 100_000 + "b", "a b"]
+    found = load(tmp_path, [{"prompt": text} for text in texts], max_prompt_length=2)
+    assert [p.token_ids.tolist() for p in found.prompts] == [[0], [A, B], [A, B]]
 
 
 def test_a_template_that_fails_in_any_way_is_named(tmp_path: Path) -> None:

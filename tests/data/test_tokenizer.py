@@ -24,9 +24,9 @@ def model(good_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good_model, tmp_path / "model"))
 
 
-def edit_config(model: Path, **changes: object) -> None:
-    config = json.loads((model / "config.json").read_text()) | changes
-    (model / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+def edit_config(model: Path, file: str = "config.json", **changes: object) -> None:
+    config = json.loads((model / file).read_text()) | changes
+    (model / file).write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 def complaint(path: Path | str) -> str:
@@ -101,6 +101,82 @@ def test_a_missing_shard(model: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     assert complaint(model) == "its index names model-2.safetensors, which is not there"
+
+
+@pytest.mark.parametrize(
+    "index", [{"weight_map": ["model.safetensors"]}, {"weight_map": {"a": 1}}, {"weight_map": {}}, {"metadata": {}}]
+)
+def test_an_index_that_is_none(model: Path, index: object) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert complaint(model) == "its model.safetensors.index.json has no weight_map from names of weights to files"
+
+
+def test_an_index_to_files_elsewhere(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    assert complaint(model) == "its index names ../../etc/passwd, which is not there"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"eos_token_id": "<eos>"}),
+        ("config.json", {"eos_token_id": [1, "x"]}),
+        ("config.json", {"eos_token_id": True}),
+        ("config.json", {"eos_token_id": 1.5}),
+        ("config.json", {"eos_token_id": {"a": 1}}),
+        ("config.json", {"vocab_size": "many"}),
+        ("config.json", {"vocab_size": 0}),
+        ("config.json", {"max_position_embeddings": "long"}),
+        ("config.json", {"max_position_embeddings": [1]}),
+        ("config.json", {"hidden_size": "wide"}),
+        ("config.json", {"rope_parameters": 5}),
+        ("config.json", {"model_type": 5}),
+        ("config.json", {"text_config": 5}),
+        ("generation_config.json", {"eos_token_id": "<eos>"}),
+    ],
+)
+def test_odd_values_in_a_models_settings_are_one_line(model: Path, file: str, changes: dict[str, object]) -> None:
+    edit_config(model, file, **changes)
+    with pytest.raises(ConfigError, match=r"^model\.path=.*") as caught:
+        check_causal_lm(str(model), "model.path")
+        Checkpoint.read(str(model), "model.path", load_tokenizer(str(model)))
+    assert "\n" not in str(caught.value)
+    (key,) = changes
+    assert key in str(caught.value) or "no model can be read there" in str(caught.value)
+
+
+OWN_CODE = {"auto_map": {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}}
+
+
+def test_a_model_with_code_of_its_own_is_refused_and_nobody_is_asked(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
+    edit_config(model, model_type="own", architectures=["OwnForCausalLM"], **OWN_CODE)
+    for file in ("configuration_own.py", "modeling_own.py"):
+        (model / file).write_text("raise SystemExit('it ran')")
+    assert complaint(model) == (
+        "comes with code of its own (auto_map in config.json), which is not run here; a model of a type that "
+        "transformers has would work"
+    )
+    with pytest.raises(ConfigError, match=r"^model\.path="):
+        Checkpoint.read(str(model), "model.path")
+
+
+def test_code_beside_a_model_that_transformers_has_is_left_alone(model: Path) -> None:
+    edit_config(model, **OWN_CODE)
+    assert check_causal_lm(str(model), "model.path") == str(model)
+    assert Checkpoint.read(str(model), "model.path").vocabulary == len(WORDS)
+
+
+def test_a_tokenizer_with_code_of_its_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
+    changes = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    edit_config(model, "tokenizer_config.json", **changes)
+    (model / "own.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: its tokenizer comes with code of its own"):
+        check_causal_lm(str(model), "model.path")
+        load_tokenizer(str(model))
 
 
 def test_no_tokenizer(model: Path) -> None:

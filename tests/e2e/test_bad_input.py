@@ -101,6 +101,11 @@ CASES = {
     ),
     "all too long": ({"data__train_files": "[FILES/long.jsonl]"}, r"max_prompt_length.*longer"),
     "a run is there": ({"trainer__output_dir": "FILES/run"}, r"trainer\.output_dir=.*already holds a run"),
+    "nothing can be written": (
+        {"trainer__output_dir": "/proc/self"},
+        r"trainer\.output_dir=/proc/self cannot be written",
+    ),
+    "below a file": ({"trainer__output_dir": "FILES/good.jsonl/run"}, r"trainer\.output_dir=.* cannot be made: Not a"),
     "batch of 0": ({"trainer__batch_size": "0"}, r"trainer\.batch_size=0"),
     "beta": ({"algorithm__loss__beta": "1.5"}, r"algorithm\.loss\.beta=1\.5"),
     "misspelt": ({"trainer__total_step": "5"}, r"trainer\.total_step \(did you mean trainer\.total_steps\?\)"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from gkd.compose import compose
 from tests.e2e.conftest import ROOT, SMALL, environment
 
 pytestmark = pytest.mark.e2e
@@ -82,7 +83,9 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples if s["step"] == 7} == {6}  # sampled with the weights of the step before
     assert all({"prompt", "response", "answer", "teacher_logprob_mean"} <= s.keys() for s in samples)
-    assert f"total_steps: {STEPS}" in (output / "config.yaml").read_text()
+    config = compose([str(output / "config.yaml")])
+    assert config.trainer.total_steps == STEPS
+    assert (config.weights.transfer, config.cluster.take_turns) == ("object_store", False)  # as the run decided
 
 
 def test_the_saved_student_answers_as_validated(finished: tuple[Path, str]) -> None:

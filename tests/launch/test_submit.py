@@ -89,6 +89,26 @@ def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
     assert job.trainer.output_dir == str(odd / "out")
 
 
+def test_a_rewards_file_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is packed is named from the job's directory, whose place differs from node to node."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere.py"
+    (here / "mine").mkdir(parents=True)
+    (here / "data").mkdir()
+    for file in (here / "mine" / "own.py", here / "data" / "own.py", elsewhere):
+        file.write_text("def f(completion):\n    return 1\n")
+    monkeypatch.chdir(here)
+    names = ["accuracy", "mine/own.py:f", f"{here}/data/own.py:f", f"{elsewhere}:f"]
+    overrides = ["+recipe=grpo", f"reward.functions=[{','.join(names)}]"]
+    settled = settle(compose(overrides), here, here / "out")
+    assert f"reward.functions=['accuracy','mine/own.py:f','{here}/data/own.py:f','{elsewhere}:f']" in settled
+    job = tmp_path / "_ray_pkg_1"
+    job.mkdir()
+    monkeypatch.chdir(job)
+    assert compose([*overrides, *settled]).reward.functions[1] == f"{job}/mine/own.py:f"
+    with pytest.raises(ConfigError, match=r"reward.functions: .*none.py:f: there is no file"):
+        settle(compose(["+recipe=grpo", "reward.functions=[none.py:f]"]), here, here / "out")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,10 +48,47 @@ def test_one_line_names_the_right_command(command: list[str], said: str) -> None
     assert done.stderr.count("\n") == 1
 
 
+def programs() -> set[str]:
+    """Modules of gkd that read a command line of users."""
+    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "gkd").rglob("*.py")]
+    return {name for text in texts for name in re.findall(r'Parser\(\s*"python -m (gkd[\w.]*)"', text)}
+
+
 def test_gkd_alone_names_its_programs() -> None:
     done = subprocess.run([*BARE, "-m", "gkd"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "python -m gkd.doctor" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert {"gkd.main", "gkd.plan", "gkd.doctor", "gkd.monitor", "gkd.teacher.serve"} <= programs()
+    for program in programs():
+        assert f"  python -m {program} " in done.stderr
+    asked = subprocess.run(
+        [*BARE, "-m", "gkd", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "python -m gkd.plan" in asked.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([*BARE, "-m", "gkd.teacher.serve", "--help"], "teacher.model.path=DIR"),
+        ([*BARE, "-m", "gkd.main", "-h"], "+recipe"),
+        (["sh", "launch/quickstart.sh", "--help"], "./launch/quickstart.sh [OVERRIDES]"),
+        (["bash", "launch/test.sh", "-h"], "./launch/test.sh [PYTEST ARGUMENTS]"),
+        (["bash", "launch/ray_cluster.sh", "--help"], "./launch/ray_cluster.sh head"),
+        (["bash", "launch/ray_cluster.sh", "head", "--help"], "--dashboard-port PORT"),
+        (["bash", "launch/slurm.sbatch", "--help"], "sbatch launch/slurm.sbatch +recipe"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_help_installs_nothing(command: list[str], said: str, tmp_path: Path) -> None:
+    """In a checkout without .venv, where an installation would be told."""
+    for name in ("gkd", "launch"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GKD_"))}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout
+    assert "installing" not in done.stdout
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_the_doctor_works_without_any_package() -> None:

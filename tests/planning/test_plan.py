@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from transformers import Qwen2Config
 
 from gkd.compose import compose
-from gkd.config import Builtin
+from gkd.config import Builtin, settings
 from gkd.data.builtin import recipes
 from gkd.data.warmup import new_model
 from gkd.errors import ConfigError
@@ -82,6 +83,24 @@ def test_a_plan_needs_no_data(model: str, tmp_path: Path, capsys: pytest.Capture
     assert f"{found['pipeline'][0]['seconds']:.2f}" in told
 
 
+def test_a_memory_alone_is_a_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU here, too: what is asked is whether the run fits on one of that size."""
+    own = ["+recipe=grpo", "model.size=0.5b"]
+    card = planned(tmp_path, *own, "plan.memory_gb=16")["card"]
+    assert (card["is_cpu"], card["memory"]) == (False, 16e9)
+    assert "a GPU, taken to be as fast as rtx-3060 (plan.card), with 16.0 GB" in capsys.readouterr().out
+    assert planned(tmp_path, *own, "plan.memory_gb=16", "plan.card=l4")["card"]["name"] == "l4"
+    assert planned(tmp_path, *own, "plan.memory_gb=16", "placement=cpu")["card"]["is_cpu"]
+    assert planned(tmp_path, *own)["card"]["is_cpu"]
+
+
+def test_what_a_run_refuses_is_not_offered(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["+recipe=grpo", f"model.path={model}", "plan.card=l40s", "--best", "4", "--by-memory"])
+    named = set(re.findall(r"\b(?:[a-z]\w*\.)+[a-z]\w*\b", capsys.readouterr().out))
+    assert "actor.lora.r" in named
+    assert named <= set(settings())
+
+
 def test_checkpointing_and_micro_batches_show_in_the_activations(model: str, tmp_path: Path) -> None:
     def activations(*overrides: str) -> float:
         found = planned(tmp_path, "+recipe=grpo", f"model.path={model}", "placement=8gpu", *overrides)
@@ -135,7 +154,7 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytes
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert __import__("re").search(message, error), error
+    assert re.search(message, error), error
 
 
 def test_a_run_refuses_a_size_without_a_model() -> None:
@@ -192,7 +211,7 @@ def test_what_is_no_run_is_one_line(
     assert main(["+recipe=grpo", "model.size=7b", "--from", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert __import__("re").search(message, error), error
+    assert re.search(message, error), error
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -81,8 +83,61 @@ def test_what_is_no_reward(name: str, message: str) -> None:
         resolve(name, Reward())
 
 
+def test_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to where the program was started, beside another of the same name, and with what lies beside it."""
+    for folder, factor in (("a", 2), ("b-c", 3)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_reward.py").write_text(
+            "from dataclasses import dataclass\n"
+            f"from factor_{factor} import FACTOR\n"
+            "@dataclass\nclass Found:\n    n: 'int'\n"
+            "def words(completion):\n    return Found(len(completion.response.split())).n * FACTOR\n"
+        )
+        (tmp_path / folder / f"factor_{factor}.py").write_text(f"FACTOR = {factor}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names = ["a/my_reward.py:words", f"{tmp_path}/b-c/my_reward.py:words"]
+    reward = Reward(functions=names)
+    assert reward.functions == [f"{tmp_path}/a/my_reward.py:words", names[1]]
+    monkeypatch.chdir("/")
+    assert [resolve(name, reward)(judged("one two")) for name in reward.functions] == [4, 6]
+
+
+def test_a_file_that_came_with_a_job_is_this_machines_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray unpacks a job's files on every node in a directory of one name, which differ in where they are."""
+    (tmp_path / "here" / "_ray_pkg_1f" / "sub").mkdir(parents=True)
+    (tmp_path / "here" / "_ray_pkg_1f" / "sub" / "own.py").write_text("def words(completion):\n    return 7\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path / "here" / "_ray_pkg_1f")
+    assert resolve(f"{tmp_path}/there/_ray_pkg_1f/sub/own.py:words", Reward())(judged("x")) == 7
+    with pytest.raises(ConfigError, match=r"there is no file .*/there/_ray_pkg_2e/sub/own.py"):
+        resolve(f"{tmp_path}/there/_ray_pkg_2e/sub/own.py:words", Reward())
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        (None, "words", "my_reward.py:words: there is no file /.*/my_reward.py"),
+        ("def words(:", "words", "cannot be imported: SyntaxError: "),
+        ("1 / 0", "words", "cannot be imported: ZeroDivisionError: "),
+        ("import nowhere_at_all", "words", "cannot be imported: ModuleNotFoundError: "),
+        ("raise SystemExit(3)", "words", "cannot be imported: SystemExit: "),
+        ("x = 1", "words", "cannot be imported: AttributeError: "),
+        ("words = 1", "words", "is no function but int"),
+        ("x = 1", "", "cannot be imported: AttributeError: "),
+    ],
+)
+def test_a_file_that_holds_no_reward(text: str | None, name: str, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "my_reward.py").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(f"{tmp_path}/my_reward.py:{name}", Reward())
+    assert "\n" not in str(caught.value)
+
+
 def test_a_reward_that_raises_or_hangs_costs_its_own_sample_only() -> None:
-    names = [f"{MODULE}:{name}" for name in ("words", "raises", "hangs", "not_a_number")]
+    names = [f"{MODULE}:{name}" for name in ("words", "raises", "hangs")]
+    names.append(f"{Path(__file__).with_name('functions.py')}:not_a_number")
     pool = RewardPool(Reward(functions=names, timeout_s=2.0, workers=2))
     began = time.monotonic()
     futures = [pool.submit(judged("a b", n=n)) for n in (1, 2, 3, 4)]
