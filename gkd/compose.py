@@ -49,6 +49,7 @@ def compose(overrides: Sequence[str]) -> Config:
     defaults = Config().model_dump()
     for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
         defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
+    defaults["actor"]["lr"] = None  # so that the recipe's algorithm decides
     base = OmegaConf.create(defaults)
     if files:
         base = _merged(base, files)
