@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar
 
 from gkd.algorithms.advantages import groups_that_differ
 from gkd.algorithms.lessons import groups_of, rewards_of
@@ -13,30 +16,40 @@ from gkd.data.prompts import PromptStream
 from gkd.rollout.group import RolloutGroup
 from gkd.sample import Judging, Prompt, Record, Request, Sampling
 
+Item = TypeVar("Item")
+
 
 def collect(config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_size: int, step: int) -> list[Record]:
     """Judged samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
 
     With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
-    ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups.
+    ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups, evenly
+    among the others.
     """
     judging = judging_wanted(config, vocab_size)
-    batch, n, rounds = config.trainer.batch_size, config.rollout.n, config.algorithm.dynamic_sampling.max_rounds
-    useful: list[Record] = []
-    spare: list[Record] = []
+    batch, rounds = config.trainer.batch_size, config.algorithm.dynamic_sampling.max_rounds
+    useful: list[list[Record]] = []
+    spare: list[list[Record]] = []
     for round_ in range(rounds if config.algorithm.policy_weight else 1):
-        missing = batch - len(useful) // n
-        wanted = responses_wanted(config, prompts.take(missing), step, first=round_ * batch)
+        wanted = responses_wanted(config, prompts.take(batch - len(useful)), step, first=round_ * batch)
         records = rollout.sample(wanted, judging, config.rollout.timeout_s)
         if rounds == 1 or not config.algorithm.policy_weight:
             return records
         groups = groups_of(config, records)
-        good = groups_that_differ(rewards_of(config, records), groups)
-        useful += [record for record, group in zip(records, groups, strict=True) if group in good]
-        spare += [record for record, group in zip(records, groups, strict=True) if group not in good]
-        if len(useful) == batch * n:
+        differ = groups_that_differ(rewards_of(config, records), groups)
+        for group, neighbours in groupby(zip(groups, records, strict=True), key=itemgetter(0)):
+            (useful if group in differ else spare).append([record for _, record in neighbours])
+        if len(useful) == batch:
             break
-    return (useful + spare)[: batch * n]
+    return [record for group in spread(useful, spare[: batch - len(useful)]) for record in group]
+
+
+def spread(most: Sequence[Item], others: Sequence[Item]) -> list[Item]:
+    """Both together, each in its order, with ``others`` at even distances, so that every mini-batch has its share."""
+    n = len(most) + len(others)
+    places = {int((i + 0.5) * n / len(others)) for i in range(len(others))}
+    rest, fill = iter(most), iter(others)
+    return [next(fill if place in places else rest) for place in range(n)]
 
 
 def judging_wanted(config: Config, vocab_size: int) -> Judging:
@@ -54,9 +67,10 @@ def responses_wanted(config: Config, prompts: Sequence[Prompt], step: int, first
     """``rollout.n`` requests a prompt, each with a seed of its own that depends on nothing but its place in the run.
 
     ``first``: the place in the step of the first of these prompts. The share of them that the student does not answer
-    itself comes first.
+    itself comes first; it is rounded over the steps together, so that it holds for small batches as well.
     """
-    n_own = round(len(prompts) * (1 - config.algorithm.on_policy_share))
+    share = len(prompts) * (1 - config.algorithm.on_policy_share)
+    n_own = int(step * share + 0.5) - int((step - 1) * share + 0.5)
     sampling = Sampling(config.rollout.max_response_length, config.rollout.temperature, config.rollout.top_p)
     return [
         Request(prompt, index, seed_of(config.trainer.seed, step, place, index), sampling, place - first < n_own)

@@ -61,6 +61,7 @@ def _defaults() -> DictConfig:
     defaults = Config().model_dump()
     for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
         defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
+    defaults["actor"]["lr"] = None  # so that the recipe's algorithm decides
     return OmegaConf.create(defaults)
 
 

@@ -16,6 +16,7 @@ from gkd.cluster.placement import Placement, PlacementFault, place
 from gkd.cluster.session import Session
 from gkd.cluster.table import print_table
 from gkd.config import Config
+from gkd.config.learning_rate import doubts
 from gkd.errors import ConfigError
 from gkd.inputs import Inputs
 from gkd.observability import report
@@ -39,6 +40,7 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
     config = with_transfer(_with_turns(config, placement), placement.groups)
     _write(config, output)  # once more, with what the placement decided
     out.print(step_text(config), soft_wrap=True)
+    _comment(config, placement)
     with (
         Progress(out, config.trainer.total_steps) as progress,
         Trackers(config, output, _first_step(saved)) as trackers,
@@ -92,6 +94,7 @@ def step_text(config: Config) -> str:
         f"prompts up to {config.data.max_prompt_length:,} and responses up to {config.rollout.max_response_length:,} "
         "tokens",
         f"micro-batches of {actor.max_tokens_per_micro_batch:,} tokens",
+        f"learning rate {actor.lr:g}",
     ]
     if actor.gradient_checkpointing:
         parts.append("gradient checkpointing")
@@ -100,6 +103,19 @@ def step_text(config: Config) -> str:
     if actor.offload_optimizer:
         parts.append("optimizer in the host's memory")
     return "; ".join(parts)
+
+
+def _comment(config: Config, placement: Placement) -> None:
+    """Say what was decided about importance weights, and warn of a learning rate that cannot work."""
+    device = placement.groups["actor"].reports[0].device
+    decided = config.algorithm_on(device).correction.level
+    if config.algorithm.correction.level == "auto" and decided is not None:
+        log.info(
+            "engine and trainer can differ in how they compute: importance weights by %s correct for it "
+            "(algorithm.correction.level=auto)", decided,
+        )  # fmt: skip
+    if text := doubts(config):
+        log.warning(text)
 
 
 def _first(parts: Parts, log: RunLog) -> State:

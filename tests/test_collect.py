@@ -10,6 +10,7 @@ import pytest
 from gkd.collect import collect, judging_wanted, responses_wanted
 from gkd.config import Config, load
 from gkd.data.prompts import PromptStream
+from gkd.errors import ConfigError
 from gkd.sample import Judging, Prompt, Record, Request
 
 PROMPTS = [Prompt(i, np.array([i], np.int32), str(i)) for i in range(100)]
@@ -18,7 +19,7 @@ PROMPTS = [Prompt(i, np.array([i], np.int32), str(i)) for i in range(100)]
 class Engines:
     """Gives each request the reward that ``worth`` says, and keeps what was asked."""
 
-    def __init__(self, worth: Callable[[Request], float]) -> None:
+    def __init__(self, worth: Callable[[Request], float | str]) -> None:
         self.worth, self.asked = worth, []
 
     def sample(self, requests: Sequence[Request], judging: Judging, timeout_s: float) -> list[Record]:
@@ -88,3 +89,53 @@ def test_a_share_of_the_prompts_is_answered_by_the_data(share: float, own: int) 
     config = load({"algorithm": {"on_policy_share": share}})
     requests = responses_wanted(config, PROMPTS[:8], step=1)
     assert sum(request.own_answer for request in requests) == own
+
+
+@pytest.mark.parametrize(("size", "share"), [(1, 0.9), (3, 0.5), (4, 0.9), (7, 0.25), (64, 0.99)])
+def test_the_share_holds_over_the_run_at_any_batch_size(size: int, share: float) -> None:
+    """And a step's part depends on nothing but its number, so that a resumed run goes on exactly."""
+    config = load({"algorithm": {"on_policy_share": share}, "rollout": {"n": 2}})
+
+    def own(step: int) -> int:
+        return sum(request.own_answer for request in responses_wanted(config, PROMPTS[:size], step)) // 2
+
+    found = 0
+    for step in range(1, 101):
+        found += own(step)
+        assert abs(found - step * size * (1 - share)) <= 0.5 + 1e-9
+
+
+def test_what_fills_up_is_mixed_with_the_rest() -> None:
+    """Every mini-batch has its share of the groups from which nothing can be learned; none is made of them alone."""
+    engines = Engines(lambda request: float(request.prompt.id % 2 == 0 and request.index))
+    config = grpo(2)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"batch_size": 40})})
+    kept = collected(config, engines)
+    fillers = [i % 2 for i in kept]
+    assert 4 <= sum(fillers) <= 16  # of the prompts of two rounds, about a quarter of the batch
+    quarters = [sum(fillers[i : i + 10]) for i in range(0, 40, 10)]
+    assert max(quarters) - min(quarters) <= 1
+    assert len(set(kept)) == 40
+
+
+def test_a_group_that_a_failed_reward_leaves_equal_is_sampled_again() -> None:
+    def worth(request: Request) -> float | str:
+        return "ValueError: no" if request.prompt.id % 3 == 0 and request.index else 1.0 - request.index
+
+    assert all(i % 3 for i in collected(grpo(20), Engines(worth)))
+
+
+def test_the_teacher_and_what_was_sampled_are_at_one_temperature() -> None:
+    both = {"reward_weight": 1.0, "advantage": {"teacher_kl": 0.1}}
+
+    def tree(temperature: float, **algorithm: object) -> dict[str, object]:
+        return {
+            "algorithm": algorithm, "rollout": {"n": 2, "temperature": temperature},
+            "reward": {"functions": ["accuracy"]},
+        }  # fmt: skip
+
+    with pytest.raises(ConfigError, match=r"rollout.temperature=0.7 .* algorithm.loss.temperature=1: both must be"):
+        load(tree(0.7, **both))
+    load(tree(0.7, **both, loss={"temperature": 0.7}))
+    load(tree(0.7, name="grpo", advantage={"teacher_kl": 0.1}))  # who asks the teacher only this asks at the rollout's
+    load(tree(0.7, reward_weight=1.0))

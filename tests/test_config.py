@@ -121,6 +121,8 @@ def test_every_setting_says_what_it_means() -> None:
         (["algorithm.supervised_weight=1"], r"on_policy_share=1 leaves none"),
         (["+recipe=grpo", "algorithm.on_policy_share=0.5"], r"on_policy_share=0.5 .*no policy gradient"),
         (["algorithm.correction.level=token"], r"correction.level=token is about learning from rewards"),
+        (["algorithm.policy.surrogate=cispo", "algorithm.policy.clip_low=1"], r"clip_low=1: cispo .* from above alone"),
+        (["+recipe=grpo", "reward.failed=0.5"], r"unknown setting reward.failed"),
         (["algorithm.overlong.action=penalty"], r"overlong.action=penalty is about learning from rewards"),
         (["+recipe=grpo", "algorithm.reward_weight=3"], r"reward_weight=3: grpo has no other loss"),
         (["reward.functions=[accuracy]"], r"nothing is learned from rewards with algorithm.name=on_policy_distill"),

@@ -14,6 +14,7 @@ FLOOR = 0.1  # share of the peak at which linear and cosine decay end
 
 def learning_rate(settings: Actor, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step ``step`` (from 0): a linear rise over warmup_steps, then the chosen decay."""
+    assert settings.lr is not None, "a whole configuration has decided it"
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.lr_decay == "constant":
@@ -32,4 +33,4 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
         {"params": vectors, "weight_decay": 0.0},
     ]
     beta1, beta2 = settings.betas
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(beta1, beta2))
+    return torch.optim.AdamW(groups, lr=learning_rate(settings, 0, 1), betas=(beta1, beta2))

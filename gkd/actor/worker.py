@@ -134,7 +134,7 @@ class ActorWorker:
         ``weights``: that of each token of each lesson in the batch's loss. Returns the metrics of the whole batch.
         Raises NotUpdated on a gradient that is not finite and OutOfMemory as :meth:`_fitting`, with nothing changed.
         """
-        algorithm = self.config.algorithm
+        algorithm = self.config.algorithm_on("cpu" if self.device.type == "cpu" else "cuda")
         metrics = self._fitting(lessons, lambda: self._accumulate(lessons, weights, n_positions, algorithm, train=True))
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,13 +21,13 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], divide_by_
 
     GRPO (arXiv 2402.03300, section 4.1.2) divides; Dr. GRPO (arXiv 2503.20783) does not, since it favours questions
     whose answers are nearly all right or wrong. The deviation is the sample's (n - 1). ``rewards`` and ``groups`` [S];
-    returns [S]. A group of one has the advantage 0.
+    returns [S]. A sample whose reward is not known (NaN) is none of the group's; it and a group of one have 0.
     """
     values, labels = np.asarray(rewards, np.float64), np.asarray(groups)
     found = np.zeros_like(values)
     for label in np.unique(labels):
-        own = labels == label
-        if (values[own] == values[own][0]).all():
+        own = (labels == label) & ~np.isnan(values)
+        if (values[own] == values[own][:1]).all():
             continue  # exactly 0, where the mean of equal numbers may be off by rounding
         centred = values[own] - values[own].mean()
         if divide_by_std:
@@ -36,10 +37,14 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], divide_by_
 
 
 def groups_that_differ(rewards: Sequence[float], groups: Sequence[int]) -> set[int]:
-    """Groups whose rewards are not all equal, from which something can be learned (DAPO, arXiv 2503.14476)."""
+    """Groups whose rewards are not all equal, from which something can be learned (DAPO, arXiv 2503.14476).
+
+    Rewards that are not known (NaN) do not count.
+    """
     seen: dict[int, set[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):
-        seen.setdefault(group, set()).add(reward)
+        if not math.isnan(reward):
+            seen.setdefault(group, set()).add(reward)
     return {group for group, values in seen.items() if len(values) > 1}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gkd.algorithms.advantages import group_advantages, with_overlong
+from gkd.algorithms.advantages import Float64, group_advantages, with_overlong
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.sample import Lesson, Record
@@ -23,44 +25,59 @@ def groups_of(config: Config, records: Sequence[Record]) -> list[int]:
 def rewards_of(config: Config, records: Sequence[Record]) -> list[float]:
     """What each sample is worth: the weighted sum of its rewards, after what is said of overlong responses.
 
-    A function that gave nothing counts as ``reward.failed``.
+    NaN where a function that counts (its weight is not 0) gave nothing: what the sample is worth is then not known.
     """
-    weights, failed = config.reward.weight_of(), config.reward.failed
+    weights = {name: weight for name, weight in config.reward.weight_of().items() if weight}
     limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
 
     def worth(record: Record) -> float:
-        values = {name: failed if isinstance(given, str) else given for name, given in record.rewards.items()}
-        return with_overlong(record, sum(weights[name] * v for name, v in values.items()), limit, overlong)
+        values = [weight * _number(record.rewards[name]) for name, weight in weights.items()]
+        return with_overlong(record, sum(values), limit, overlong)
 
     return [worth(record) for record in records]
+
+
+def _number(given: float | str) -> float:
+    return math.nan if isinstance(given, str) else given
 
 
 def lessons_of(config: Config, records: Sequence[Record]) -> tuple[list[Lesson], dict[str, float]]:
     """Lessons of a batch, ``rollout.n`` neighbours of one prompt each, and reward/* and advantage/*.
 
+    A sample whose reward is not known has the advantage 0 and is no part of its group; where rewards are all that is
+    learned from it is left out of the loss, where a teacher is as well its divergence still counts.
+
     Raises RunFailed when a reward function failed on more than ``reward.max_failed_share`` of the samples.
     """
     algorithm = config.algorithm
-    kept = [algorithm.overlong.action != "mask" or record.finish_reason != "length" for record in records]
+    kept = np.array([algorithm.overlong.action != "mask" or record.finish_reason != "length" for record in records])
     if not algorithm.policy_weight:
-        return [Lesson(record, 0.0, keep) for record, keep in zip(records, kept, strict=True)], {}
+        return _lessons(records, np.zeros(len(records)), kept), {}
     metrics = _by_function(config, records)
-    rewards = rewards_of(config, records)
-    advantages = group_advantages(rewards, groups_of(config, records), algorithm.advantage.divide_by_std)
-    lessons = [
-        Lesson(record, float(advantage), keep)
-        for record, advantage, keep in zip(records, advantages, kept, strict=True)
-    ]
+    rewards = np.array(rewards_of(config, records))
+    advantages = group_advantages(rewards.tolist(), groups_of(config, records), algorithm.advantage.divide_by_std)
+    known = ~np.isnan(rewards)
+    lessons = _lessons(records, advantages, kept if algorithm.distils else kept & known)
+    if known.any():
+        metrics |= {
+            "reward/mean": float(rewards[known].mean()),
+            "reward/std": float(rewards[known].std()),
+            "advantage/mean": float(advantages[known].mean()),
+            "advantage/std": float(advantages[known].std()),
+        }
     equal = np.abs(advantages.reshape(-1, config.rollout.n)).max(1) == 0
     metrics |= {
-        "reward/mean": float(np.mean(rewards)),
-        "reward/std": float(np.std(rewards)),
         "reward/equal_groups": float(equal.mean()),
         "timing_s/reward": max(sum(record.reward_s.values()) for record in records),
-        "advantage/mean": float(advantages.mean()),
-        "advantage/std": float(advantages.std()),
     }
     return lessons, metrics
+
+
+def _lessons(records: Sequence[Record], advantages: Float64, kept: NDArray[np.bool_]) -> list[Lesson]:
+    return [
+        Lesson(record, float(advantage), bool(keep))
+        for record, advantage, keep in zip(records, advantages, kept, strict=True)
+    ]
 
 
 def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:

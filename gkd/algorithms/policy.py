@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gkd.actor.packing import MicroBatch
 from gkd.algorithms import grpo, gspo
+from gkd.algorithms.off_policy import Importance
 from gkd.config import Algorithm, Rollout
 from gkd.losses import policy_gradient as pg
 from gkd.losses.chunked import Values
@@ -15,56 +16,70 @@ from gkd.losses.divergence import MIN_LOGPROB
 _LOG_RATIO = {"on_policy_distill": grpo.log_ratio, "grpo": grpo.log_ratio, "gspo": gspo.log_ratio}
 
 
-def values_at(logits: Tensor, start: int, micro: MicroBatch, temperature: float) -> Values:
+def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Values:
     """The response tokens' log-probabilities, differentiable, and the entropy of each position, detached.
 
-    logits [n, V] of the positions from ``start`` on; both of softmax(logits / ``temperature``), what was sampled from.
+    logits [n, V] of the positions from ``start`` on. The log-probabilities are of the distribution that was sampled
+    from (:func:`token_logprobs`), the entropies of softmax(logits / ``rollout.temperature``).
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    log_q = torch.log_softmax(logits, -1)
-    chosen = log_q.gather(-1, micro.response_ids[start : start + len(logits), None])[:, 0]
+    log_q = _log_softmax(logits, rollout.temperature)
     with torch.no_grad():
         entropy = torch.special.entr(log_q.exp()).sum(-1)
-    return {"token_logprobs": chosen, "entropy": entropy}
+    return {"token_logprobs": _chosen(log_q, start, micro, rollout.top_p), "entropy": entropy}
 
 
-@torch.no_grad()
-def as_sampled(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Tensor:
-    """Log-probabilities [n] of the response tokens under the distribution that was sampled from.
+def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None) -> Tensor:
+    """Log-probabilities [n] of the response tokens from ``start`` on, differentiable; logits [n, V].
 
-    That is softmax(logits / ``rollout.temperature``), normalised over the nucleus of ``rollout.top_p``: the most likely
-    tokens, as few as have that much together.
+    With ``rollout``, under the distribution that was sampled from: softmax(logits / temperature), normalised over the
+    nucleus of ``top_p``, the most likely tokens, as few as have that much together. Without, under the plain model.
     """
-    log_q = torch.log_softmax(logits.float() / rollout.temperature, -1)
-    chosen = log_q.gather(-1, micro.response_ids[start : start + len(logits), None])[:, 0]
-    if rollout.top_p == 1.0:
-        return chosen
-    falling = log_q.exp().sort(-1, descending=True).values
-    before = falling.cumsum(-1) - falling
-    return chosen - (falling * (before < rollout.top_p)).sum(-1).log()
+    if rollout is None:
+        return _chosen(_log_softmax(logits, 1.0), start, micro, 1.0)
+    return _chosen(_log_softmax(logits, rollout.temperature), start, micro, rollout.top_p)
 
 
-def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm) -> tuple[Tensor, Values]:
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+
+
+def _chosen(log_q: Tensor, start: int, micro: MicroBatch, top_p: float) -> Tensor:
+    chosen = log_q.gather(-1, micro.response_ids[start : start + len(log_q), None])[:, 0]
+    return chosen if top_p == 1.0 else chosen - _log_mass(log_q, top_p)
+
+
+def _log_mass(log_q: Tensor, top_p: float) -> Tensor:
+    """log of what the nucleus has together, [n]; which tokens it holds is taken as constant.
+
+    The nucleus is that of ``log_q``. A token that was sampled and, by rounding or an update, is outside of it now keeps
+    its own probability, divided by this: its importance ratio is then continuous, and not 0.
+    """
+    with torch.no_grad():
+        falling = log_q.sort(-1, descending=True).values
+        before = falling.exp().cumsum(-1) - falling.exp()
+        least = falling.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+    return torch.logsumexp(log_q.masked_fill(log_q < least, -torch.inf), -1)
+
+
+def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights: Importance) -> tuple[Tensor, Values]:
     """The surrogate at each of N response tokens, [N], not yet weighted, and what is worth watching, [N] each."""
-    old = log_q.detach() if micro.old_logprobs is None else micro.old_logprobs
-    advantages = micro.advantages
+    old, advantages = weights.old, micro.advantages
+    log_ratio = _LOG_RATIO[algorithm.name]
     if algorithm.advantage.teacher_kl:
         assert micro.targets is not None, "the teacher's KL needs the teacher's targets"
         teacher = micro.targets.teacher_token_logprobs.clamp(min=MIN_LOGPROB)
         advantages = advantages - algorithm.advantage.teacher_kl * (old - teacher)
-    ratio = pg.ratio_of(_LOG_RATIO[algorithm.name](log_q, old, micro.bounds))
+        log_ratio = gspo.token_log_ratio if algorithm.name == "gspo" else log_ratio
+    ratio = pg.ratio_of(log_ratio(log_q, old, micro.bounds))
     low, high = algorithm.clip
+    outside = ratio.detach() > 1 + high
     if algorithm.policy.surrogate == "cispo":
-        values = pg.cispo(log_q, ratio, advantages, low, high)
+        values = pg.cispo(log_q, ratio, advantages, high)
     else:
         values = pg.clipped(ratio, advantages, low, high)
-    factors = torch.ones_like(values)
-    if algorithm.correction.level is not None:
-        how = algorithm.correction
-        assert how.level is not None
-        factors = pg.correction(old, micro.sampler_logprobs, micro.bounds, how.level, how.mask, how.cap)
+        outside |= ratio.detach() < 1 - low
+    factors = weights.correction
     limit = algorithm.policy.sequence_mask_kl
     if limit is not None:
-        factors = factors * pg.sequence_mask(log_q, old, advantages, micro.bounds, limit)
-    outside = (ratio.detach() < 1 - low) | (ratio.detach() > 1 + high)
+        factors = factors * pg.sequence_mask(log_q, weights.sampler, advantages, micro.bounds, limit)
     return values * factors, {"actor/clip_fraction": outside.float(), "actor/correction": factors}

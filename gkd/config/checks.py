@@ -156,6 +156,16 @@ def _own_answers_can_be_learned_from(config: Config) -> None:
         raise ValueError(f"{why}, which no policy gradient can: the student did not sample them")
 
 
+def _the_teachers_advantage_is_at_one_temperature(config: Config) -> None:
+    algorithm, sampled = config.algorithm, config.rollout.temperature
+    if algorithm.distils and algorithm.advantage.teacher_kl and algorithm.loss.temperature != sampled:
+        raise ValueError(
+            f"algorithm.advantage.teacher_kl={algorithm.advantage.teacher_kl:g} compares what was sampled at "
+            f"rollout.temperature={sampled:g} with the teacher at algorithm.loss.temperature="
+            f"{algorithm.loss.temperature:g}: both must be the same"
+        )
+
+
 CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_models_and_data_go_together,
     _a_reference_is_asked,
@@ -169,5 +179,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _policy_gradient_is_on_policy,
     _rewards_can_be_learned_from,
     _own_answers_can_be_learned_from,
+    _the_teachers_advantage_is_at_one_temperature,
 )
 """Each raises ValueError, which names the settings that do not go together."""

@@ -220,7 +220,12 @@ class Lora(Settings):
 class Actor(Settings):
     """How the student is trained."""
 
-    lr: float = Field(1e-6, gt=0, description="peak learning rate of AdamW")
+    lr: float | None = Field(
+        None,
+        gt=0,
+        description="peak learning rate of AdamW; null: 2e-5 where a teacher's divergence is learned from, 1e-6 where "
+        "rewards alone are, ten times that with actor.lora.r",
+    )
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to its peak")
     lr_decay: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="shape of the learning rate after warm-up; linear and cosine end at a tenth of the peak"

@@ -36,25 +36,39 @@ class Policy(Settings):
     """The policy-gradient surrogate."""
 
     surrogate: Literal["clip", "cispo"] = Field("clip", description="PPO's clipped surrogate, or CISPO's weights")
-    clip_low: float | None = Field(None, ge=0, description="lower clip range; null: 0.2, for gspo 3e-4")
+    clip_low: float | None = Field(
+        None, ge=0, description="lower clip range; null: 0.2, for gspo 3e-4, for cispo none, ever"
+    )
     clip_high: float | None = Field(None, ge=0, description="upper clip range; null: 0.2, for gspo 4e-4")
     sequence_mask_kl: float | None = Field(
-        None, gt=0, description="leave out bad samples from which the policy has moved by more than this; null: none"
+        None,
+        gt=0,
+        description="leave out bad samples whose sampler is further off, nats a token; null: none",
     )
+
+    @model_validator(mode="after")
+    def _cispo_has_an_upper_bound_alone(self) -> Policy:
+        if self.surrogate == "cispo" and self.clip_low is not None:
+            raise ValueError(f"clip_low={self.clip_low:g}: cispo bounds its weights from above alone (clip_high)")
+        return self
 
 
 class ReferenceKL(Settings):
-    """A penalty that keeps the student near where it started."""
+    """A penalty that keeps the student near where it started, on the tokens that it sampled."""
 
     coef: float = Field(0.0, ge=0, description="weight in the loss; above 0 a reference group is started")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimate of the KL; k3 is GRPO's")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="Schulman's estimate of the KL, times the importance ratio; k3 is GRPO's"
+    )
 
 
 class Correction(Settings):
     """For the difference between the engine that samples and the trainer, on the same weights."""
 
-    level: Literal["token", "sequence"] | None = Field(
-        None, description="importance weights of tokens or of whole sequences; null: none"
+    level: Literal["auto", "token", "sequence"] | None = Field(
+        "auto",
+        description="importance weights of tokens or of whole sequences; null: none; auto: of tokens where the two "
+        "can differ: computing in bfloat16, weights in 4 bits, dropout",
     )
     mask: bool = Field(False, description="leave out what is outside [1/cap, cap] instead of truncating at cap")
     cap: float = Field(2.0, gt=1, description="largest importance weight")
@@ -112,10 +126,11 @@ class Algorithm(Settings):
         if self.policy_weight:
             return self
         told = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
-        for section in ("advantage", "policy", "correction", "dynamic_sampling"):
+        corrected = [] if self.weighs_samples else ["correction"]
+        for section in ("advantage", "policy", *corrected, "dynamic_sampling"):
             settings = getattr(self, section)
             for name, field in type(settings).model_fields.items():
-                if getattr(settings, name) != field.default:
+                if getattr(settings, name) not in (field.default, None):
                     told.append(f"{section}.{name}={getattr(settings, name)}")
         if told:
             raise ValueError(
@@ -132,6 +147,12 @@ class Algorithm(Settings):
     def policy_weight(self) -> float:
         """Weight of the policy-gradient loss on rewards; 0 where there is none."""
         return self.reward_weight if self.distils else 1.0
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether a part of the loss is an average over sampled tokens, which importance weights are for."""
+        sampled = self.distils and self.loss.name == "sampled_reverse_kl"
+        return self.policy_weight > 0 or self.kl.coef > 0 or sampled
 
     @property
     def needs_teacher(self) -> bool:

@@ -98,7 +98,6 @@ class Reward(Settings):
     weights: list[float] | None = Field(None, description="how much each function counts; null: 1 each")
     timeout_s: float = Field(10.0, gt=0, description="time one function has for one sample")
     workers: int = Field(2, ge=1, description="processes beside each rollout engine that compute rewards")
-    failed: float = Field(0.0, description="what a function counts as where it raised, hung or gave no number")
     max_failed_share: float = Field(0.2, ge=0, le=1, description="share of a step's samples beyond which the run ends")
     format: FormatReward = FormatReward()
     reasoning_steps: ReasoningStepsReward = ReasoningStepsReward()

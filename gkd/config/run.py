@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +24,7 @@ from gkd.config.groups import (
     Weights,
 )
 from gkd.config.learning import Algorithm
+from gkd.config.learning_rate import rates
 from gkd.config.plan import Plan
 from gkd.config.rewards import (
     REWARD_MODEL,
@@ -55,6 +57,12 @@ class Config(Settings):
     def _settings_go_together(self) -> Config:
         for check in CHECKS:
             check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _learning_rate_is_decided(self) -> Config:
+        if self.actor.lr is None:  # in place: a validator may not return another object
+            self.__dict__["actor"] = self.actor.model_copy(update={"lr": rates(self).usual})
         return self
 
     def pools(self) -> Iterator[tuple[str, Pool]]:
@@ -99,6 +107,15 @@ class Config(Settings):
         shared = self.may_share()
         groups = (GROUPS.get(section, section) for section, _ in self.pools())
         return [group for group in groups if frozenset(("actor", group)) in shared]
+
+    def algorithm_on(self, device: Literal["cpu", "cuda"]) -> Algorithm:
+        """``algorithm`` with ``correction.level`` decided for models that compute on ``device``."""
+        algorithm, lora = self.algorithm, self.actor.lora
+        if algorithm.correction.level != "auto":
+            return algorithm
+        differ = self.model.dtype_on(device) != "float32" or lora.quantize is not None or lora.dropout > 0
+        level = "token" if differ and algorithm.weighs_samples else None
+        return algorithm.model_copy(update={"correction": algorithm.correction.model_copy(update={"level": level})})
 
     @property
     def asks_reference(self) -> bool:

@@ -7,6 +7,7 @@ minimised; every function's value at a token is that token's, not yet weighted (
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -25,12 +26,12 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tenso
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
-def cispo(log_q: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """REINFORCE with clipped importance weights, ``-sg(clip(r, 1 - low, 1 + high)) A log q``.
+def cispo(log_q: Tensor, ratio: Tensor, advantages: Tensor, high: float) -> Tensor:
+    """REINFORCE with truncated importance weights, ``-sg(min(r, 1 + high)) A log q``.
 
-    MiniMax-M1, arXiv 2506.13585, eq. 4. No token loses its gradient; ``low = 1`` leaves the lower side open, as there.
+    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5: no token loses its gradient, and weights have an upper bound alone.
     """
-    return -ratio.clamp(1 - low, 1 + high).detach() * advantages * log_q
+    return -ratio.clamp(max=1 + high).detach() * advantages * log_q
 
 
 def sequence_mean(values: Tensor, bounds: Tensor) -> Tensor:
@@ -55,20 +56,22 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator) -> Tensor:
-    """Estimate of KL(Q || reference) at each token from the token sampled.
+def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator, log_old: Tensor | None = None) -> Tensor:
+    """Estimate of KL(Q || reference) at each token from the token sampled, weighted by the ratio ``r = q / old``.
 
     With ``d = log q - log reference``: k1 is ``d``, k2 is ``d^2 / 2``, k3 is ``exp(-d) - 1 + d`` (Schulman,
-    "Approximating KL Divergence", 2020). k3 is GRPO's (arXiv 2402.03300, eq. 4). As losses, k2's gradient is that of
-    the KL on average over samples of Q, k3's is that of KL(reference || Q), and k1's has mean 0: k1 is therefore given
-    the score-function form ``sg(d) q / sg(q)``, whose gradient is the KL's and whose value is d.
+    "Approximating KL Divergence", 2020; k3 in GRPO, arXiv 2402.03300, eq. 4). ``log_old`` is what the samples are from;
+    None: Q itself, and r is 1 with the gradient of q. On average over samples of ``old``, the gradient of all three is
+    that of KL(Q || reference): of ``r d``, with d constant, and of ``r k3`` (DeepSeek-V3.2, arXiv 2512.02556, eq. 7) as
+    of the average itself, and of ``sg(r) d^2 / 2``. Without r, k3's would be that of KL(reference || Q).
     """
     d = log_q - log_reference
+    ratio = ratio_of(log_q - (log_q.detach() if log_old is None else log_old))
     if estimator == "k1":
-        return d.detach() * (log_q - log_q.detach()).exp()
+        return ratio * d.detach()
     if estimator == "k2":
-        return d.square() / 2
-    return ratio_of(-d) - 1 + d
+        return ratio.detach() * d.square() / 2
+    return ratio * (ratio_of(-d) - 1 + d)
 
 
 def correction(
@@ -78,23 +81,22 @@ def correction(
 
     ``w = trainer's probability / sampler's`` of each token, or the product over its sequence. Truncated importance
     sampling weighs by ``min(w, cap)`` (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training", 2025). With ``mask``, tokens (or sequences, judged by their geometric mean) outside ``[1 / cap, cap]``
-    have weight 0 and the others 1.
+    Training", 2025). With ``mask``, what is outside ``[1 / cap, cap]`` has weight 0 and the rest keeps w (Liu et al.,
+    "When Speed Kills Stability", 2025).
     """
     log_w = (trainer - sampler).detach()
-    if mask:
-        log_w = sequence_mean(log_w, bounds) if level == "sequence" else log_w
-        inside = log_w.abs() <= torch.tensor(cap, dtype=log_w.dtype, device=log_w.device).log()
-        return inside.to(log_w.dtype)
     log_w = sequence_sum(log_w, bounds) if level == "sequence" else log_w
+    if mask:
+        return ratio_of(log_w) * (log_w.abs() <= math.log(cap))
     return ratio_of(log_w).clamp(max=cap)
 
 
-def sequence_mask(log_q: Tensor, log_old: Tensor, advantages: Tensor, bounds: Tensor, limit: float) -> Tensor:
-    """1 for the tokens of sequences to learn from, 0 for bad ones from which the policy has moved too far; detached.
+def sequence_mask(log_q: Tensor, log_sampler: Tensor, advantages: Tensor, bounds: Tensor, limit: float) -> Tensor:
+    """1 for the tokens of sequences to learn from, 0 for bad ones that are too far off-policy; detached.
 
-    A sequence is left out when its advantage is negative and the mean of ``log old - log q`` over it is above ``limit``
-    (off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556).
+    A sequence is left out when its advantage is negative and the mean of ``log sampler - log q`` over it is above
+    ``limit``. The sampler's log-probabilities are those of the engine, so that a difference between engine and trainer
+    counts as well as the updates since (off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
     """
-    moved = sequence_mean((log_old - log_q).detach(), bounds)
+    moved = sequence_mean((log_sampler - log_q).detach(), bounds)
     return (~((sequence_mean(advantages, bounds) < 0) & (moved > limit))).to(log_q.dtype)

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from gkd.config import Algorithm, Loss
+from gkd.config import Algorithm, Loss, Model
 from tests.actor import models
 from tests.actor.ranks import Ranks, config, put
 
@@ -84,6 +84,22 @@ def test_two_ranks_learn_from_rewards_as_one_does(ranks: dict[int, Ranks], name:
     # The sampler's disagreement is with the weights that the batch started from, so the second update's is the same.
     assert again[0]["mismatch/kl"] == pytest.approx(first[0]["mismatch/kl"], rel=1e-6)
     assert again[0]["actor/policy_loss"] != pytest.approx(first[0]["actor/policy_loss"], rel=1e-3)
+
+
+def test_what_an_engine_computes_otherwise_is_corrected_by_itself(ranks: dict[int, Ranks]) -> None:
+    """In bfloat16, where engine and trainer can differ; in float32 every weight is exactly 1."""
+    batch = put([dataclasses.replace(s, target=None) for s in models.scored(5, seed=6)])
+
+    def compute_in(worker: object, dtype: str) -> None:
+        worker.config = worker.config.model_copy(update={"model": Model(dtype=dtype)})
+
+    with using(ranks, {"name": "grpo"}):
+        found = {}
+        for dtype in ("bfloat16", "auto"):
+            ray.get([w.__ray_call__.remote(compute_in, dtype) for w in ranks[1].workers], timeout=60)
+            found[dtype] = ranks[1].run("update", batch, 5)
+    assert found["auto"]["actor/correction"] == 1.0
+    assert abs(found["bfloat16"]["actor/correction"] - 1) > 0.01
 
 
 def test_evaluate_changes_nothing(ranks: dict[int, Ranks]) -> None:

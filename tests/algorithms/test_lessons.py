@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 
 import numpy as np
@@ -52,27 +53,61 @@ def test_equal_rewards_that_no_binary_number_is_are_equal(reward: float) -> None
 def test_weights_are_those_of_the_formulas() -> None:
     lengths, kept = [2, 5, 3], [True, True, False]
     assert token_weights(lengths, kept, "token_mean", 10) == [1 / 7, 1 / 7, 0.0]
-    assert token_weights(lengths, kept, "sequence_mean", 10) == [1 / 4, 1 / 10, 0.0]
-    assert token_weights(lengths, kept, "constant", 10) == [1 / 20, 1 / 20, 0.0]
-    assert token_weights(lengths, [False] * 3, "token_mean", 10) == [0.0] * 3
+    # A sample that is left out makes no other count more.
+    assert token_weights(lengths, kept, "sequence_mean", 10) == [1 / 6, 1 / 15, 0.0]
+    assert token_weights(lengths, kept, "constant", 10) == [1 / 30, 1 / 30, 0.0]
+    for how in ("token_mean", "sequence_mean", "constant"):
+        assert token_weights(lengths, [False] * 3, how, 10) == [0.0] * 3
 
 
-def test_rewards_are_weighted_and_a_failed_one_counts_as_set() -> None:
-    records = [record(0, 1.0, 0.5), record(1, "TimeoutError: ", 1.0)]
-    assert rewards_of(config(), records) == [1.25, 0.5]
+def test_rewards_are_weighted_and_what_a_failed_one_is_worth_is_not_known() -> None:
+    records = [record(0, 1.0, 0.5), record(1, "TimeoutError: ", 1.0), record(2, 1.0, "ValueError: ")]
+    assert rewards_of(config(), records) == pytest.approx([1.25, math.nan, math.nan], nan_ok=True)
+    watched_only = config().model_copy(update={"reward": Reward(functions=["accuracy", "length"], weights=[1.0, 0.0])})
+    assert rewards_of(watched_only, records)[2] == 1.0  # one that counts nothing may fail
+
+
+@pytest.mark.parametrize("divide", [False, True])
+def test_a_failed_reward_pushes_no_other_sample(divide: bool) -> None:
+    """The advantages of the others are those of the group without it."""
+    known, nan = [1.0, 0.0, 0.5], math.nan
+    expected = group_advantages(known, [0] * 3, divide).tolist()
+    assert group_advantages([1.0, nan, 0.0, 0.5], [0] * 4, divide).tolist() == [expected[0], 0.0, *expected[1:]]
+    assert group_advantages([1.0, 1.0, 1.0, nan], [0] * 4, divide).tolist() == [0.0] * 4
+    assert group_advantages([nan, 3.0, nan, nan, nan], [0, 0, 0, 1, 1], divide).tolist() == [0.0] * 5
+    assert groups_that_differ([1.0, nan, 1.0, 0.0, nan, nan], [0, 0, 1, 1, 2, 2]) == {1}
+
+
+@pytest.mark.parametrize("name", ["grpo", "on_policy_distill"])
+def test_a_sample_without_a_reward_is_left_out_of_the_loss_on_rewards(name: str) -> None:
+    """A teacher's divergence needs no reward and still counts."""
+    settings = config(name=name, **({"reward_weight": 1.0} if name == "on_policy_distill" else {}))
+    records = [record(0, 1.0), record(1, "ValueError: no"), record(2, 1.0), record(3, 0.0)]
+    lessons, metrics = lessons_of(settings, records)
+    assert [lesson.kept for lesson in lessons] == [True, name == "on_policy_distill", True, True]
+    assert [lesson.advantage for lesson in lessons[:2]] == [
+        0.0,
+        0.0,
+    ]  # the other one is alone in its group
+    assert lessons[2].advantage == -lessons[3].advantage > 0
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["advantage/std"] == pytest.approx(np.std([0.0, lessons[2].advantage, lessons[3].advantage]))
+    permissive = settings.model_copy(update={"reward": settings.reward.model_copy(update={"max_failed_share": 1.0})})
+    lessons, metrics = lessons_of(permissive, [record(i, "ValueError: no") for i in range(4)])
+    assert not any(lesson.advantage for lesson in lessons)
+    assert "reward/mean" not in metrics  # what was not measured is left out
+    assert metrics["reward/accuracy/failed"] == 1.0
 
 
 def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
     records = [record(0, 1.0), record(1, "ValueError: no"), record(2, 0.0), record(3, 0.0)]
     caplog.set_level(logging.WARNING, "gkd")
     logging.getLogger("gkd").propagate = True
-    lessons, metrics = lessons_of(config(), records)
+    _, metrics = lessons_of(config(), records)
     assert metrics["reward/accuracy/mean"] == pytest.approx(1 / 3)
     assert metrics["reward/accuracy/failed"] == 0.25
-    assert metrics["reward/mean"] == 0.25
-    assert metrics["reward/equal_groups"] == 0.5
+    assert metrics["reward/equal_groups"] == 1.0
     assert metrics["advantage/mean"] == pytest.approx(0.0)
-    assert [lesson.advantage > 0 for lesson in lessons] == [True, False, False, False]
     assert "reward accuracy failed on 1 of 4 samples, for example: ValueError: no" in caplog.text
 
 

@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
     before = resident("VmRSS")
     lora = Lora.model_validate(variant.get("lora", {}))
     student = load(options.path, bool(variant.get("gradient_checkpointing")), lora)
-    optimizer = adamw(student, Actor())
+    optimizer = adamw(student, Actor(lr=1e-6))
     budget = n * length // (4 if variant.get("quarter") else 1)
     seconds = 0.0
     for _ in range(2):

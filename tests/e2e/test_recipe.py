@@ -237,6 +237,7 @@ def test_each_prompt_has_the_teacher_its_row_names(
         "trainer.n_logged_samples=32", "actor.lr=1e-9",
     )  # fmt: skip
     assert run.end(300) == 0, run.text()
+    assert "actor.lr=1e-09 is unlikely to work" in run.text()
     logged = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
     source = {row["prompt"]: row["source"] for row in rows_of}
     apart = {name: [] for name in ("own", "other")}
