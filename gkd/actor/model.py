@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,4 +198,6 @@ def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offloa
     for module in student.lm.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
-    fully_shard(student, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
+    # What the loss is worked out from comes along with the micro-batch, and stays in float32.
+    as_given = replace(policy, cast_forward_inputs=False)
+    fully_shard(student, mesh=mesh, mp_policy=as_given, offload_policy=place, ignored_params=whole)

@@ -63,6 +63,8 @@ class ActorWorker:
         self.dtype = getattr(torch, config.model.dtype_on(device))
         if device == "cpu":
             torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
+        if config.weights.transfer == "ipc":
+            ipc.require_shareable_memory()
         self._budget = config.actor.max_tokens_per_micro_batch
         self._away = False  # whether the weights have left the GPU to others
         self._old: Places = {}
