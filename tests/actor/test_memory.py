@@ -164,7 +164,7 @@ def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: di
         ("Last error:\nFailed to CUDA calloc 6291456 bytes", True),
         ("CUDA driver error: out of memory", True),
         ("Triton Error [CUDA]: out of memory", True),
-        ("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 1 'invalid argument'", False),
+        ("ncclUnhandledCudaError: Last error:\nCuda failure 1 'invalid argument'", False),
         ("NCCL error: remote process exited or there was a network error", False),
     ],
 )  # fmt: skip
