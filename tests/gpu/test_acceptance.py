@@ -1,0 +1,150 @@
+"""The acceptance run itself: it goes on whatever a check does, and leaves a record of each and no process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gkd.doctor.devices import Gpus
+from gkd.errors import ConfigError
+from tests.gpu import acceptance
+from tests.gpu.acceptance import Outcome
+from tests.gpu.checks import CHECKS, Check
+
+NAMES = ("fine", "fails", "raises", "skips", "dies", "hangs", "leaves_a_process")
+FAKES = [Check(name, f"tests.gpu.fakes:{name}", 1, 5 if name == "hangs" else 60) for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "GRACE_S", 1.0)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "GRACE_S", 1.0)
+        scratch = tmp_path_factory.mktemp("acceptance")
+        outcomes = list(acceptance.outcomes(FAKES, 5, 1, scratch, scratch / "log"))
+    assert [outcome.name for outcome in outcomes] == list(NAMES)  # the next one runs whatever the last one did
+    return {outcome.name: outcome for outcome in outcomes}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "ok", "failed"),
+    [
+        ("fine", "ok", True, ""),
+        ("fails", "failed", False, "2 is not 3"),
+        ("raises", "failed", False, "KeyError: 'nothing there'"),
+        ("skips", "skipped", None, "needs a lake"),
+        ("dies", "died", False, "signal SIGKILL; about to die"),
+        ("hangs", "timed out", False, "ended after 5 s; "),
+        ("leaves_a_process", "ok", True, ""),
+    ],
+)
+def test_every_end_is_named(found: dict[str, Outcome], name: str, status: str, ok: bool | None, failed: str) -> None:
+    outcome = found[name]
+    assert (outcome.status, outcome.ok) == (status, ok)
+    assert outcome.failed.startswith(failed)
+    assert bool(outcome.failed) == bool(failed)
+
+
+def test_figures_survive_what_happens_to_the_check(found: dict[str, Outcome]) -> None:
+    assert found["fine"].figures == {"speed": 1.2346, "n_gpus": 1}
+    assert found["fails"].figures == {"seen": 2}
+    assert found["dies"].figures == {"before": 1}
+
+
+def test_nothing_is_left_running(found: dict[str, Outcome]) -> None:
+    for name in ("hangs", "leaves_a_process"):
+        pid = found[name].figures["pid"]
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert found["hangs"].seconds < 30
+
+
+def test_what_no_time_is_left_for_is_not_run(tmp_path: Path) -> None:
+    outcomes = [*acceptance.outcomes(FAKES, 0.01, 1, tmp_path, tmp_path / "log")]
+    assert {(outcome.status, outcome.ok) for outcome in outcomes} == {("not run", None)}
+    assert "--minutes" in outcomes[0].failed
+
+
+def test_a_check_gets_no_more_time_than_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def note(check: Check, limit_s: float, *rest: object) -> Outcome:
+        limits.append(limit_s)
+        return Outcome(check.name, "ok")
+
+    monkeypatch.setattr(acceptance, "run_check", note)
+    list(acceptance.outcomes([replace(FAKES[0], limit_s=20), replace(FAKES[0], limit_s=600)], 1, 1, tmp_path, tmp_path))
+    assert limits[0] == 20
+    assert 30 < limits[1] <= 60
+
+
+def test_what_needs_gpus_is_skipped_and_never_ok_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "run_check", lambda check, *_: Outcome(check.name, "ok"))
+    for n_gpus, skipped in ((0, ["attention", "ipc", "graphs", "transfers", "two_gpus"]), (1, ["two_gpus"]), (2, [])):
+        outcomes = [*acceptance.outcomes(CHECKS, 9, n_gpus, tmp_path, tmp_path)]
+        assert [outcome.name for outcome in outcomes if outcome.status == "skipped"] == skipped
+        assert all("GPU" in outcome.failed for outcome in outcomes if outcome.status == "skipped")
+
+
+def test_a_runner_that_breaks_on_one_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> Outcome:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(acceptance, "run_check", breaks)
+    outcomes = [*acceptance.outcomes(FAKES[:2], 5, 1, tmp_path, tmp_path)]
+    assert [outcome.failed for outcome in outcomes] == ["OSError: no space left"] * 2
+
+
+def test_a_check_that_runs_again_replaces_its_record(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    for name, status in (("ipc", "failed"), ("versions", "ok"), ("ipc", "ok")):
+        acceptance.keep(acceptance.record(Outcome(name, status, 1.0), {"torch": "2.13.0"}, False), file)
+    rows = json.loads(file.read_text())["checks"]
+    assert [(row["name"], row["ok"], row["rehearsal"]) for row in rows] == [
+        ("versions", True, False),
+        ("ipc", True, False),
+    ]
+    assert rows[0]["versions"] == {"torch": "2.13.0"}
+
+
+def test_the_machine_and_the_wish_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = Gpus("570.1", 13000, ["H200"], [1], [1])
+    monkeypatch.setattr(acceptance, "installed_device", lambda: "cuda")
+    assert acceptance._n_gpus(h200, False) == 1
+    assert acceptance._n_gpus(None, True) == 0
+    for gpus, rehearse in ((h200, True), (None, False)):
+        with pytest.raises(ConfigError):
+            acceptance._n_gpus(gpus, rehearse)
+    monkeypatch.setattr(acceptance, "installed_device", lambda: "cpu")
+    with pytest.raises(ConfigError, match="CPU build"):
+        acceptance._n_gpus(h200, False)
+
+
+def test_all_of_it_fits_into_its_time_on_one_gpu() -> None:
+    assert sum(check.estimate_s for check in CHECKS if check.n_gpus == 1) <= 9 * 60
+    assert all(check.estimate_s < check.limit_s for check in CHECKS)
+    assert len({check.name for check in CHECKS}) == len(CHECKS) == 14
+
+
+def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arithmetic, on the CPU, where both sides are padded: rounding to bfloat16 passes, a wrong window does not."""
+    from gkd.actor import attention
+    from tests.gpu.checks import attention as check
+    from tests.gpu.checks.attention import MOST, difference
+
+    monkeypatch.setattr(check, "LENGTHS", (1, 40, 7))
+    assert 1e-4 < difference(4, 2, 16, 9, "cpu") < MOST
+    plain = attention._padded
+
+    def wrong(q, k, v, scale, window, cu, longest):
+        return plain(q, k, v, scale, window if q.dtype.itemsize == 4 else window + 1, cu, longest)
+
+    monkeypatch.setattr(attention, "_padded", wrong)
+    assert difference(4, 2, 16, 9, "cpu") > MOST
