@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from gkd.actor import attention
 
@@ -46,7 +47,7 @@ def torch_2_13(
 def test_every_supported_torch_is_called_as_it_wants(
     kernel: Callable[..., Tensor], n_query: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
     torch.manual_seed(0)
     q, k, v = (torch.randn(int(BOUNDS[-1]), heads, SIZE) for heads in (n_query, KEYS, KEYS))
     found = attention._variable_length(q, k, v, 0.3, window, BOUNDS, 7)

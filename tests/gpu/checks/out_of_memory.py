@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gkd.actor.group import ActorGroup
+from gkd.cluster.group import gather
+from gkd.cluster.placement import laid_out, place
+from gkd.cluster.session import connect
+from gkd.config import load
 from tests.actor import models
 from tests.actor.ranks import put
-from tests.actor.test_memory import actor_of, config, leave
+from tests.actor.test_memory import leave
 from tests.gpu.checks.context import Context, require
 
 TOKENS = 30_000
@@ -31,7 +39,7 @@ def update_again(context: Context) -> None:
     samples, small = models.scored(200, k=4, lengths=(80, 100)), models.scored(8, k=4, lengths=(8, 9))
     norms = {}
     for budget, limited in ((2_000, False), (TOKENS, True)):
-        with actor_of(path, 1, config(max_tokens_per_micro_batch=budget)) as actor:
+        with _actor(path, budget) as actor:
             actor.update(put(small), 1)
             if limited:
                 _leave(actor, context)
@@ -41,6 +49,24 @@ def update_again(context: Context) -> None:
     require(len(again) == 1, f"memory was to run out once; the log has {lines}")
     apart = abs(norms[True] - norms[False]) / norms[False]
     require(apart < (1e-4 if context.rehearsal else 2e-2), f"the gradient's norm differs by {apart:.1e}")
+
+
+@contextmanager
+def _actor(path: str, budget: int) -> Iterator[ActorGroup]:
+    """An actor alone, placed and loaded as a run has it, with micro-batches of at most ``budget`` tokens."""
+    wanted = {
+        "actor": {"lr": 1e-6, "max_tokens_per_micro_batch": budget, "loss_chunk": 256},
+        "algorithm": {"aggregation": "sequence_mean"},
+        "trainer": {"total_steps": 10},
+        "cluster": {"cpu_threads": 1, "simulate_gpus": "auto", "share_gpus": True},
+    }
+    with connect(load(wanted)) as session:
+        config = laid_out(load(wanted))
+        placement = place(config, session)
+        actor = ActorGroup(placement.groups["actor"], config, path, partial(placement.restart, "actor"))
+        gather([actor.submit_build()], 120)
+        actor.load()
+        yield actor
 
 
 def _leave(actor: Any, context: Context) -> None:
