@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from gkd.compose import compose
 from gkd.doctor.devices import Gpus
 from gkd.errors import ConfigError
 from tests.gpu import acceptance
 from tests.gpu.acceptance import Outcome
-from tests.gpu.checks import CHECKS, Check
+from tests.gpu.checks import CHECKS, Check, runs, w1
+from tests.gpu.checks.context import Context
+from tests.gpu.checks.program import Run
 
 NAMES = ("fine", "fails", "raises", "skips", "dies", "hangs", "leaves_a_process")
 FAKES = [Check(name, f"tests.gpu.fakes:{name}", 1, 5 if name == "hangs" else 60) for name in NAMES]
@@ -148,3 +151,77 @@ def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(attention, "_padded", wrong)
     assert difference(4, 2, 16, 9, "cpu") > MOST
+
+
+@dataclass
+class Recorded:
+    """In place of whole programs: checks their overrides and gives what such a run would have left."""
+
+    mismatch: float = 0.001
+    peak_gb: float = 30.0
+    names: list[str] = field(default_factory=list)
+
+    def __call__(self, context: Context, name: str, *overrides: str, recipe: str = "on_policy_distill") -> Run:
+        self.names.append(name)
+        config = compose([f"+recipe={recipe}", *overrides])
+        output = context.scratch / name
+        for directory in ("checkpoints/latest", "model/adapter"):
+            (output / directory).mkdir(parents=True)
+        steps = [{"step": i, "distill/loss": 2 - i / 10, "mismatch/kl": self.mismatch, "timing_s/step": 2.5,
+                  **{f"timing_s/{stage}": 0.5 for stage in ("generate", "score", "update", "sync")},
+                  "memory/actor/peak_gb": self.peak_gb} for i in range(1, config.trainer.total_steps + 1)]  # fmt: skip
+        (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+        accuracy = {"before": {"val/accuracy": 0.2}, "after": {"val/accuracy": 0.9}, "teacher": {"val/accuracy": 0.95}}
+        (output / "summary.json").write_text(json.dumps({**accuracy, "wall_s": 30.0}))
+        text = {"nccl": "by nccl", "both": "by ipc", "colocation": "take turns on their GPUs"}.get(name, "")
+        return Run(output, text, steps, 40.0, 60.0)
+
+
+RUNS = ("eager", "graphs", "colocation", "transfers", "little_memory", "curve", "two_gpus", "against_trl")
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    found = Recorded()
+    monkeypatch.setattr(runs, "run", found)
+    monkeypatch.setattr(w1, "run", found)
+    monkeypatch.setattr(w1, "SHAPES", w1.SMALL)
+    monkeypatch.setattr(w1, "WORDS", 512)
+    return found
+
+
+def check(name: str, n_gpus: int, path: Path) -> dict[str, object]:
+    """Run one in this process; returns its figures."""
+    path.mkdir(exist_ok=True)
+    context = Context(n_gpus, path, path / "result.json")
+    getattr(w1 if name == "against_trl" else runs, name)(context)
+    return context.figures
+
+
+def test_every_run_is_one_that_can_be_configured(recorded: Recorded, tmp_path: Path) -> None:
+    for name in RUNS:
+        assert check(name, 2, tmp_path / name)
+    assert recorded.names == [
+        "eager", "graphs", "colocation", "ipc", "object_store", "grpo", "curve", "nccl", "both", "w1",
+    ]  # fmt: skip
+
+
+def test_losses_are_compared_with_those_of_the_run_before(recorded: Recorded, tmp_path: Path) -> None:
+    for name in ("eager", "transfers"):
+        check(name, 1, tmp_path)
+    assert recorded.names == ["eager", "object_store"]
+
+
+@pytest.mark.parametrize("name", ["graphs", "little_memory", "two_gpus", "against_trl"])
+def test_a_sampler_that_has_other_weights_than_the_trainer_fails_every_run(
+    name: str, recorded: Recorded, tmp_path: Path
+) -> None:
+    recorded.mismatch = 0.3
+    with pytest.raises(AssertionError, match=r"mismatch/kl|disagree"):
+        check(name, 2, tmp_path)
+
+
+def test_more_memory_than_the_peer_fails_w1(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.peak_gb = 80.0
+    with pytest.raises(AssertionError, match=r"74.5 GiB in the actor, TRL has 64.8"):
+        check("against_trl", 1, tmp_path)
