@@ -84,6 +84,7 @@ def run_check(check: Check, limit_s: float, n_gpus: int, scratch: Path, log: Pat
             code: int | None = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             code = None
+            stop(process.pid)
         finally:
             end_all(token)
             process.wait(timeout=GRACE_S)
@@ -91,21 +92,29 @@ def run_check(check: Check, limit_s: float, n_gpus: int, scratch: Path, log: Pat
     status, reason, figures = _result(result)
     if code is None:
         return Outcome(check.name, "timed out", seconds, figures, f"ended after {limit_s:.0f} s; {_last_line(log)}")
-    if status is None:
+    if status is None or (status == "ok" and code != 0):  # also where it breaks on its way out
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return Outcome(check.name, "died", seconds, figures, f"{how}; {_last_line(log)}")
     return Outcome(check.name, status, seconds, figures, reason)
 
 
+def stop(pid: int) -> None:
+    """Ask a check that takes too long, and the program it runs, to end, as a user would."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        check = psutil.Process(pid)
+        asked = [*check.children(), check]
+        for process in asked:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        psutil.wait_procs(asked, timeout=GRACE_S)
+
+
 def end_all(token: str) -> None:
-    """End every process whose environment has this token: first as a user would, then for good."""
-    left = marked(token)
-    for process in left:
-        _send(process, signal.SIGTERM)
-    psutil.wait_procs(left, timeout=GRACE_S)
-    left = marked(token)
-    for process in left:
-        _send(process, signal.SIGKILL)
+    """End every process whose environment has this token. A run that was ended has some time to clear up after it."""
+    psutil.wait_procs(marked(token), timeout=GRACE_S)
+    for process in (left := marked(token)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(left, timeout=GRACE_S)
 
 
@@ -119,11 +128,6 @@ def marked(token: str) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
             continue
     return found
-
-
-def _send(process: psutil.Process, what: signal.Signals) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(what)
 
 
 def _result(file: Path) -> tuple[Status | None, str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -49,3 +50,8 @@ def hangs(context: Context) -> None:
 def leaves_a_process(context: Context) -> None:
     """Ends well and leaves one running."""
     context.note(pid=subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+
+
+def breaks_at_the_end(context: Context) -> None:
+    """Ends well, and the process does not, as where a library takes down what another still uses."""
+    atexit.register(os.abort)

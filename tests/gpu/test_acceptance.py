@@ -18,7 +18,7 @@ from tests.gpu.checks import CHECKS, Check, runs, w1
 from tests.gpu.checks.context import Context
 from tests.gpu.checks.program import Run
 
-NAMES = ("fine", "fails", "raises", "skips", "dies", "hangs", "leaves_a_process")
+NAMES = ("fine", "fails", "raises", "skips", "dies", "hangs", "leaves_a_process", "breaks_at_the_end")
 FAKES = [Check(name, f"tests.gpu.fakes:{name}", 1, 5 if name == "hangs" else 60) for name in NAMES]
 
 
@@ -47,6 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         ("dies", "died", False, "signal SIGKILL; about to die"),
         ("hangs", "timed out", False, "ended after 5 s; "),
         ("leaves_a_process", "ok", True, ""),
+        ("breaks_at_the_end", "died", False, "signal SIGABRT; "),
     ],
 )
 def test_every_end_is_named(found: dict[str, Outcome], name: str, status: str, ok: bool | None, failed: str) -> None:
@@ -63,7 +64,7 @@ def test_figures_survive_what_happens_to_the_check(found: dict[str, Outcome]) ->
 
 
 def test_nothing_is_left_running(found: dict[str, Outcome]) -> None:
-    for name in ("hangs", "leaves_a_process"):
+    for name in ("hangs", "leaves_a_process", "breaks_at_the_end"):
         pid = found[name].figures["pid"]
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert found["hangs"].seconds < 30
