@@ -25,7 +25,7 @@ def shared(config: Config, nodes: Sequence[Node]) -> Config:
     """
     if not may_share(config) or fits(config, nodes):
         return config
-    indices = sorted(max((node.gpus for node in nodes), key=len, default=()))  # of the node that has most
+    indices = max((sorted(node.gpus) for node in nodes), key=len, default=[])  # of the node that has most
     for n_gpus, name in LAYOUTS.items():
         if n_gpus <= len(indices) and fits(changed := _with_layout(config, name, indices), nodes):
             return changed

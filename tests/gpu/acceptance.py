@@ -82,8 +82,9 @@ def run_check(check: Check, limit_s: float, n_gpus: int, scratch: Path, log: Pat
         )
         try:
             code: int | None = process.wait(timeout=limit_s)
+            last = _last_line(log)
         except subprocess.TimeoutExpired:
-            code = None
+            code, last = None, _last_line(log)  # the log goes on with where its threads are
             stop(process.pid)
         finally:
             end_all(token)
@@ -91,10 +92,10 @@ def run_check(check: Check, limit_s: float, n_gpus: int, scratch: Path, log: Pat
     seconds = round(time.monotonic() - began, 1)
     status, reason, figures = _result(result)
     if code is None:
-        return Outcome(check.name, "timed out", seconds, figures, f"ended after {limit_s:.0f} s; {_last_line(log)}")
+        return Outcome(check.name, "timed out", seconds, figures, f"ended after {limit_s:.0f} s; {last}")
     if status is None or (status == "ok" and code != 0):  # also where it breaks on its way out
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return Outcome(check.name, "died", seconds, figures, f"{how}; {_last_line(log)}")
+        return Outcome(check.name, "died", seconds, figures, f"{how}; {last}")
     return Outcome(check.name, status, seconds, figures, reason)
 
 

@@ -44,6 +44,7 @@ def hangs(context: Context) -> None:
     command = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
     started = subprocess.Popen(command, start_new_session=True)
     context.note(pid=started.pid)
+    print("it waits", flush=True)
     time.sleep(600)
 
 

@@ -28,11 +28,15 @@ def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("acceptance") / "log"
+
+
+@pytest.fixture(scope="module")
+def found(log: Path) -> dict[str, Outcome]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(acceptance, "GRACE_S", 1.0)
-        scratch = tmp_path_factory.mktemp("acceptance")
-        outcomes = list(acceptance.outcomes(FAKES, 5, 1, scratch, scratch / "log"))
+        outcomes = list(acceptance.outcomes(FAKES, 5, 1, log.parent, log))
     assert [outcome.name for outcome in outcomes] == list(NAMES)  # the next one runs whatever the last one did
     return {outcome.name: outcome for outcome in outcomes}
 
@@ -45,7 +49,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         ("raises", "failed", False, "KeyError: 'nothing there'"),
         ("skips", "skipped", None, "needs a lake"),
         ("dies", "died", False, "signal SIGKILL; about to die"),
-        ("hangs", "timed out", False, "ended after 5 s; "),
+        ("hangs", "timed out", False, "ended after 5 s; it waits"),
         ("leaves_a_process", "ok", True, ""),
         ("breaks_at_the_end", "died", False, "signal SIGABRT; "),
     ],
@@ -63,8 +67,14 @@ def test_figures_survive_what_happens_to_the_check(found: dict[str, Outcome]) ->
     assert found["dies"].figures == {"before": 1}
 
 
+def test_where_a_check_was_when_its_time_was_over_is_in_the_log(found: dict[str, Outcome], log: Path) -> None:
+    told = log.read_text().partition("=== hangs:")[2]
+    assert "in hangs\n" in told
+    assert found["hangs"].failed == "ended after 5 s; it waits"
+
+
 def test_nothing_is_left_running(found: dict[str, Outcome]) -> None:
-    for name in ("hangs", "leaves_a_process", "breaks_at_the_end"):
+    for name in ("hangs", "leaves_a_process"):
         pid = found[name].figures["pid"]
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert found["hangs"].seconds < 30

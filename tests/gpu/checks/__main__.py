@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +16,7 @@ def main(target: str, result: str, scratch: str, n_gpus: str) -> int:
     """Run the check and write how it ended. Returns the exit code."""
     context = Context(int(n_gpus), Path(scratch), Path(result))
     context.write(None)
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)  # where it was when its time was over
     module, _, name = target.partition(":")
     try:
         getattr(importlib.import_module(module), name)(context)
