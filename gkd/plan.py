@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
+from gkd.cluster.layout import idle_nodes
+from gkd.cluster.sharing import shared
 from gkd.compose import compose
 from gkd.config import Config
 from gkd.errors import ConfigError, Parser, guarded
@@ -45,7 +49,7 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on cards of other sizes")
     parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main")
     options = parser.parse_intermixed_args(arguments)
-    config = _composed(options.overrides)
+    config = _as_here(_composed(options.overrides), options.best is not None)
     subject = Subject(config, models_of(config), _card(config, options.best is not None), nodes_of(config))
     factors = None
     if options.run is not None:
@@ -84,6 +88,13 @@ def _without_teacher(overrides: Sequence[str]) -> Config:
         if "teacher.model.path (or teacher.server_ip)" not in str(error):
             raise
         raise ConfigError("a teacher is asked: name teacher.model.path, or teacher.model.size such as 7b") from None
+
+
+def _as_here(config: Config, best: bool) -> Config:
+    """The layout that a run here would take, where it is this machine's GPUs that are planned for."""
+    if best or config.plan.card is not None or isinstance(config.cluster.simulate_gpus, int):
+        return config
+    return shared(config, idle_nodes([len(real_tokens(os.environ.get(VISIBLE), nvml_uuids()))]))
 
 
 def _card(config: Config, best: bool) -> Card:

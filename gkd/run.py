@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from gkd.checkpoint import Checkpoints, State, cut, find
-from gkd.cluster.placement import Placement, PlacementFault, place
+from gkd.cluster.placement import Placement, PlacementFault, laid_out, place
 from gkd.cluster.session import Session
 from gkd.cluster.table import print_table
 from gkd.config import Config
@@ -35,6 +35,7 @@ log = logging.getLogger("gkd")
 def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: Console, started_s: float) -> None:
     """Everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``) is when the run began."""
     saved = find(config, output) if config.trainer.resume else None
+    config = laid_out(config)
     _write(config, output)
     placement = _placed(config, session, output)
     config = with_transfer(_with_turns(config, placement), placement.groups)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gkd.config import Engine
@@ -17,6 +18,7 @@ from gkd.errors import ConfigError, RunFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm import LLM
 
 Device = Literal["cpu", "cuda"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -54,7 +56,8 @@ def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
     }
     if device == "cuda":
-        return common
+        # Never used here (requests carry seeds), but imported all the same where it is not switched off.
+        return {**common, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return {
         **common,
         # Otherwise every engine of a machine pins itself to the same cores.
@@ -120,6 +123,27 @@ def engine_arguments(
     return arguments
 
 
+def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
+    """``vllm.LLM`` with these arguments, see :func:`engine_arguments`. vLLM raises what it likes when it cannot."""
+    from vllm import LLM
+
+    compile_apart(device)
+    return LLM(**arguments)
+
+
+def compile_apart(device: Device) -> None:
+    """Have vLLM keep what it compiles for GPUs in a directory by the GPUs that this process sees.
+
+    Engines of one model that start at the same time on different GPUs would write the same files. Once a process,
+    before its engine starts.
+    """
+    if device == "cuda":
+        from vllm import envs
+
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
+        os.environ["VLLM_CACHE_ROOT"] = str(Path(envs.VLLM_CACHE_ROOT, f"gpu-{gpus}"))
+
+
 class Follower:
     """The processes of an engine on a further node: they do what the leader's engine tells them.
 
@@ -132,6 +156,7 @@ class Follower:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+        compile_apart("cuda")
         # Defaults, such as how many tokens a step has, depend on the context; vllm.LLM has this one.
         config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
         self._executor = MultiprocExecutor(config, monitor_workers=False)

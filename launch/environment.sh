@@ -22,6 +22,14 @@ find_device() {
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi
 }
 
+require_compiler() {  # PYTHON: what Triton builds GPU kernels with, at run time
+  local cc headers
+  cc=${CC:-$(command -v gcc || command -v clang || true)}
+  headers=$("$1" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+  [ -n "$cc" ] && echo '#include <Python.h>' | "$cc" -fsyntax-only -x c -I"$headers" - 2>/dev/null ||
+    die "GPUs need a C compiler and Python's headers ($headers/Python.h), for Triton builds kernels with them; tried: ${cc:-gcc and clang, which are not there} (Debian: apt-get install gcc python3-dev; GKD_DEVICE=cpu does without GPUs)"
+}
+
 install_cpu_torch() {
   # The plain torch of the package index is a CUDA build of several GB; the CPU build has a name of its own, and an
   # index of its own where the configured one lacks it.
@@ -43,8 +51,12 @@ environment() {
   PYTHON="$top/.venv/bin/python"
   # What was installed with further extras is enough for fewer.
   if [ -x "$PYTHON" ] && compgen -G ".venv/.installed-$extras*-$digest" >/dev/null; then return; fi
+  base=$PYTHON
   if [ ! -x "$PYTHON" ]; then
     base=$(find_python) || die "Python 3.11, 3.12 or 3.13 is needed and none was found (Debian: apt-get install python3 python3-venv)"
+  fi
+  if [ "$device" = cuda ]; then require_compiler "$base"; fi
+  if [ ! -x "$PYTHON" ]; then
     echo "making .venv with $("$base" --version)"
     "$base" -m venv .venv || { rm -rf .venv; die "$base cannot make a virtual environment (Debian: apt-get install python3-venv)"; }
   fi

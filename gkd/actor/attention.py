@@ -6,6 +6,9 @@ Shapes: H query heads, G key-value heads, L tokens, D head size, S sequences, M 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,25 +43,32 @@ def packed_attention(
     if asked or cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"packed attention lacks sequence bounds or does not know {asked}")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn
-
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = varlen_attn(
-            q,
-            k,
-            v,
-            cu_seq_lens_q,
-            cu_seq_lens_q,
-            max_length_q,
-            max_length_q,
-            scale=scaling,
-            window_size=window,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        assert isinstance(out, Tensor)
-        return out[None], None
+        return _variable_length(q, k, v, scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
     return _padded(query[0], key[0], value[0], scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
+
+
+def _variable_length(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, cu: Tensor, longest: int
+) -> Tensor:
+    """Flash attention's kernel for sequences of any lengths: q [L, H, D], k and v [L, G, D] -> [L, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds = (-1 if window is None else window - 1, 0)
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn) else {}
+    )
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=bounds, **grouped)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@cache
+def _takes_enable_gqa(function: Callable[..., Any]) -> bool:
+    """Whether fewer key-value heads than query heads are to be announced: torch 2.13 requires it, 2.11 has no such
+    argument and takes them as they are.
+    """
+    return "enable_gqa" in inspect.signature(function).parameters
 
 
 def _padded(

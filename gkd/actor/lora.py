@@ -50,6 +50,9 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     for name, module in lm.named_modules():
         if isinstance(module, BaseTunerLayer) and not _is_linear(module):
             raise ConfigError(f"actor.lora.target_modules: {name} is no linear layer; its adapter cannot be merged")
+    for name, parameter in lm.named_parameters():
+        if is_adapter(name):  # trained, so in float32, whatever it is beside
+            parameter.data = parameter.data.float()
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 
 from gkd.config import Config
 
-_SIGNS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+_SIGNS = re.compile(
+    "DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_FAILED|CUDA (driver )?error: out of memory|Triton Error.*: out of memory"
+    # NCCL's, which torch hands on as it is: "ncclUnhandledCudaError: ... Cuda failure 2 'out of memory'"
+    "|Cuda failure (\\d+ )?'out of memory'|Failed to CUDA (host |)?(m|c)?alloc"
+)
 """Of errors without a class of their own: torch's on a CPU, and those of libraries that allocate for themselves."""
 
 
@@ -16,7 +21,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch could not allocate, on a GPU or on a CPU, where it has no error of its own for that."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
 
 
 def smaller_budget(budget: int, lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,8 @@ CPU = torch.device("cpu")
 class Student(nn.Module):
     """A language model together with its loss, so that FSDP2 gathers the head's weights around both.
 
-    ``lm`` is the Hugging Face model, parameters in float32. Calling it evaluates an objective on one micro-batch.
+    ``lm`` is the Hugging Face model; what is trained of it is in float32. Calling it evaluates an objective on one
+    micro-batch.
     """
 
     def __init__(self, lm: PreTrainedModel, has_adapter: bool) -> None:
@@ -76,9 +78,10 @@ class Student(nn.Module):
         """Every parameter and persistent buffer, gathered from all ranks, by its Hugging Face name.
 
         An adapter is added to what it adapts. A collective: every rank has to iterate, in step. Weights tied to another
-        are named once.
+        are named once. Without an adapter, which is added before anything is rounded, it is shards of ``dtype`` that
+        are gathered.
         """
-        tensors = self._gathered()
+        tensors = self._gathered(None if self.has_adapter else dtype)
         if self.has_adapter:
             from gkd.actor.lora import merged
 
@@ -92,19 +95,30 @@ class Student(nn.Module):
 
         return ((name, whole) for name, whole in self._gathered() if is_adapter(name))
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        return dequantized(self.lm, self._stored())
+    def _gathered(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        return dequantized(self.lm, self._stored(dtype))
 
-    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+    def _stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()
         for name, value in self.lm.state_dict(keep_vars=True).items():
             if id(value) not in seen:
                 seen.add(id(value))
-                yield name, _whole(value.detach())
+                yield name, _whole(value.detach(), dtype)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor gathered from all ranks, as ``dtype`` if it is of floats and that is given. A collective.
+
+    The shards are cast first, and moved to where the ranks compute: those that live in the host's memory would go from
+    rank to rank by gloo.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    local = local.to(device=mesh.device_type, dtype=dtype if local.is_floating_point() else None)
+    found: Tensor = DTensor.from_local(
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    ).full_tensor()
     return found
 
 
@@ -117,15 +131,17 @@ def load(
 ) -> Student:
     """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
 
-    With ``lora.quantize`` the weights under the adapter are 4-bit, on ``device``, and computed with in ``dtype``.
+    ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
+    read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``.
     Nothing is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the
     model cannot have.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
+    adapted = lora is not None and lora.r is not None
     lm, found = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
-        dtype=torch.float32,
+        dtype=dtype if adapted and device.type == "cuda" else torch.float32,
         attn_implementation=_attention(config),
         local_files_only=True,
         output_loading_info=True,
@@ -199,4 +215,6 @@ def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offloa
     for module in student.lm.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
-    fully_shard(student, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
+    # What the loss is worked out from comes along with the micro-batch, and stays in float32.
+    as_given = replace(policy, cast_forward_inputs=False)
+    fully_shard(student, mesh=mesh, mp_policy=as_given, offload_policy=place, ignored_params=whole)

@@ -61,8 +61,9 @@ class ActorWorker:
         self.config, self.model_path, self.rank, self.world = config, model_path, rank, world
         self.device = torch.device(device)
         self.dtype = getattr(torch, config.model.dtype_on(device))
-        if device == "cpu":
-            torch.set_num_threads(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // world))
+        torch.set_num_threads(_n_threads(config, world, device))
+        if config.weights.transfer == "ipc":
+            ipc.require_shareable_memory()
         self._budget = config.actor.max_tokens_per_micro_batch
         self._away = False  # whether the weights have left the GPU to others
         self._old: Places = {}
@@ -358,6 +359,17 @@ class ActorWorker:
     def memory(self) -> dict[str, float]:
         """Memory of this rank."""
         return memory_here()
+
+
+def _n_threads(config: Config, world: int, device: Device) -> int:
+    """Threads of a rank: its share of the node's cores.
+
+    On a GPU they are for an optimizer in the host's memory, which Ray's OMP_NUM_THREADS=1 would leave one.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if device == "cpu":
+        return config.cluster.cpu_threads or max(1, cores // world)
+    return max(1, cores // min(world, config.trainer.n_gpus_per_node))
 
 
 def _place(lesson: Lesson) -> tuple[Any, int]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gkd.cluster.check import faults
 from gkd.cluster.group import Group
 from gkd.cluster.layout import asks_of
+from gkd.cluster.nearest import gpus_text
+from gkd.cluster.nodes import read_nodes
 from gkd.cluster.report import Report
 from gkd.cluster.reserve import Claim, reserve, start_again
 from gkd.cluster.session import Session
+from gkd.cluster.sharing import fits, may_share, shared
 from gkd.config import GROUPS, Cluster, Config
 from gkd.errors import RunFailed
+
+LOG = logging.getLogger("gkd")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,18 @@ class PlacementFault(RunFailed):
     def __init__(self, found: list[str], placement: Placement) -> None:
         super().__init__(f"GPU assignment is wrong: {'; '.join(found)}")
         self.placement = placement
+
+
+def laid_out(config: Config) -> Config:
+    """``config`` as :func:`gkd.cluster.sharing.shared` has it on the nodes of the connected Ray; the log says so."""
+    if not may_share(config) or fits(config, read_nodes()):
+        return config
+    nodes = read_nodes({})  # with the indices of their GPUs, which a layout names
+    found = shared(config, nodes)
+    if found is not config:
+        on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in found.pools())
+        LOG.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
+    return found
 
 
 def place(config: Config, session: Session) -> Placement:

@@ -21,6 +21,7 @@ from gkd.cluster.address import require_cluster
 from gkd.cluster.failure import one_line
 from gkd.cluster.layout import Node, asks_of
 from gkd.cluster.nearest import require_fit
+from gkd.cluster.sharing import shared
 from gkd.cluster.signals import ignoring_signals, keeping_exit_code, keeping_sigterm_handler
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.errors import ConfigError, RunFailed
@@ -125,29 +126,37 @@ def join(address: str, setting: str = "cluster.address") -> None:
 
 def _plan_private(config: Config) -> tuple[int, int, bool]:
     """GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError when they do not do."""
-    asks, cluster = asks_of(config), config.cluster
-    real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids := gpu.nvml_uuids())
-    named = [index for ask in asks for one in ask.ranges for index in one]
-    wanted = max(sum(ask.total for ask in asks), *(index + 1 for index in [-1, *named]))
+    cluster, uuids = config.cluster, gpu.nvml_uuids()
+    real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids)
     n_gpus, simulated, hint = len(real), False, ""
     # GPUs that the installed packages cannot compute on are as good as none.
-    if cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu"):
-        n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True
-        if wanted > n_gpus:
-            hint = f"cluster.simulate_gpus={wanted} would simulate them all"
-    elif isinstance(cluster.simulate_gpus, int):
+    as_asked = cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu")
+    if isinstance(cluster.simulate_gpus, int):
         if cluster.simulate_gpus < 1:
             raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")
         n_gpus, simulated = cluster.simulate_gpus, True
-    elif not real:
+    if not as_asked:
+        config = shared(config, [_this_machine(n_gpus, 0, simulated, uuids)])
+    asks = asks_of(config)
+    named = [index for ask in asks for one in ask.ranges for index in one]
+    wanted = max(sum(ask.total for ask in asks), *(index + 1 for index in [-1, *named]))
+    if as_asked:
+        n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True
+        if wanted > n_gpus:
+            hint = f"cluster.simulate_gpus={wanted} would simulate them all"
+    elif not n_gpus:
         hint = f"cluster.simulate_gpus={wanted} tries the layout without GPUs"
     n_cpus = os.cpu_count() or 1
     if simulated:  # the cores are shared anyway; Ray only counts them
         n_cpus = max(n_cpus, math.ceil(sum(a.workers_per_node * a.nnodes for a in asks) * cluster.cpus_per_worker))
-    visible = None if simulated and not _lists_enough(n_gpus) else os.environ.get(gpu.VISIBLE)
-    indices = gpu.node_indices(visible, n_gpus, uuids)
-    require_fit(asks, [Node("", "this machine", tuple(indices), n_cpus)], cluster.cpus_per_worker, hint)
+    require_fit(asks, [_this_machine(n_gpus, n_cpus, simulated, uuids)], cluster.cpus_per_worker, hint)
     return n_gpus, n_cpus, simulated
+
+
+def _this_machine(n_gpus: int, n_cpus: int, simulated: bool, uuids: list[str]) -> Node:
+    """The one node of a private Ray."""
+    visible = None if simulated and not _lists_enough(n_gpus) else os.environ.get(gpu.VISIBLE)
+    return Node("", "this machine", tuple(gpu.node_indices(visible, n_gpus, uuids)), n_cpus)
 
 
 def _lists_enough(n_gpus: int) -> bool:

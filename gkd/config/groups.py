@@ -304,6 +304,10 @@ class Cluster(Settings):
         None, description="logical GPUs Ray hands out on a machine that has none; auto: as many as the layout asks, "
         f"at most {MAX_AUTO_SIMULATED_GPUS}, where no GPU is found"
     )  # fmt: skip
+    share_gpus: bool = Field(
+        False, description="where there are fewer GPUs than groups, and no pool says which or how many it has, groups "
+        "share GPUs as in placement=single_gpu, 2gpu, 3gpu or 4gpu; placement=auto sets it"
+    )  # fmt: skip
     cpu_threads: int | None = Field(
         None, ge=1, description="threads a worker computes with where there is no GPU; null: all cores"
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,6 +15,7 @@ from importlib import metadata
 from gkd.doctor.finding import GIB, Finding, failed, ok, warning
 
 IMPORT_TIMEOUT_S = 180.0
+COMPILE_TIMEOUT_S = 60.0
 _PROBE = """
 import json, torch, torch.distributed as dist, transformers
 cuda = torch.cuda.is_available()
@@ -89,6 +93,35 @@ def check_torch(gpus: Gpus | None) -> Iterator[Finding]:
         )
         return
     yield from judge_torch(json.loads(asked.stdout.splitlines()[-1]), gpus)
+
+
+def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
+    """Compile what includes Python.h where there are GPUs: Triton does, for vLLM's kernels, in eager mode too."""
+    if gpus is None or not gpus.names:
+        return
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # Triton's own order
+    do = "install one with Python's headers (Debian: apt-get install gcc python3-dev), or set CC"
+    if compiler is None:
+        yield failed("compiler", "neither CC, gcc nor clang: Triton cannot build kernels, and no engine starts", do)
+        return
+    headers = sysconfig.get_paths()["include"]
+    command = [compiler, "-fsyntax-only", "-x", "c", f"-I{headers}", "-"]
+    try:
+        done = subprocess.run(
+            command,
+            input="#include <Python.h>\n",
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
+        )
+        wrong = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0] if done.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        wrong = str(error)
+    if wrong is None:
+        yield ok("compiler", f"{compiler}, with Python.h in {headers}")
+    else:
+        yield failed("compiler", f"{compiler} cannot compile with {headers}/Python.h: {wrong}", do)
 
 
 def judge_torch(told: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """Memory of one rank of the actor, at every moment of an update that could be its worst.
 
-Parameters, gradients and AdamW's two moments are float32 and sharded by whole rows over the ranks (gkd.actor.model,
-gkd.actor.optimizer); what is computed with is gathered in the compute type, a layer at a time, the root for as long as
-a micro-batch takes.
+What is trained, its gradients and AdamW's two moments are float32 and sharded by whole rows over the ranks
+(gkd.actor.model, gkd.actor.optimizer); what is computed with is gathered in the compute type, a layer at a time, the
+root for as long as a micro-batch takes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Training:
     lora: Lora
     sharded: bool = True
     """Whether FSDP2 holds the model; without it nothing is gathered."""
+    frozen: int = F32
+    """Bytes of a number of what is under an adapter."""
     offloaded: bool = False
     """Whether parameters, gradients and moments are in the host's memory."""
 
@@ -120,7 +122,7 @@ def _standing(shape: ModelShape, training: Training) -> dict[str, float]:
     if training.offloaded:
         return {"weights": packed, "gradients": 0.0, "optimizer state": 0.0}
     return {
-        "weights": float(F32 * (whole + adapters) + packed),
+        "weights": float((F32 if training.lora.r is None else training.frozen) * whole + F32 * adapters + packed),
         "gradients": float(F32 * trained),
         "optimizer state": float(2 * F32 * trained),
     }

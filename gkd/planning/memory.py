@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gkd.config import GROUPS, Engine, Pool
-from gkd.planning.actor_memory import MicroBatch, Training, on_host, worst
+from gkd.planning.actor_memory import F32, MicroBatch, Training, on_host, worst
 from gkd.planning.cards import GIB
 from gkd.planning.items import GB, GroupMemory
 from gkd.planning.subject import Subject
@@ -121,6 +121,7 @@ def training(subject: Subject, world: int) -> Training:
         actor.gradient_checkpointing,
         actor.loss_chunk,
         actor.lora,
+        frozen=F32 if subject.card.is_cpu else c,
         offloaded=offloaded,
     )
 

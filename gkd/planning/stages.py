@@ -161,7 +161,7 @@ def update_s(subject: Subject, world: int, nnodes: int) -> float:
     adam = 0.0 if lora else 7 * F32 * shape.n_parameters / world / (card.bandwidth * READ_EFFICIENCY)
     if actor.offload_optimizer and not card.is_cpu:
         # Weights come over twice and gradients go back once for every micro-batch; the host does the optimizer's step.
-        crossing = F32 * shape.n_parameters / world * (2 if lora else 3)
+        crossing = (2 * subject.compute if lora else 3 * F32) * shape.n_parameters / world
         a_micro = max(a_micro, crossing / HOST_LINK)
         adam = 0.0 if lora else 7 * F32 * shape.n_parameters / world / HOST_MEMORY
     once = each / micro * a_micro + adam
@@ -178,7 +178,7 @@ def sync_s(subject: Subject, world: int) -> float:
     There they are read and written twice, as they are packed and as they are loaded, and by NCCL go over the link.
     """
     card, n_bytes = subject.card, subject.compute * subject.models.student.n_parameters
-    gathered = 0.0 if world == 1 else F32 * subject.models.student.n_parameters / card.link
+    gathered = 0.0 if world == 1 else n_bytes / card.link
     way = transfer(subject)
     if way == "object_store":
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S

@@ -23,7 +23,7 @@ from gkd.rewards.reward_model import tokens_of
 from gkd.rollout.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
 from gkd.sample import Job, Record, Sample, Scored, Target, teacher_of
 from gkd.teacher.client import Rate, Score, TeacherClient
-from gkd.vllm_engine import Follower, Span, engine_arguments
+from gkd.vllm_engine import Follower, Span, engine_arguments, start_llm
 from gkd.weights import object_store
 from gkd.weights.pieces import Piece
 
@@ -326,11 +326,9 @@ def _engine(config: Config, spec: EngineSpec, span: Span | None) -> SamplingEngi
 
         dtype = getattr(torch, config.model.dtype_on(spec.device))
         return HFEngine(spec.model_path, spec.model, spec.device, dtype, config.rollout.max_num_seqs)
-    from vllm import LLM
-
     from gkd.rollout.vllm import VLLMEngine
 
-    return VLLMEngine(LLM(**_arguments(config, spec, span)), spec.model, spec.device)
+    return VLLMEngine(start_llm(_arguments(config, spec, span), spec.device), spec.model, spec.device)
 
 
 def _arguments(config: Config, spec: EngineSpec, span: Span | None) -> dict[str, Any]:

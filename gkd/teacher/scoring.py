@@ -29,7 +29,7 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.sample import Target
 from gkd.teacher.requests import Answer, Generate, Limits, Refused, Request, Score
 from gkd.teacher.tail import tails_instead_of_ranks, tails_of
-from gkd.vllm_engine import GIB, Device, SetShape, Shape, Span, engine_arguments, sleep, wake
+from gkd.vllm_engine import GIB, Device, SetShape, Shape, Span, engine_arguments, sleep, start_llm, wake
 
 if TYPE_CHECKING:
     import torch
@@ -98,12 +98,10 @@ class VllmEngine:
         sleeps: bool = False,
         span: Span | None = None,
     ) -> None:
-        from vllm import LLM
-
         arguments = scoring_arguments(path, checkpoint, settings, device, dtype, sleeps, span, max_num_batched_tokens)
         self._device = device
         try:
-            self.llm_engine = LLM(**arguments).llm_engine
+            self.llm_engine = start_llm(arguments, device).llm_engine
         except Exception as error:
             reason = " ".join(str(error).split())
             raise RunFailed(

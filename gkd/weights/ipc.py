@@ -11,16 +11,29 @@ Nothing of this has run on a GPU so far.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from gkd.errors import RunFailed
+from gkd.errors import ConfigError, RunFailed
 from gkd.weights.pieces import Packer, Piece
 
 _DEVICE = 6  # place of the device's index among the arguments of torch's rebuild_cuda_tensor
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def require_shareable_memory() -> None:
+    """Raise ConfigError where torch's allocator is set to expandable segments, whose memory has no such handles."""
+    for name in _ALLOCATOR:
+        if "expandable_segments:true" in os.environ.get(name, "").lower():
+            raise ConfigError(
+                f"{name}={os.environ[name]}: memory of expandable segments cannot be shared by weights.transfer=ipc; "
+                "unset it, or weights.transfer=object_store"
+            )
 
 
 class Sender(Packer):

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.balance import pack
 from gkd.actor.group import ActorGroup
-from gkd.actor.memory import out_of_memory_text, smaller_budget
+from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.cluster.group import gather
 from gkd.cluster.placement import place
 from gkd.cluster.session import connect
@@ -153,6 +153,24 @@ def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: di
         for step in (1, 2):
             expected = plain.run("update", batch, step)
             assert actor.update(batch, step) == pytest.approx(expected, rel=1e-3)  # the gradient's norm is among them
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NCCL error in: NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.28.9\nncclUnhandledCudaError: Call to "
+         "CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", True),
+        ("Last error:\nCuda failure 'out of memory'", True),
+        ("Last error:\nFailed to CUDA calloc 6291456 bytes", True),
+        ("CUDA driver error: out of memory", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("ncclUnhandledCudaError: Last error:\nCuda failure 1 'invalid argument'", False),
+        ("NCCL error: remote process exited or there was a network error", False),
+    ],
+)  # fmt: skip
+def test_which_errors_of_libraries_mean_that_memory_ran_out(text: str, expected: bool) -> None:
+    assert is_out_of_memory(torch.distributed.DistBackendError(text)) == expected
+    assert not is_out_of_memory(ValueError(text))
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 2000))

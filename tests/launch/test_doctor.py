@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -102,6 +103,58 @@ def test_torch_against_driver_and_gpus(
 ) -> None:
     findings = [*devices.judge_torch({**TORCH, **told}, gpus)]  # type: ignore[dict-item]
     assert any(said in f.found for f in of_level(findings, level))
+
+
+def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert [*devices.check_compiler(None)] == []
+    monkeypatch.delenv("CC", raising=False)
+    (found,) = devices.check_compiler(H200)
+    assert (found.level, found.what) == ("ok", "compiler")
+    monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    (found,) = devices.check_compiler(H200)
+    assert found.level == "failed"
+    assert f"{tmp_path}/Python.h" in found.found
+    assert "python3-dev" in found.do
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    (found,) = devices.check_compiler(H200)
+    assert "No such file" in found.found
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (found,) = devices.check_compiler(H200)
+    assert found.found.startswith("neither CC, gcc nor clang")
+
+
+def test_the_quickstart_asks_for_a_compiler_before_it_installs(tmp_path: Path) -> None:
+    """Of a checkout without .venv, with a python3 and no compiler in the path."""
+    (tmp_path / "launch").mkdir()
+    for name in ("launch/environment.sh", "launch/quickstart.sh", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "dirname", "cat", "sha256sum", "cut", "rm"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    (tools / "python3").symlink_to(sys._base_executable)
+    venv = {"PATH": str(tools), "GKD_DEVICE": "cuda", "PIP_NO_INDEX": "1"}
+    done = subprocess.run(
+        ["bash", "launch/quickstart.sh"],
+        cwd=tmp_path,
+        env=venv,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "installing" not in done.stdout
+    assert done.stderr.startswith("error: GPUs need a C compiler and Python's headers"), done.stderr
+    assert "tried: gcc and clang, which are not there (Debian: apt-get install gcc python3-dev" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_every_supported_torch_is_right_with_gpus() -> None:
+    (torch,) = [requirement for requirement in packages.requirements("cuda") if requirement.name == "torch"]
+    assert all(torch.specifier.contains(version) for version in ("2.11.0", "2.12.1", "2.13.0"))
+    assert not torch.specifier.contains("2.14.0")
 
 
 def test_a_gpu_that_somebody_uses() -> None:

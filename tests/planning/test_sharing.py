@@ -10,8 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from gkd.compose import compose
+from gkd.config import Lora
 from gkd.errors import ConfigError
 from gkd.planning import cards
+from gkd.planning.adapters import adapter_weights
 from gkd.planning.advice import advice
 from gkd.planning.memory import memory_of
 from gkd.planning.subject import Subject, models_of
@@ -42,11 +44,14 @@ def test_what_is_in_the_hosts_memory_is_not_on_the_gpu() -> None:
     assert here.total - there.total > 0.5 * sum(moved)
 
 
-def test_four_bit_weights_are_an_eighth_of_float32() -> None:
+def test_weights_under_adapters_are_bfloat16_and_four_bit_ones_a_quarter_of_that() -> None:
     plain, packed = planned("actor.lora.r=8")["actor"], planned("actor.lora.r=8", "actor.lora.quantize=nf4")["actor"]
     shape = models_of(compose(["+recipe=grpo", "model.size=1.5b", *FILES])).student
     linear = sum(kind.count * w.size for kind in shape.layers for w in kind.weights if w.linear)
-    assert plain.items["weights"] - packed.items["weights"] == pytest.approx((4 - 0.516) * linear, rel=1e-3)
+    assert plain.items["weights"] - packed.items["weights"] == pytest.approx((2 - 0.516) * linear, rel=1e-3)
+    trained = planned()["actor"].items["weights"]  # in float32, adapters or not
+    adapters = sum(count * w.size for count, w in adapter_weights(shape, Lora(r=8)))
+    assert plain.items["weights"] == pytest.approx(trained / 2 + 4 * adapters, rel=1e-3)
 
 
 @pytest.mark.parametrize(("width", "layers", "kv_heads", "n", "length"), [(128, 2, 4, 16, 256), (768, 4, 2, 4, 128)])

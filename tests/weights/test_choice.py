@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gkd.actor.worker import ActorWorker
 from gkd.compose import compose
 from gkd.errors import ConfigError
 from gkd.weights.choice import choose
@@ -97,3 +99,16 @@ def test_every_placement_has_a_way_and_no_other_is_accepted(actor: list[str], ro
         else:
             with pytest.raises(ConfigError, match=f"weights.transfer={way}: "):
                 choose(way, engine, *who)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_cannot_be_shared_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = f"cluster.cpu_threads={torch.get_num_threads()}"  # building one sets them
+    config = compose(["weights.transfer=ipc", threads])
+    for value in ("expandable_segments:False", "max_split_size_mb:128"):
+        monkeypatch.setenv(name, value)
+        ActorWorker(config, "", 0, 1, "cpu")
+    monkeypatch.setenv(name, "max_split_size_mb:128,expandable_segments:True")
+    with pytest.raises(ConfigError, match=f"{name}=max_split_size_mb:128,expandable_segments:True.*=object_store"):
+        ActorWorker(config, "", 0, 1, "cpu")
+    ActorWorker(compose(["weights.transfer=nccl", threads]), "", 0, 1, "cpu")

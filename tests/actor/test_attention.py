@@ -1,0 +1,69 @@
+"""The variable-length kernel is called as each supported torch has it; here by stand-ins with its signatures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.actor import attention
+
+KEYS, QUERIES, SIZE = 2, 14, 16
+BOUNDS = torch.tensor([0, 3, 10, 11], dtype=torch.int32)
+
+
+def torch_2_11(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    return_aux: object = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:  # fmt: skip
+    """Causal attention with the arguments of torch 2.11, where groups of heads are implicit."""
+    assert cu_seq_q is cu_seq_k
+    assert max_q == max_k
+    assert window_size[1] == 0
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    return attention._padded(q, k, v, scale, window, cu_seq_q, max_q)
+
+
+def torch_2_13(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    return_aux: object = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The same with those of torch 2.13, which refuses groups that are not announced."""
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [torch_2_11, torch_2_13])
+@pytest.mark.parametrize("n_query", [KEYS, QUERIES])
+@pytest.mark.parametrize("window", [None, 2])
+def test_every_supported_torch_is_called_as_it_wants(
+    kernel: Callable[..., Tensor], n_query: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(int(BOUNDS[-1]), heads, SIZE) for heads in (n_query, KEYS, KEYS))
+    found = attention._variable_length(q, k, v, 0.3, window, BOUNDS, 7)
+    for start, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
+        expected = by_hand(q[start:end], k[start:end], v[start:end], 0.3, window)
+        torch.testing.assert_close(found[start:end], expected, rtol=1e-5, atol=1e-6)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention of one sequence, head by head."""
+    steps = torch.arange(len(q))
+    behind = steps[:, None] - steps
+    seen = (behind >= 0) & (behind < (window or len(q)))
+    group = q.shape[1] // k.shape[1]
+    heads = []
+    for head in range(q.shape[1]):
+        scores = scale * q[:, head] @ k[:, head // group].T
+        heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, head // group])
+    return torch.stack(heads, dim=1)

@@ -1,0 +1,126 @@
+"""The student sharded over one rank, in this process, computing in another type than its parameters have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from gkd.actor.model import Student, load, shard
+from gkd.actor.packing import MicroBatch
+from gkd.actor.worker import ActorWorker
+from gkd.algorithms.objective import objective
+from gkd.compose import compose
+from gkd.config import Algorithm, Lora, Rollout
+from gkd.vllm_engine import Device
+from tests.actor import models
+from tests.actor.test_packing import micro_batch
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    models.make("qwen2 tied").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_what_the_loss_is_made_of_stays_in_float32(
+    mesh: DeviceMesh, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = load(path)
+    shard(student, mesh, torch.bfloat16)
+    micro, seen, plain = micro_batch(models.scored(3)), [], Student.hidden
+
+    def hidden(self: Student, given: MicroBatch) -> Tensor:
+        seen.append(given)
+        found = plain(self, given)
+        assert found.dtype == torch.bfloat16
+        return found
+
+    monkeypatch.setattr(Student, "hidden", hidden)
+    student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))[0].backward()
+    (given,) = seen
+    assert given.weights.dtype == given.sampler_logprobs.dtype == torch.float32
+    assert given.targets is not None
+    assert given.targets.logprobs.dtype == torch.float32
+
+
+def test_shards_are_cast_before_they_are_gathered(
+    mesh: DeviceMesh, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the bytes between ranks, and no tensor that is whole and in float32."""
+    student = load(path)
+    exact = {name: value.clone() for name, value in student.lm.state_dict().items()}
+    shard(student, mesh, torch.bfloat16)
+    gathered, plain = [], DTensor.full_tensor
+
+    def full_tensor(self: DTensor) -> Tensor:
+        gathered.append((self.dtype, self.to_local().device.type))
+        return plain(self)
+
+    monkeypatch.setattr(DTensor, "full_tensor", full_tensor)
+    found = dict(student.full_tensors(torch.bfloat16))
+    assert len(gathered) == len(found) > 20
+    assert set(gathered) == {(torch.bfloat16, mesh.device_type)}
+    assert all(torch.equal(value, exact[name].bfloat16()) for name, value in found.items())
+    trained = dict(student.lm.named_parameters())
+    assert {value.dtype for value in trained.values()} == {torch.float32}  # what was cast is a copy
+
+
+@pytest.mark.parametrize(("device", "frozen"), [("cuda", torch.bfloat16), ("cpu", torch.float32)])
+def test_what_is_under_an_adapter_is_as_the_engines_have_it_on_a_gpu(
+    device: str, frozen: torch.dtype, mesh: DeviceMesh, path: Path
+) -> None:
+    """Read as for a GPU; this much of it needs none."""
+    student = load(path, lora=Lora(r=4), device=torch.device(device), dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    kinds: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    with torch.no_grad():
+        for name, parameter in student.lm.named_parameters():
+            kinds[parameter.requires_grad].add(parameter.dtype)
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    assert kinds == {True: {torch.float32}, False: {frozen}}
+    shard(student, mesh, torch.bfloat16)
+    micro = micro_batch(models.scored(3))
+    student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))[0].backward()
+    gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
+    assert all(".lora_" in name and value.dtype == torch.float32 for name, value in gradients.items())
+    assert sum(float(value.norm()) for value in gradients.values()) > 0
+    found = dict(student.full_tensors(torch.bfloat16))
+    base, weights = models.make("qwen2 tied").state_dict(), dict(student.lm.named_parameters())
+    name = "model.layers.1.mlp.up_proj"
+    up, down = (weights[f"{name}.lora_{kind}.default.weight"].to_local() for kind in "BA")
+    exact = base[f"{name}.weight"].to(frozen).float() + 2 * up @ down  # added in float32, and rounded once
+    assert torch.equal(found[f"{name}.weight"], exact.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "ranks_here", "threads"), [("cuda", 1, 1, 16), ("cuda", 2, 2, 8), ("cuda", 16, 8, 2),
+                                                  ("cuda", 32, 32, 1), ("cpu", 2, 2, 8)]
+)  # fmt: skip
+def test_a_rank_computes_with_its_share_of_the_nodes_cores(
+    device: Device, world: int, ranks_here: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever OMP_NUM_THREADS says: the optimizer of offload_optimizer is the host's."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    config = compose([f"trainer.n_gpus_per_node={ranks_here}", f"trainer.nnodes={world // ranks_here}"])
+    try:
+        ActorWorker(config, "", 0, world, device)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,112 @@
+"""The same command on a laptop, one GPU, two and eight: placement=auto shares what there is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gkd.cluster import session
+from gkd.cluster.layout import Node, asks_of, idle_nodes, solve
+from gkd.cluster.session import _plan_private
+from gkd.cluster.sharing import shared
+from gkd.compose import compose
+from gkd.config import Config
+from gkd.errors import ConfigError
+from gkd.planning.require import turns_needed
+from gkd.planning.subject import models_of
+
+DISTIL = "+recipe=on_policy_distill"
+JUDGED = [
+    "+recipe=distill_and_reward", "algorithm.kl.coef=0.1", "reward.functions=[accuracy,reward_model]",
+    "reward_model.model.path=DIR",
+]  # fmt: skip
+
+
+def placed(config: Config) -> dict[str, int]:
+    """GPUs of each group."""
+    return {section: pool.n_gpus_per_node for section, pool in config.pools()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "n_gpus", "name"),
+    [
+        ([DISTIL], 1, "single_gpu"),
+        ([DISTIL], 2, "2gpu"),
+        ([DISTIL], 3, None),
+        ([DISTIL], 8, None),
+        (["+recipe=grpo"], 1, "single_gpu"),
+        (["+recipe=grpo"], 2, None),
+        (JUDGED, 1, "single_gpu"),
+        (JUDGED, 2, "2gpu"),
+        (JUDGED, 3, "3gpu"),
+        (JUDGED, 4, "4gpu"),
+        (JUDGED, 5, None),
+        ([DISTIL], 0, None),  # simulated ones are handed out instead
+    ],
+)
+def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, name: str | None) -> None:
+    config, nodes = compose(overrides), idle_nodes([n_gpus])
+    found = shared(config, nodes)
+    if name is None:
+        assert found is config
+        return
+    layout = compose([*overrides, f"placement={name}"])
+    assert placed(found) == placed(layout)
+    assert found.hosts() == layout.hosts()
+    assert found.rollout.gpu_memory_utilization == layout.rollout.gpu_memory_utilization
+    assert solve(asks_of(found), nodes, 0.0) is not None
+    assert shared(found, nodes) is found  # a run that is resumed from its own config.yaml
+
+
+@pytest.mark.parametrize(
+    "own",
+    ["rollout.n_gpus_per_node=2", "teacher.gpus=0", "rollout.share_with=actor", "placement=cpu", "placement=8gpu"],
+)
+def test_who_says_where_groups_go_is_not_overruled(own: str) -> None:
+    config = compose([DISTIL, own])
+    assert shared(config, idle_nodes([1])) is config
+
+
+def test_what_the_user_set_stays() -> None:
+    config = compose([DISTIL, "rollout.gpu_memory_utilization=0.4", "rollout.max_num_seqs=7", "trainer.total_steps=3"])
+    found = shared(config, idle_nodes([1]))
+    assert (found.rollout.gpu_memory_utilization, found.teacher.gpu_memory_utilization) == (0.4, 0.25)
+    assert (found.rollout.max_num_seqs, found.trainer.total_steps) == (7, 3)
+
+
+def test_gpus_are_those_that_the_machine_lets_be_seen() -> None:
+    found = shared(compose([DISTIL]), [Node("", "here", (2, 5), 0.0)])
+    assert (found.trainer.gpus, found.rollout.gpus, found.teacher.gpus) == ([2, 5], [2, 5], [5])
+
+
+def test_two_machines_of_one_gpu_run_what_one_of_them_could() -> None:
+    assert shared(compose([DISTIL]), idle_nodes([1, 1])).hosts() == {"rollout": "actor", "teacher": "actor"}
+
+
+@pytest.mark.parametrize("n_gpus", [0, 1, 2, 3, 8])
+def test_a_private_ray_starts_on_any_machine(n_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session.gpu, "nvml_uuids", lambda: [f"GPU-{i}" for i in range(n_gpus)])
+    monkeypatch.setattr(session, "installed_device", lambda: "cuda")
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _plan_private(compose([DISTIL])) == ((n_gpus, 16, False) if n_gpus else (3, 16, True))
+    if n_gpus > 1:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(n_gpus - 1))
+        assert _plan_private(compose([DISTIL])) == (1, 16, False)
+    if n_gpus:
+        with pytest.raises(ConfigError, match="asked for"):
+            _plan_private(compose([DISTIL, f"rollout.n_gpus_per_node={n_gpus + 1}"]))
+        monkeypatch.setattr(session, "installed_device", lambda: "cpu")  # the GPUs cannot be computed on
+        assert _plan_private(compose([DISTIL])) == (3, 16, True)
+
+
+@pytest.mark.parametrize(("size", "turns"), [(None, False), ("1.5b", True)])
+def test_memory_decides_whether_they_take_turns(size: str | None, turns: bool) -> None:
+    """On one card of 24 GB: the built-in task's models beside each other, larger ones by turns."""
+    named = [f"model.size={size}", f"teacher.model.size={size}"] if size else []
+    files = ["data.train_files=[x]", "data.val_files=[x]"] if size else []
+    config = shared(compose([DISTIL, *named, *files, "actor.gradient_checkpointing=true"]), idle_nodes([1]))
+    assert config.cluster.take_turns == "auto"
+    card = dict.fromkeys(("actor", "rollout", "teacher"), 48e9 if size else 24e9)
+    assert turns_needed(config, models_of(config), card) == turns

@@ -1,0 +1,43 @@
+"""The checks of the acceptance run, in the order in which most is learnt soonest.
+
+A check is a function of a :class:`tests.gpu.checks.context.Context` in a process of its own. It notes figures as it
+goes and raises AssertionError for what is not as it must be. Nothing here imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: ``target`` is ``package.module:function``.
+
+    ``estimate_s`` is what it is expected to take on one H200, ``limit_s`` after how long it is ended. ``n_gpus`` it
+    needs; ``rehearses``: a part of it runs without any.
+    """
+
+    name: str
+    target: str
+    estimate_s: int
+    limit_s: int
+    n_gpus: int = 1
+    rehearses: bool = True
+
+
+CHECKS = (
+    Check("versions", "tests.gpu.checks.machine:versions", 25, 90),
+    Check("assignment", "tests.gpu.checks.machine:assignment", 12, 60),
+    Check("attention", "tests.gpu.checks.attention:packed_against_padded", 10, 45, rehearses=False),
+    Check("ipc", "tests.gpu.checks.ipc:pushes", 15, 60, rehearses=False),
+    Check("teacher_rows", "tests.gpu.checks.teacher:rows", 35, 90),
+    Check("eager", "tests.gpu.checks.runs:eager", 40, 120),
+    Check("graphs", "tests.gpu.checks.runs:graphs", 60, 150, rehearses=False),
+    Check("colocation", "tests.gpu.checks.runs:colocation", 45, 120),
+    Check("transfers", "tests.gpu.checks.runs:transfers", 40, 150, rehearses=False),
+    Check("little_memory", "tests.gpu.checks.runs:little_memory", 40, 120),
+    Check("out_of_memory", "tests.gpu.checks.out_of_memory:update_again", 25, 90),
+    Check("w1", "tests.gpu.checks.w1:against_trl", 95, 240),
+    Check("curve", "tests.gpu.checks.runs:curve", 85, 240),
+    Check("two_gpus", "tests.gpu.checks.runs:two_gpus", 100, 240, n_gpus=2, rehearses=False),
+)

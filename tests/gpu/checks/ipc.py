@@ -1,0 +1,95 @@
+"""Twenty pushes of weights by CUDA's inter-process memory, with checksums, against a copy within the GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from gkd.weights import ipc
+from gkd.weights.pieces import Piece, unpack
+from tests.gpu.checks.context import Context, require
+
+TENSORS, ROWS, COLUMNS = 25, 8192, 4096  # 64 MiB each in bfloat16, 1.6 GiB in all
+BUCKET_BYTES = 256 << 20
+PUSHES, UNCHECKED, WARM = 20, 6, 2
+MOST_GROWTH_GIB = 0.1
+LIMIT_S = 60.0
+
+
+def pushes(context: Context) -> None:
+    """Every push arrives as what was sent, and memory of the GPU does not grow with them."""
+    mine, other = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_receive, args=(other,), daemon=True)
+    process.start()
+    device = torch.device("cuda:0")
+    tensors = {f"{i}.weight": torch.randn(ROWS, COLUMNS, device=device, dtype=torch.bfloat16) for i in range(TENSORS)}
+    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    checked, plain = (ipc.Sender(device, BUCKET_BYTES, checksum) for checksum in (True, False))
+    free, times = [], []
+    for version in range(1, PUSHES + 1):
+        tensors["0.weight"].fill_(version)  # what comes is this version and no other
+        _push(checked, tensors, version, mine)
+        free.append(_free_gib())
+    grown = free[WARM - 1] - free[-1]
+    context.note(pushes=PUSHES, gib=n_bytes / (1 << 30), memory_grown_gib=grown)
+    for version in range(PUSHES + 1, PUSHES + 1 + UNCHECKED):
+        tensors["0.weight"].fill_(version)
+        times.append(_push(plain, tensors, version, mine))
+    mine.send(None)
+    process.join(LIMIT_S)
+    copies = [_copy_s(tensors) for _ in range(UNCHECKED)]
+    speed, copying = (n_bytes / 1e9 / statistics.median(found[WARM:]) for found in (times, copies))
+    context.note(gb_per_s=speed, copy_gb_per_s=copying)
+    require(grown < MOST_GROWTH_GIB, f"{grown:.2f} GiB of the GPU's memory were lost in {PUSHES} pushes")
+    require(process.exitcode == 0, f"the receiving process ended with {process.exitcode}")
+
+
+def _push(sender: ipc.Sender, tensors: dict[str, torch.Tensor], version: int, there: Connection) -> float:
+    """Seconds until the other process has all of it."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    sender.open(tensors.items(), version, packs=True)
+    while (piece := sender.next()) is not None:
+        there.send(piece)
+        require(there.poll(LIMIT_S), f"{piece} did not arrive within {LIMIT_S:g} s")
+        answer = there.recv()
+        require(answer == piece.number, f"{piece}: {answer}")
+    return time.perf_counter() - began
+
+
+def _receive(there: Connection) -> None:
+    """In another process on the same GPU: take pieces until there are no more."""
+    device = torch.device("cuda:0")
+    while (piece := there.recv()) is not None:
+        there.send(_answer(piece, device))
+
+
+def _answer(piece: Piece, device: torch.device) -> Any:
+    """The piece's number where it is what it should be, else what is wrong."""
+    try:
+        first = unpack(piece, ipc.receive(piece, device)).get("0.weight")
+        if first is None or bool((first == piece.version).all()):
+            return piece.number
+        return f"holds {float(first.flatten()[0])}, not version {piece.version}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _free_gib() -> float:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0] / (1 << 30)
+
+
+def _copy_s(tensors: dict[str, torch.Tensor]) -> float:
+    """Seconds of a copy of all tensors within the GPU, in pieces as they travel, allocation included."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for tensor in tensors.values():
+        tensor.clone()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began

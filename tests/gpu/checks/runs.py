@@ -1,0 +1,114 @@
+"""Whole runs on the built-in task: eager and captured, side by side and in turn, by every way of the weights."""
+
+from __future__ import annotations
+
+import math
+
+from tests.gpu.checks.context import Context, require
+from tests.gpu.checks.program import SMALL_TASK, SMALLER_TASK, Run, run
+
+MOST_MISMATCH = 0.02  # nats a token between sampler and trainer
+EAGER = ("rollout.enforce_eager=true", "teacher.enforce_eager=true")
+ONE_GPU = ("placement=single_gpu", "weights.checksum=true", "trainer.val_every=1000", "trainer.batch_size=32")
+
+
+def eager(context: Context) -> None:
+    """Ten steps, all groups on one GPU; sampler and trainer agree while the weights move."""
+    _agrees(context, _ten_steps(context, "eager", *EAGER))
+
+
+def graphs(context: Context) -> None:
+    """The same compiled and from captured graphs: they sample from what was pushed, or the two part."""
+    _agrees(context, _ten_steps(context, "graphs"))
+
+
+def _ten_steps(context: Context, name: str, *overrides: str) -> Run:
+    n_steps = 3 if context.rehearsal else 10
+    return run(context, name, *_task(context), *ONE_GPU, f"trainer.total_steps={n_steps}", *overrides)
+
+
+def _agrees(context: Context, found: Run, moves: bool = True) -> None:
+    """Sampler and trainer agree in every step of a run whose weights moved, and the losses are numbers."""
+    worst = found.largest("mismatch/kl")
+    context.note(mismatch_kl_max=worst)
+    require(worst < MOST_MISMATCH, f"mismatch/kl is up to {worst:.3g}, expected below {MOST_MISMATCH}")
+    losses = [row["distill/loss"] for row in found.steps if "distill/loss" in row]
+    require(all(math.isfinite(loss) for loss in losses), f"losses {losses}")
+    if moves and losses:
+        context.note(losses=losses)
+        require(abs(losses[-1] - losses[0]) > 0.01, f"the weights hardly moved: losses {losses}")
+
+
+def colocation(context: Context) -> None:
+    """Engines sleep while the actor works and the other way round; a checkpoint in between is complete."""
+    overrides = (*ONE_GPU, *EAGER, "cluster.take_turns=true", "trainer.save_every=2", "trainer.total_steps=4")
+    found = run(context, "colocation", *_task(context), *overrides)
+    _agrees(context, found)
+    latest = found.output / "checkpoints" / "latest"
+    require(latest.exists(), "no checkpoint was written")
+    require("take turns on their GPUs" in found.text, "no group took turns")
+
+
+def transfers(context: Context) -> None:
+    """The same run by the object store as by ipc: equal seeds, losses that differ by what rounding makes of them."""
+    other = context.scratch / "eager" / "summary.json"  # that of the check before, where it ended well
+    if other.exists():
+        first = Run(other.parent, "", _steps(other.parent), 0.0, None)
+    else:
+        first = _ten_steps(context, "ipc", *EAGER, "weights.transfer=ipc")
+    second = _ten_steps(context, "object_store", *EAGER, "weights.transfer=object_store")
+    _agrees(context, second)
+    pairs = [(a["distill/loss"], b["distill/loss"]) for a, b in zip(first.steps, second.steps, strict=True)]
+    apart = [abs(a - b) / abs(b) for a, b in pairs]
+    context.note(first_step_apart=apart[0], mean_apart=sum(apart) / len(apart))
+    require(apart[0] < 0.1, f"the first losses, before any push, are {pairs[0]}")
+    require(sum(apart) / len(apart) < 0.15, f"losses by ipc and by the object store: {pairs}")
+
+
+def _steps(output: object) -> list[dict[str, float]]:
+    import json
+    from pathlib import Path
+
+    rows = map(json.loads, Path(str(output), "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["step"]]
+
+
+def little_memory(context: Context) -> None:
+    """Rewards, two updates a batch, adapters over 4-bit weights, checkpointing, the optimizer on the host."""
+    overrides = ("actor.update_epochs=2", "actor.lora.r=8", "actor.lora.quantize=nf4", "actor.offload_optimizer=true")
+    overrides += ("actor.gradient_checkpointing=true", "trainer.total_steps=3", "trainer.batch_size=8", "rollout.n=8")
+    overrides += ("placement=single_gpu", "trainer.val_every=1000", "rollout.enforce_eager=true")
+    found = run(context, "grpo", *_task(context), *overrides, recipe="grpo")
+    _agrees(context, found, moves=False)
+    require((found.output / "model" / "adapter").is_dir(), "no adapter was written")
+
+
+def curve(context: Context) -> None:
+    """The built-in recipe as it is: how long it takes, and how much of the teacher it reaches."""
+    overrides = ("trainer.total_steps=4", *_task(context)) if context.rehearsal else ()
+    found = run(context, "curve", "placement=single_gpu", *EAGER, *overrides)
+    _agrees(context, found)
+    summary = found.summary()
+    before, after = (summary[when]["val/accuracy"] for when in ("before", "after"))
+    teacher = summary["teacher"]["val/accuracy"]
+    context.note(before=before, after=after, teacher=teacher, wall_s=summary["wall_s"])
+    context.note(curve={row["step"]: row["val/accuracy"] for row in found.steps if "val/accuracy" in row})
+    if not context.rehearsal:
+        require(after > 0.9 * teacher, f"accuracy {before} -> {after}, the teacher has {teacher}")
+
+
+def two_gpus(context: Context) -> None:
+    """Weights over NCCL from one GPU to the other; then two FSDP ranks and an engine on both."""
+    apart = ("trainer.gpus=0", "rollout.gpus=1", "teacher.gpus=1", "teacher.share_with=rollout", *EAGER)
+    apart += ("rollout.gpu_memory_utilization=0.3", "teacher.gpu_memory_utilization=0.3", "weights.checksum=true")
+    found = run(context, "nccl", *_task(context), *apart, "trainer.total_steps=4", "trainer.val_every=1000")
+    require("by nccl" in found.text, "weights did not go by NCCL")
+    _agrees(context, found)
+    both = ("placement=2gpu", "rollout.tensor_parallel_size=2", *EAGER, "weights.checksum=true")
+    found = run(context, "both", *_task(context), *both, "trainer.total_steps=4", "trainer.val_every=1000")
+    require("by ipc" in found.text, "weights did not go by ipc")
+    _agrees(context, found)
+
+
+def _task(context: Context) -> tuple[str, ...]:
+    return SMALLER_TASK if context.rehearsal else SMALL_TASK

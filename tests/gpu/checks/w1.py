@@ -1,0 +1,72 @@
+"""Workload W1: a student of 0.5 billion parameters and a teacher of 1.5, 128 prompts of 128 tokens and 512 a response.
+
+Random weights in the shapes of Qwen2.5, as Llama models, whose tokenizer transformers takes as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.gpu.checks.context import Context, require
+from tests.gpu.checks.program import run
+
+TRL_STEP_S, TRL_PEAK_GIB = 4.95, 64.8
+"""Of TRL 1.16's DistillationTrainer on one H200, vLLM colocated; the peak is that of its trainer."""
+
+WORDS, PROMPT, RESPONSE, BATCH, STEPS = 151_936, 128, 512, 128, 8
+SHAPES = {"student": (896, 4864, 24, 14, 2), "teacher": (1536, 8960, 28, 12, 2)}
+SMALL = {"student": (64, 128, 2, 2, 2), "teacher": (128, 256, 2, 4, 2)}
+
+
+def against_trl(context: Context) -> None:
+    """Seconds a step and by stage, and peak memory, beside TRL's."""
+    small = context.rehearsal
+    words, prompt, response, batch = (512, 16, 16, 16) if small else (WORDS, PROMPT, RESPONSE, BATCH)
+    path = context.scratch / "w1-models"
+    _make(path, SMALL if small else SHAPES, words, prompt, batch)
+    found = run(
+        context, "w1", "placement=single_gpu",
+        f"model.path={path / 'student'}", f"teacher.model.path={path / 'teacher'}",
+        f"data.train_files=[{path / 'prompts.jsonl'}]", f"data.val_files=[{path / 'prompts.jsonl'}]",
+        "data.prompt_key=prompt", "data.val_limit=8", f"data.max_prompt_length={prompt}",
+        f"rollout.max_response_length={response}", f"trainer.batch_size={batch}", "trainer.val_every=1000",
+        f"trainer.total_steps={4 if small else STEPS}", f"rollout.max_num_seqs={batch}", "actor.lr=1e-6",
+    )  # fmt: skip
+    step = found.median("timing_s/step")
+    stages = {stage: found.median(f"timing_s/{stage}") for stage in ("generate", "score", "update", "sync")}
+    context.note(step_s=step, stages={name: float(f"{value:.3g}") for name, value in stages.items()})
+    context.note(mismatch_kl_max=found.largest("mismatch/kl"), first_step_s=found.first_step_s)
+    require(found.largest("mismatch/kl") < 0.02, "sampler and trainer disagree")
+    if small:
+        return
+    actor = found.largest("memory/actor/peak_gb") * 1e9 / (1 << 30)
+    context.note(trl_step_s=TRL_STEP_S, of_trl=step / TRL_STEP_S, actor_peak_gib=actor, trl_peak_gib=TRL_PEAK_GIB)
+    require(step < TRL_STEP_S, f"{step:.2f} s a step, TRL has {TRL_STEP_S}")
+    require(actor < TRL_PEAK_GIB, f"{actor:.1f} GiB in the actor, TRL has {TRL_PEAK_GIB}")
+
+
+def _make(path: Path, shapes: dict[str, tuple[int, int, int, int, int]], words: int, prompt: int, batch: int) -> None:
+    """Models, a tokenizer of as many words, and prompts of as many words as they are to have tokens."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    torch.manual_seed(0)
+    for name, (width, inner, layers, heads, groups) in shapes.items():
+        config = LlamaConfig(
+            hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=groups, vocab_size=words, tie_word_embeddings=True, max_position_embeddings=4096,
+            eos_token_id=1, pad_token_id=0, bos_token_id=None,
+        )  # fmt: skip
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = LlamaForCausalLM(config).bfloat16()
+        model.cpu().save_pretrained(path / name)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="w1", pad_token="w0", unk_token="w0"
+        ).save_pretrained(path / name)
+    rows = torch.randint(2, words, (batch * (STEPS + 2), prompt)).tolist()
+    lines = (json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) for row in rows)
+    (path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
