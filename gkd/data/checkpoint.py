@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gkd.errors import ConfigError
 
@@ -50,3 +50,22 @@ class Checkpoint:
         n_tokens = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
         positions = getattr(text, "max_position_embeddings", None)
         return Checkpoint(int(text.vocab_size), None if positions is None else int(positions), sorted(eos), n_tokens)
+
+
+def exact_attention(config: Any) -> Literal["sdpa", "eager"]:
+    """transformers' attention for padded rows of the model with that configuration: sdpa leaves soft caps out."""
+    return "sdpa" if has_plain_attention(config) and getattr(class_of(config), "_supports_sdpa", False) else "eager"
+
+
+def has_plain_attention(config: Any) -> bool:
+    """Whether its layers are softmax attention alone, over everything or a window."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    return kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
+
+
+def class_of(config: Any) -> Any:
+    """transformers' causal language model with that configuration; None where it has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
