@@ -22,6 +22,7 @@ from gkd.data.tokenizer import (
 )
 from gkd.errors import ConfigError
 from gkd.rewards.registry import resolve
+from gkd.vllm_support import SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     for name in judges:
         models[name] = Checkpoint.read(judges[name], f"{name.partition(':')[0]}.model.path")
     own = models["student"]
+    _require_engines_run(config, student, judges)
     if config.actor.lora.r is not None:
         from gkd.actor.lora import require_adaptable  # imports torch and peft
 
@@ -102,6 +104,16 @@ def _require_known(config: Config) -> None:
     for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
         if model.size is not None:
             raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
+
+
+def _require_engines_run(config: Config, student: str, judges: dict[str, str]) -> None:
+    """Raise ConfigError for a model that vLLM is to run and cannot."""
+    if config.rollout.engine == "vllm":
+        require_vllm_runs(student, "model.path", STUDENT_REMEDY)
+    for name, path in judges.items():
+        group, _, teacher = name.partition(":")
+        setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
+        require_vllm_runs(path, setting, SCORER_REMEDY)
 
 
 def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:

@@ -14,13 +14,15 @@ class Checkpoint:
 
     ``vocabulary``: rows of logits, padding included. ``positions``: the longest sequence in tokens, None for no limit.
     ``eos_ids``: tokens that end a response, of the model, its generation settings and its tokenizer together.
-    ``n_tokens``: ids the tokenizer knows, 0 without one; rows from there on are padding.
+    ``n_tokens``: ids the tokenizer knows, 0 without one; rows from there on are padding. ``stateful``: some layers keep
+    a state beside or instead of keys and values.
     """
 
     vocabulary: int
     positions: int | None
     eos_ids: list[int]
     n_tokens: int
+    stateful: bool = False
 
     @staticmethod
     def read(path: str, setting: str, tokenizer: Any = None) -> Checkpoint:
@@ -49,7 +51,15 @@ class Checkpoint:
         eos = {int(i) for end in ends if end is not None for i in (end if isinstance(end, list) else [end])}
         n_tokens = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
         positions = getattr(text, "max_position_embeddings", None)
-        return Checkpoint(int(text.vocab_size), None if positions is None else int(positions), sorted(eos), n_tokens)
+        positions = None if positions is None else int(positions)
+        return Checkpoint(int(text.vocab_size), positions, sorted(eos), n_tokens, _is_stateful(text))
+
+
+def _is_stateful(text: Any) -> bool:
+    """Whether layers are named that are neither attention with keys and values nor without memory of earlier tokens."""
+    stateless = {"moe", "mlp"}
+    kinds = set(getattr(text, "layer_types", None) or ()) - stateless
+    return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
 
 
 def exact_attention(config: Any) -> Literal["sdpa", "eager"]:

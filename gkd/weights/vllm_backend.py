@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Piece, unpack
+from gkd.weights.vllm_direct import DirectCopies
 
 
 @dataclass
@@ -39,6 +40,7 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
     """Loads tensors handed over in the call itself."""
 
     update_info_cls = TensorUpdate
+    direct: DirectCopies | None = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one piece. The base class would synchronise an accelerator, which a CPU does not have."""
@@ -48,7 +50,10 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: TensorUpdate) -> None:
         """Hand the tensors to the model's own loader, which knows its fused and sharded layers."""
-        self.model.load_weights([(name, t.to(self.device)) for name, t in update_info.tensors.items()])
+        assert self.direct is not None, "a piece came before the update was begun"
+        with self.direct:
+            self.model.load_weights([(name, t.to(self.device)) for name, t in update_info.tensors.items()])
+        self.direct.process(whole=False)
 
     def start_weight_update(self) -> None:
         """Begin the reload; on a CPU every layer is then prepared for its kernels as at the first load.
@@ -61,12 +66,16 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
                 if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                     module.quant_method.moe_kernel = None
         super().start_weight_update()
+        self.direct = DirectCopies(self.model)
 
     def finish_weight_update(self) -> None:
         """Finish the reload; on a CPU also prepare layers whose weights came by way of another module, as tied heads.
 
         Such a layer shares its weight with the one that was reloaded, and has a copy of its own in its kernel's layout.
         """
+        assert self.direct is not None, "an update ends that was not begun"
+        self.direct.process(whole=True)
+        self.direct = None
         super().finish_weight_update()
         if self.device.type == "cpu":
             modules = list(self.model.modules())
