@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from gkd.actor import attention
 from gkd.actor.head import Head
 from gkd.actor.packing import MicroBatch
-from gkd.actor.quantize import dequantized, loading, packed_parameters
+from gkd.actor.quantize import dequantized, loading, packed_parameters, quantized
 from gkd.config import Lora
 from gkd.data.checkpoint import class_of, exact_attention, has_plain_attention
 from gkd.errors import ConfigError
@@ -96,6 +96,8 @@ class Student(nn.Module):
         for module in self.modules():
             if getattr(module, "gradient_checkpointing", False) or isinstance(module, nn.modules.dropout._DropoutNd):
                 module.training = mode
+        for layer in quantized(self.lm).values():
+            layer.training = True  # otherwise bitsandbytes lays its weight out anew on a CPU, and not back
         return self
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -169,6 +171,7 @@ def load(
 
         add_adapter(lm, lora)
     student = Student(lm, adapted, files)
+    student.eval()
     if student.packed and not student.can_pack(lm.device):
         lm.set_attn_implementation(exact_attention(config))
         student.packed = False
