@@ -5,6 +5,7 @@ On a GPU there is always some kernel, so nothing is refused there.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from gkd.errors import ConfigError
@@ -14,6 +15,10 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of attention with keys and values."""
 CPU_LATENT_SIZES = (576,)
 """Of attention over a latent vector instead (MLA): its rank and the rotated part together."""
+SELECTIVE_SCAN = ("mamba", "falcon_mamba", "jamba")
+"""Types of models with Mamba's first kind of layer, whose kernel there is on a GPU alone."""
+NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Types of models that share a module of vLLM's with models that see; the build for a CPU comes without torchvision."""
 _HEAD_SIZES = ("head_dim", "global_head_dim", "attention_head_dim")
 
 STUDENT_REMEDY = "rollout.engine=hf samples with transformers instead"
@@ -36,6 +41,11 @@ def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
 
 def why_not_on_a_cpu(config: Any) -> str | None:
     """What of the language model with that configuration vLLM's kernels for a CPU lack; None where nothing."""
+    kind = config.model_type
+    if kind in SELECTIVE_SCAN:
+        return f"vLLM on a CPU has no selective scan, which a {kind} model needs"
+    if kind in NEED_TORCHVISION and find_spec("torchvision") is None:
+        return f"vLLM runs a {kind} model only beside torchvision, which is not installed"
     if getattr(config, "kv_lora_rank", None):
         size = config.kv_lora_rank + config.qk_rope_head_dim
         if size in CPU_LATENT_SIZES:
