@@ -23,6 +23,7 @@ from gkd.errors import ConfigError
 from gkd.rewards.registry import resolve
 from gkd.sample import Prompt
 from gkd.teacher.prompting import teacher_prompts
+from gkd.vllm_support import SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     for name in judges:
         models[name] = Checkpoint.read(judges[name], f"{name.partition(':')[0]}.model.path")
     own = models["student"]
+    _require_engines_run(config, student, judges)
     if config.actor.lora.r is not None:
         from gkd.actor.lora import require_adaptable  # imports torch and peft
 
@@ -117,6 +119,16 @@ def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
                 f"data.teacher_key={config.data.teacher_key}: a prompt is for the teacher {prompt.teacher!r}; "
                 f"teacher.models has {', '.join(config.teacher.models)}"
             )
+
+
+def _require_engines_run(config: Config, student: str, judges: dict[str, str]) -> None:
+    """Raise ConfigError for a model that vLLM is to run and cannot."""
+    if config.rollout.engine == "vllm":
+        require_vllm_runs(student, "model.path", STUDENT_REMEDY)
+    for name, path in judges.items():
+        group, _, teacher = name.partition(":")
+        setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
+        require_vllm_runs(path, setting, SCORER_REMEDY)
 
 
 def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:

@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from gkd.actor import attention
+from gkd.actor.head import Head
 from gkd.actor.packing import MicroBatch
-from gkd.actor.quantize import dequantized, loading, packed_parameters
+from gkd.actor.quantize import dequantized, loading, packed_parameters, quantized
 from gkd.config import Lora
+from gkd.data.checkpoint import class_of, exact_attention, has_plain_attention
 from gkd.errors import ConfigError
+from gkd.weights.file_names import FileNames
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -31,10 +34,12 @@ class Student(nn.Module):
     micro-batch.
     """
 
-    def __init__(self, lm: PreTrainedModel, has_adapter: bool) -> None:
+    def __init__(self, lm: PreTrainedModel, has_adapter: bool, files: FileNames) -> None:
         super().__init__()
-        self.lm, self.has_adapter = lm, has_adapter
+        self.lm, self.has_adapter, self._files = lm, has_adapter, files
         self.packed = lm.config._attn_implementation == attention.NAME
+        self.head = Head(lm)
+        """Logits [n, V] of hidden states [n, D]."""
 
     def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
         """``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
@@ -43,14 +48,7 @@ class Student(nn.Module):
     def hidden(self, micro: MicroBatch) -> Tensor:
         """Final hidden states [L, D] of every token of a micro-batch."""
         if self.packed:
-            return self._base(
-                micro.token_ids[None],
-                position_ids=micro.position_ids[None],
-                cu_seq_lens_q=micro.cu_seqlens,
-                cu_seq_lens_k=micro.cu_seqlens,
-                max_length_q=micro.max_seqlen,
-                max_length_k=micro.max_seqlen,
-            )[0]
+            return self._packed(micro.token_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
         lengths = micro.cu_seqlens.diff()
         steps = torch.arange(micro.max_seqlen, device=lengths.device)
         real = steps < lengths[:, None]  # [S, M]
@@ -58,24 +56,54 @@ class Student(nn.Module):
         rows[real] = micro.token_ids
         return self._base(rows, attention_mask=real.long())[real]
 
+    def _packed(self, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:
+        return self._base(
+            token_ids[None],
+            position_ids=position_ids[None],
+            cu_seq_lens_q=bounds,
+            cu_seq_lens_k=bounds,
+            max_length_q=longest,
+            max_length_k=longest,
+        )[0]
+
     def _base(self, token_ids: Tensor, **kwargs: Any) -> Tensor:
         hidden: Tensor = self.lm.base_model(token_ids, use_cache=False, **kwargs).last_hidden_state
         return hidden
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of hidden states [n, D], with the scalings that some families apply after the head."""
-        config = self.lm.config.get_text_config()
-        logits: Tensor = self.lm.get_output_embeddings()(hidden)
-        if scale := getattr(config, "logit_scale", None):  # Cohere
-            logits = logits * scale
-        if divisor := getattr(config, "logits_scaling", None):  # Granite
-            logits = logits / divisor
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+    @torch.no_grad()
+    def can_pack(self, device: torch.device) -> bool:
+        """Whether sequences laid end to end know nothing of each other: the second of two is what it is alone.
+
+        A layer may keep where sequences begin from its attention, carry a state on, or count positions by itself.
+        """
+        first, second = 3, 5
+        positions = torch.cat([torch.arange(n, device=device) for n in (first, second)])
+        ids = (7 * torch.arange(first + second, device=device) + 1) % self.lm.config.get_text_config().vocab_size
+        try:
+            both = self._packed(ids, positions, _bounds([0, first, first + second], device), second)[first:]
+        except (ValueError, TypeError):  # attention without bounds, layers that take no such arguments
+            return False
+        alone = self._packed(ids[first:], positions[first:], _bounds([0, second], device), second)
+        tolerance = 1e-3 if both.dtype == torch.float32 else 5e-2
+        return bool((both - alone).abs().max() <= tolerance * alone.abs().max())
+
+    def train(self, mode: bool = True) -> Student:
+        """Set what gradient checkpointing and an adapter's dropout look at to training mode.
+
+        Nothing else ever is: a student that forgets or routes at random is not the one that sampled, and every
+        log-probability would differ.
+        """
+        super().train(False)
+        self.training = mode
+        for module in self.modules():
+            if getattr(module, "gradient_checkpointing", False) or isinstance(module, nn.modules.dropout._DropoutNd):
+                module.training = mode
+        for layer in quantized(self.lm).values():
+            layer.training = True  # otherwise bitsandbytes lays its weight out anew on a CPU, and not back
+        return self
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer, gathered from all ranks, by its Hugging Face name.
+        """Every parameter and persistent buffer, gathered from all ranks, by its name in transformers.
 
         An adapter is added to what it adapts. A collective: every rank has to iterate, in step. Weights tied to another
         are named once. Without an adapter, which is added before anything is rounded, it is shards of ``dtype`` that
@@ -89,6 +117,10 @@ class Student(nn.Module):
         for name, whole in tensors:
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
+    def file_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The same by the names, and in the shapes, that the model's files have. A collective as well."""
+        return self._files.convert(self.full_tensors(dtype))
+
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's parameters, gathered. A collective."""
         from gkd.actor.lora import is_adapter
@@ -99,11 +131,7 @@ class Student(nn.Module):
         return dequantized(self.lm, self._stored(dtype))
 
     def _stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        seen: set[int] = set()
-        for name, value in self.lm.state_dict(keep_vars=True).items():
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield name, _whole(value.detach(), dtype)
+        return ((name, _whole(value.detach(), dtype)) for name, value in _named(self.lm))
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -151,14 +179,36 @@ def load(
         raise ConfigError(f"model.path={path}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    lm.train()  # which gradient checkpointing asks for
     _without_dropout(lm)
-    if lora is None or lora.r is None:
-        return Student(lm, has_adapter=False)
-    from gkd.actor.lora import add_adapter  # imports peft, a second of every start
+    files = FileNames(lm, {name: tuple(value.shape) for name, value in _named(_empty(config))})
+    adapted = lora is not None and lora.r is not None
+    if lora is not None and adapted:
+        from gkd.actor.lora import add_adapter  # imports peft, a second of every start
 
-    add_adapter(lm, lora)
-    return Student(lm, has_adapter=True)
+        add_adapter(lm, lora)
+    student = Student(lm, adapted, files)
+    student.eval()
+    if student.packed and not student.can_pack(lm.device):
+        lm.set_attn_implementation(exact_attention(config))
+        student.packed = False
+    student.train()
+    return student
+
+
+def _empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model of that kind without weights."""
+    with torch.device("meta"):
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return empty
+
+
+def _named(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; weights tied to another once."""
+    seen: set[int] = set()
+    for name, value in lm.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
 
 
 def write_model(lm: PreTrainedModel, path: str, state: dict[str, Tensor], dtype: torch.dtype, directory: str) -> None:
@@ -166,17 +216,19 @@ def write_model(lm: PreTrainedModel, path: str, state: dict[str, Tensor], dtype:
 
     By an empty model of that kind: ``lm`` itself is sharded, and its layers may have adapters and 4-bit weights.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    empty = _empty(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
     empty.save_pretrained(directory, state_dict=state)
     given = Path(path, "generation_config.json")
     if given.exists():  # as it is: transformers refuses to write some that it reads
         Path(directory, given.name).write_bytes(given.read_bytes())
 
 
+def _bounds(places: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(places, dtype=torch.int32, device=device)
+
+
 def _without_dropout(lm: nn.Module) -> None:
-    """A student that forgets at random is not the one that sampled: every log-probability would differ."""
+    """Take the model's own dropout away, also from layers that gradient checkpointing wants in training mode."""
     for module in lm.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -186,20 +238,13 @@ def _without_dropout(lm: nn.Module) -> None:
 
 
 def _attention(config: PretrainedConfig) -> str:
-    """Packed attention for models that are attention all through and let it be replaced; else padded rows and sdpa.
+    """Packed attention for models that seem to be attention all through and let it be replaced.
 
     Recurrent and linear-attention layers would carry state over from one sequence to the next, and soft-capped or
     sink attention is not what the packed function computes.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    plain = kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
-    if plain and getattr(cls, "_supports_attention_backend", False) and text.model_type not in ("gpt_oss",):
-        return attention.NAME
-    return "sdpa" if getattr(cls, "_supports_sdpa", False) and plain else "eager"
+    packs = has_plain_attention(config) and getattr(class_of(config), "_supports_attention_backend", False)
+    return attention.NAME if packs and config.get_text_config().model_type != "gpt_oss" else exact_attention(config)
 
 
 def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool = False) -> None:

@@ -311,7 +311,7 @@ class ActorWorker:
         """The weights, gathered as they are asked for; what was remembered of samples of earlier ones is forgotten."""
         self._old.clear()
         self._reference.clear()
-        return self.student.full_tensors(self.dtype)
+        return self.student.file_tensors(self.dtype)
 
     def save(self, directory: str) -> None:
         """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gkd.errors import ConfigError
 
@@ -14,13 +14,15 @@ class Checkpoint:
 
     ``vocabulary``: rows of logits, padding included. ``positions``: the longest sequence in tokens, None for no limit.
     ``eos_ids``: tokens that end a response, of the model, its generation settings and its tokenizer together.
-    ``n_tokens``: ids the tokenizer knows, 0 without one; rows from there on are padding.
+    ``n_tokens``: ids the tokenizer knows, 0 without one; rows from there on are padding. ``stateful``: some layers keep
+    a state beside or instead of keys and values.
     """
 
     vocabulary: int
     positions: int | None
     eos_ids: list[int]
     n_tokens: int
+    stateful: bool = False
 
     @staticmethod
     def read(path: str, setting: str, tokenizer: Any = None) -> Checkpoint:
@@ -53,7 +55,7 @@ class Checkpoint:
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None:
             positions = _count(positions, f"{name}: max_position_embeddings")
-        return Checkpoint(vocabulary, positions, sorted(eos), n_tokens)
+        return Checkpoint(vocabulary, positions, sorted(eos), n_tokens, _is_stateful(text))
 
 
 def _ids(value: Any, what: str) -> list[int]:
@@ -68,3 +70,29 @@ def _count(value: Any, what: str) -> int:
     if type(value) is not int or value < 1:
         raise ConfigError(f"{what} is {value!r}; a number above 0 is expected")
     return value
+
+
+def _is_stateful(text: Any) -> bool:
+    """Whether layers are named that are neither attention with keys and values nor without memory of earlier tokens."""
+    stateless = {"moe", "mlp"}
+    kinds = set(getattr(text, "layer_types", None) or ()) - stateless
+    return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
+
+
+def exact_attention(config: Any) -> Literal["sdpa", "eager"]:
+    """transformers' attention for padded rows of the model with that configuration: sdpa leaves soft caps out."""
+    return "sdpa" if has_plain_attention(config) and getattr(class_of(config), "_supports_sdpa", False) else "eager"
+
+
+def has_plain_attention(config: Any) -> bool:
+    """Whether its layers are softmax attention alone, over everything or a window."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    return kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
+
+
+def class_of(config: Any) -> Any:
+    """transformers' causal language model with that configuration; None where it has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TopPLogitsWarper,
+)
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    get_verbosity,
+    is_progress_bar_enabled,
+    set_verbosity,
+    set_verbosity_error,
+)
 
-from gkd.data.checkpoint import Checkpoint
+from gkd.data.checkpoint import Checkpoint, exact_attention
 from gkd.rollout.engine import Finished
 from gkd.sample import Request, Sampling
 
@@ -49,9 +65,11 @@ class HFEngine:
     """Batches of requests with equal sampling settings, one ``generate`` call each."""
 
     def __init__(self, model_path: str, model: Checkpoint, device: str, dtype: torch.dtype, max_batch: int) -> None:
-        self.model = (
-            AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, local_files_only=True).to(device).eval()
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        lm = AutoModelForCausalLM.from_pretrained(
+            model_path, config=config, dtype=dtype, attn_implementation=exact_attention(config), local_files_only=True
         )
+        self.model = lm.to(device).eval()
         # A model's own settings (a repetition penalty, a nucleus) would change the distribution that is sampled from.
         self.model.generation_config = GenerationConfig()
         self.checkpoint, self.device, self.max_batch = model, device, max_batch
@@ -124,10 +142,30 @@ class HFEngine:
         self.model.to(self.device)
 
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Copy every tensor into the model by name; raises RuntimeError for a name it does not have."""
-        own = self.model.state_dict()
-        for piece in pieces:
-            for name, tensor in piece.items():
-                if name not in own:
-                    raise RuntimeError(f"weights version {version}: the model has no {name}")
-                own[name].copy_(tensor)
+        """Copy the weights into the model, which come by the names that its files have; RuntimeError unless they fit.
+
+        transformers reads them as it would read the files, so that what it converts while loading is converted.
+        """
+        state = {name: tensor for piece in pieces for name, tensor in piece.items()}
+        with _quietly():
+            loaded, found = type(self.model).from_pretrained(
+                None, config=self.model.config, state_dict=state, dtype=self.model.dtype, output_loading_info=True
+            )
+        for problem in ("unexpected", "missing", "mismatched"):
+            if names := sorted(map(str, found[f"{problem}_keys"])):
+                raise RuntimeError(f"weights version {version}: {names[0]} is {problem} ({len(names)} tensors in all)")
+        self.model.load_state_dict(loaded.state_dict())
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' bar of progress and its report of keys, which are for a person who loads a model once."""
+    shown, verbosity = is_progress_bar_enabled(), get_verbosity()
+    disable_progress_bar()
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(verbosity)
+        if shown:
+            enable_progress_bar()

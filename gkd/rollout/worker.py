@@ -342,6 +342,7 @@ def _arguments(config: Config, spec: EngineSpec, span: Span | None) -> dict[str,
         dtype=config.model.dtype_on(spec.device),
         max_model_len=spec.max_length,
         logprobs_mode="processed_logprobs",
+        prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
         seeded=True,
         seed=config.trainer.seed + spec.rank,
         sleeps=config.cluster.take_turns is True and "rollout" in config.on_the_actors_gpus(),

@@ -73,8 +73,10 @@ def _serve(config: Config, stop: _Stop) -> int:
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
     from gkd.teacher.scoring import VllmEngine
     from gkd.teacher.server import TeacherServer
+    from gkd.vllm_support import SCORER_REMEDY, require_vllm_runs
 
     directory = check_causal_lm(path, "teacher.model.path")
+    require_vllm_runs(directory, "teacher.model.path", SCORER_REMEDY)
     tokenizer = load_tokenizer(directory, "teacher.model.path")
     checkpoint = Checkpoint.read(directory, "teacher.model.path", tokenizer)
     digest = tokenizer_hash(tokenizer)

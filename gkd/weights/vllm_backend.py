@@ -7,6 +7,7 @@ reload around an update and replace how tensors arrive.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,11 @@ from vllm.distributed.weight_transfer.nccl_common import (
     worker_init_payload,
     worker_init_process_group,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Piece, unpack
+from gkd.weights.vllm_direct import DirectCopies
 
 
 @dataclass
@@ -38,6 +40,7 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
     """Loads tensors handed over in the call itself."""
 
     update_info_cls = TensorUpdate
+    direct: DirectCopies | None = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one piece. The base class would synchronise an accelerator, which a CPU does not have."""
@@ -47,15 +50,40 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: TensorUpdate) -> None:
         """Hand the tensors to the model's own loader, which knows its fused and sharded layers."""
-        self.model.load_weights([(name, t.to(self.device)) for name, t in update_info.tensors.items()])
+        assert self.direct is not None, "a piece came before the update was begun"
+        with self.direct:
+            self.model.load_weights([(name, t.to(self.device)) for name, t in update_info.tensors.items()])
+        self.direct.process(whole=False)
+
+    def start_weight_update(self) -> None:
+        """Begin the reload; on a CPU every layer is then prepared for its kernels as at the first load.
+
+        vLLM prepares experts for its CPU kernels (padding, packing) only while they have no kernel yet, and a reload
+        would leave raw weights where packed ones are read. No graph holds on to a kernel here, as it would on a GPU.
+        """
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                    module.quant_method.moe_kernel = None
+        super().start_weight_update()
+        self.direct = DirectCopies(self.model)
 
     def finish_weight_update(self) -> None:
-        """Finish the reload; on a CPU also repack a head tied to the embeddings, which the reload leaves as it was."""
+        """Finish the reload; on a CPU also prepare layers whose weights came by way of another module, as tied heads.
+
+        Such a layer shares its weight with the one that was reloaded, and has a copy of its own in its kernel's layout.
+        """
+        assert self.direct is not None, "an update ends that was not begun"
+        self.direct.process(whole=True)
+        self.direct = None
         super().finish_weight_update()
-        if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
-            for module in self.model.modules():
-                if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
+        if self.device.type == "cpu":
+            modules = list(self.model.modules())
+            owners = Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
+            for module in modules:
+                shared = any(owners[id(p)] > 1 for p in module._parameters.values() if p is not None)
+                if shared and isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase):
+                    quant_method.process_weights_after_loading(module)
 
 
 @dataclass

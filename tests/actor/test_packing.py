@@ -149,7 +149,7 @@ def test_head_never_sees_more_than_a_chunk_of_positions(tmp_path) -> None:
     models.make("llama").save_pretrained(tmp_path)
     student = load(tmp_path)
     seen: list[int] = []
-    student.lm.get_output_embeddings().register_forward_hook(lambda _, args, __: seen.append(len(args[0])))
+    student.lm.get_output_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].shape[-2]))
     gradients(student, [micro_batch(models.scored(9))], Algorithm(), chunk=6)
     assert max(seen) == 6
 

@@ -39,6 +39,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer), max_position_embeddings=64))
         model.save_pretrained(found / name)
         tokenizer.save_pretrained(found / name)
+    narrow = LlamaForCausalLM(LlamaConfig(**shape | {"hidden_size": 24}, vocab_size=len(tokenizer)))
+    narrow.save_pretrained(found / "narrow")
+    tokenizer.save_pretrained(found / "narrow")
     BertModel(BertConfig(**shape, vocab_size=20)).save_pretrained(found / "bert")
     tokenizer.save_pretrained(found / "bert")
     # Another tokenizer: two words have changed places.
@@ -80,6 +83,14 @@ CASES = {
     "other tokenizer": (
         {"teacher__model__path": "FILES/other"},
         r"tokenizers of .*student.* and .*other differ: id \d+",
+    ),
+    "no kernel for the student": (
+        {"model__path": "FILES/narrow"},
+        r"model\.path=.*narrow: vLLM on a CPU has no attention with heads of 24, only of .*; rollout\.engine=hf",
+    ),
+    "no kernel for the teacher": (
+        {"teacher__model__path": "FILES/narrow"},
+        r"teacher\.model\.path=.*narrow: .* heads of 24, .*; choose another model, or score on a machine with a GPU",
     ),
     "no such file": ({"data__train_files": "[FILES/none.jsonl]"}, r"none\.jsonl"),
     "empty file": ({"data__val_files": "[FILES/empty.jsonl]"}, r"empty\.jsonl"),

@@ -1,0 +1,67 @@
+"""The head of a language model by itself: from hidden states to logits, a few positions at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class Head:
+    """Turns hidden states [n, D] into logits [n, V] as the model does.
+
+    Families scale, cap or project what the head gives, each in its own way and by settings of its own names. So the
+    model's own forward is run, with the hidden states in place of everything below the head. The head's parameters stay
+    those of ``lm``.
+    """
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        self._below = _Below(lm.base_model)
+        # A view of the model: another table of submodules, the submodules themselves the same.
+        self._view: Any = copy.copy(lm)
+        self._view._modules = {**lm._modules, lm.base_model_prefix: self._below}
+        self._view.training = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of hidden states [n, D]."""
+        self._below.hidden = hidden[None]
+        try:
+            # Of the class: a wrapper put around ``lm``'s own forward would call ``lm``.
+            logits: Tensor = type(self._view).forward(self._view, inputs_embeds=hidden[None], use_cache=False).logits
+        finally:
+            self._below.hidden = None
+        return logits[0]
+
+
+class _Below:
+    """Stands for the model below the head, or for its decoder: has its hidden states already."""
+
+    def __init__(self, below: nn.Module) -> None:
+        self._below = below
+        self.hidden: Tensor | None = None
+
+    @property
+    def decoder(self) -> _Below:
+        """Of families that call the decoder of what is below the head."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._below, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Output:
+        return _Output(self.hidden)
+
+
+class _Output:
+    """The hidden states, and None for whatever else such a model gives."""
+
+    def __init__(self, hidden: Tensor | None) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None

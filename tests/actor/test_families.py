@@ -1,0 +1,138 @@
+"""Students of many families against transformers: log-probabilities, what leaves the actor, sampling without vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gkd.actor.model import Student, load, write_model
+from gkd.actor.packing import collate
+from gkd.config import Lora
+from gkd.data.checkpoint import Checkpoint
+from gkd.rollout.hf import HFEngine
+from gkd.sample import Sample, Sampling, Scored
+from gkd.weights.file_names import FileNames
+from gkd.weights.pieces import buckets
+from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
+from tests.rollout.test_engines import requests, run, worst_difference
+
+PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon"}
+DESCRIBED = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+
+
+def student_of(family: str, path: Path, lora: Lora | None = None) -> tuple[Student, PreTrainedModel]:
+    """A student of a family as a run loads it, and the model whose files it was loaded from."""
+    model = make(family, seed=0)
+    model.save_pretrained(path)
+    return load(path, lora=lora), model
+
+
+def samples() -> list[Scored]:
+    """Of different lengths, prompt and response."""
+    rng = np.random.default_rng(0)
+    found = []
+    for request in requests(Sampling(12), n=5):
+        ids = rng.integers(3, N_TOKENS, rng.integers(1, 12)).astype(np.int32)
+        found.append(Scored(Sample(request, ids, np.zeros(len(ids), np.float32), 0, "stop"), None))
+    return found
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, scored: Scored) -> Tensor:
+    """transformers' own of one sample by itself, at the response's positions, [R, V]."""
+    sample = scored.sample
+    ids = np.concatenate([sample.request.prompt.token_ids, sample.response_ids]).astype(np.int64)
+    return model(torch.from_numpy(ids)[None]).logits[0, -len(sample.response_ids) - 1 : -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_students_logprobs_and_files_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Scaled and capped logits, experts, windows, states: whatever the family does, in one micro-batch of five."""
+    student, model = student_of(family, tmp_path)
+    assert student.packed == (family not in PADDED)
+    assert student.training
+    found = samples()
+    micro = collate(found, None, [1.0] * 5, [0.0] * 5)
+    with torch.no_grad():
+        own = student(micro, lambda hidden, head: head(hidden).log_softmax(-1))
+    torch.testing.assert_close(own, torch.cat([logprobs(model, scored) for scored in found]), rtol=0, atol=1e-4)
+    files, sent = load_file(tmp_path / "model.safetensors"), dict(student.file_tensors(torch.float32))
+    assert sent.keys() == files.keys()
+    assert all(torch.equal(sent[name], value) for name, value in files.items())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_neox", "gemma2"])
+def test_what_is_written_is_what_was_read(family: str, tmp_path: Path) -> None:
+    student, _ = student_of(family, tmp_path / "read")
+    state = dict(student.full_tensors(torch.float32))
+    write_model(student.lm, str(tmp_path / "read"), state, torch.float32, str(tmp_path / "written"))
+    read, written = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "written"))
+    assert read.keys() == written.keys()
+    assert all(torch.equal(written[name], value) for name, value in read.items())
+
+
+def test_an_adapter_reaches_the_files_names(tmp_path: Path) -> None:
+    student, _ = student_of("mixtral", tmp_path, Lora(r=2))
+    with torch.no_grad():
+        for name, parameter in student.lm.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    files, sent = load_file(tmp_path / "model.safetensors"), dict(student.file_tensors(torch.float32))
+    assert {name: t.shape for name, t in sent.items()} == {name: t.shape for name, t in files.items()}
+    changed = {name for name, value in files.items() if not torch.equal(sent[name], value)}
+    assert changed == {name for name in files if "self_attn" in name}
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in files
+
+
+def test_tensors_that_are_converted_together_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tensors one at a time give something else than all at once, a layer's go together."""
+
+    def joined(_: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = dict(state)
+        for layer in {name.rpartition(".")[0] for name in state if name.endswith((".q", ".k"))}:
+            found[f"{layer}.qk"] = torch.cat([found.pop(f"{layer}.q"), found.pop(f"{layer}.k")])
+        return found
+
+    monkeypatch.setattr("gkd.weights.file_names.revert_weight_conversion", joined)
+    names = ["embed", "layers.0.q", "layers.0.k", "layers.0.o", "layers.1.q", "layers.1.k", "layers.1.o"]
+    tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(names)}
+    files = FileNames(make("llama", 0), dict.fromkeys(names, (2,)))
+    read: list[str] = []
+
+    def reading() -> object:
+        for name in names:
+            read.append(name)
+            yield name, tensors[name]
+
+    found = {}
+    for name, tensor in files.convert(reading()):
+        found[name] = tensor
+        if name == "layers.0.qk":
+            assert read == names[:4]
+    assert found.keys() == {"embed", "layers.0.qk", "layers.0.o", "layers.1.qk", "layers.1.o"}
+    assert torch.equal(found["layers.1.qk"], torch.tensor([4.0, 4.0, 5.0, 5.0]))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gemma2", "falcon_h1", "mamba"])
+def test_sampling_with_transformers_follows_the_actor(family: str, tmp_path: Path) -> None:
+    student, model = student_of(family, tmp_path)
+    engine = HFEngine(str(tmp_path), DESCRIBED, "cpu", torch.float32, 64)
+    wanted = requests(Sampling(8), n=4)
+    for version in (0, 1, 2):
+        if version:
+            model = make(family, seed=version)
+            student.lm.load_state_dict(model.state_dict())
+            engine.load_weights(buckets(student.file_tensors(torch.float32), 20_000), version)
+        assert worst_difference(model, wanted, run(engine, wanted)) < 2e-4
+    sent = dict(student.file_tensors(torch.float32))
+    with pytest.raises(RuntimeError, match=r"weights version 3: strange is unexpected \(1 tensors in all\)"):
+        engine.load_weights([sent | {"strange": torch.zeros(1)}], 3)
+    name = next(name for name in sent if "embed" not in name)
+    with pytest.raises(RuntimeError, match=r"weights version 4: .* is missing \(1 tensors in all\)"):
+        engine.load_weights([{other: t for other, t in sent.items() if other != name}], 4)
