@@ -18,7 +18,7 @@ from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import RunFailed
 from gkd.observability.memory import memory_here
 from gkd.rewards.completion import Completion
-from gkd.rewards.pool import RewardPool, Timed, finite
+from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
 from gkd.rollout.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
 from gkd.sample import Job, Record, Sample, Scored, Target, teacher_of
@@ -272,7 +272,9 @@ class RolloutWorker:
     def _reward(self, future: Future[Timed]) -> Timed | str:
         """What a reward function gave and how long it took, or why it gave nothing."""
         error = future.exception()
-        return future.result() if error is None else f"{type(error).__name__}: {one_line(error)}"
+        if error is None:
+            return future.result()
+        return one_line(error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}")
 
     def _halt(self) -> None:
         self._become_idle()
