@@ -6,6 +6,7 @@ driver from inside, in the middle of whatever it does. Noticed before that, a ru
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -16,6 +17,8 @@ from gkd.errors import RunFailed
 
 INTERVAL_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
+OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""What this process lacks says nothing of the service."""
 START_PATIENCE_S = 60.0
 """Nobody looks while groups are placed and models load; a run that waits there for the service ends after this time."""
 
@@ -74,6 +77,6 @@ class ControlService:
         host, _, port = self.address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno in OWN_TROUBLE
         return True

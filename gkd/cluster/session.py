@@ -108,7 +108,7 @@ def _watch_control(config: Config, private: bool) -> ControlService:
     """Watch the control service for as long as an update and a push may take without anybody asking for it."""
     patience_s = config.trainer.update_timeout_s + config.weights.timeout_s
     address: str = ray.get_runtime_context().gcs_address
-    return ControlService(address, 0.0 if private else RESTART_GRACE_S, patience_s)
+    return ControlService(address, 1.5 if private else RESTART_GRACE_S, patience_s)
 
 
 def _longest_end_s(config: Config) -> float:
