@@ -21,7 +21,7 @@ from gkd.config import REWARD_MODEL, Reward
 from gkd.rewards import completion
 from gkd.rewards.registry import resolve
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 300
 """Time a new process has to import the functions: a user's may import torch, on a busy machine."""
 
 Timed: TypeAlias = tuple[float, float]
@@ -45,6 +45,8 @@ class RewardProcess:
 
         Raises RewardError when the function raises, needs longer than ``timeout_s``, or ends its process.
         """
+        if self._ending:
+            raise RewardError("CancelledError: the rewards are no longer computed")
         if not self._ready():  # ended while it had nothing to do, which costs nobody anything
             self._restart()
             if not self._ready():
@@ -79,7 +81,7 @@ class RewardProcess:
         self._connection, theirs = context.Pipe()
         # A process that is stopped reads nothing, and a long completion would be waited for here.
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
-            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(START_TIMEOUT_S), 0))
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_TIMEOUT_S, 0))
         self._process = context.Process(target=_serve, args=(theirs, self._settings.model_dump()), name="reward")
         self._process.start()
         theirs.close()  # so that reading ends when the process does
@@ -87,9 +89,9 @@ class RewardProcess:
 
     def _restart(self) -> None:
         self.close()
-        if self._ending:
-            raise RewardError("CancelledError: the rewards are no longer computed")
         self._start()
+        if self._ending:
+            self._process.kill()
 
     def _ready(self) -> bool:
         """Whether the process takes a completion now. Raises RewardError when it cannot import its functions."""
