@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import IO, NoReturn
 
 
 class ConfigError(Exception):
@@ -31,6 +35,15 @@ class OutOfMemory(NotUpdated):
         self.budget = budget
 
 
+class Stopped(SystemExit):
+    """A signal ended the program. Exit code 128 and the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(self.exit_code)
+        self.signal = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError, in one line, for arguments that it does not know."""
 
@@ -45,27 +58,65 @@ def guarded(program: Callable[[], int]) -> int:
     So does a package that this Python lacks, where ``program`` imports it and not the module around it.
     """
     try:
-        return program()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "gkd"):
+        code = program()
+        print(end="", flush=True)  # what is still buffered may find a closed pipe
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        end = _end_of(error)
+        if end is None:
             raise
-        print(
-            f"error: {sys.executable} has no package {package}: ./launch/quickstart.sh installs what is needed into "
-            ".venv; then use .venv/bin/python",
-            file=sys.stderr,
-        )
-        return 2
-    except OSError as error:  # a full disk, a directory that is gone
-        where = f": {error.filename}" if error.filename else ""
-        print(f"failed: {error.strerror or error}{where}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
+        text, code = end
+        _say("; ".join([text, *getattr(error, "__notes__", [])]))
+    return code
+
+
+CLOSED = "failed: standard output was closed before the end: the program that read it has ended"
+
+
+def _end_of(error: BaseException) -> tuple[str, int] | None:
+    """The line and the exit code of an error; None for one that nobody has thought of."""
+    end: tuple[str, int] | None = None
+    match error:
+        case Stopped():
+            end = f"stopped by {error.signal}", error.exit_code
+        case ConfigError():
+            end = f"error: {error}", 2
+        case RunFailed():
+            end = f"failed: {error}", 1
+        case ModuleNotFoundError() if (package := (error.name or "").partition(".")[0]) not in ("", "gkd"):
+            do = "./launch/quickstart.sh installs what is needed into .venv; then use .venv/bin/python"
+            end = f"error: {sys.executable} has no package {package}: {do}", 2
+        case OSError() if _is_closed(sys.stdout):
+            end = CLOSED, 1
+        case OSError():  # a full disk, a directory that is gone
+            where = f": {error.filename}" if error.filename else ""
+            end = f"failed: {error.strerror or error}{where}", 1
+        case SystemExit() if isinstance(error.__context__, BrokenPipeError):  # which rich makes of it
+            end = CLOSED, 1
+        case KeyboardInterrupt():
+            end = "stopped by Ctrl-C", 130
+    return end
+
+
+def _say(line: str) -> None:
+    """Print a line on standard error, where somebody still reads that."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        _is_closed(stream)
+
+
+def _is_closed(stream: IO[str] | None) -> bool:
+    """Whether nobody reads a stream any more; what is buffered for it then goes nowhere, at the program's end too."""
+    try:
+        if stream is None:  # closed before the program began
+            return False
+        descriptor, poll = stream.fileno(), select.poll()
+    except (OSError, ValueError):  # none of the system's
+        return False
+    poll.register(descriptor, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+    return True

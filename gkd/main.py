@@ -10,6 +10,7 @@ import datetime
 import fcntl
 import itertools
 import os
+import pwd
 import sys
 import tempfile
 import time
@@ -40,6 +41,9 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
     options = parser.parse_args(arguments)
+    from gkd.cluster.signals import exit_on_signals
+
+    exit_on_signals()
     from omegaconf import OmegaConf
 
     from gkd.compose import compose, groups
@@ -64,7 +68,6 @@ def _main(arguments: Sequence[str]) -> int:
 def run(config: Config) -> None:
     """One run from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind."""
     from gkd.cluster.session import connect
-    from gkd.cluster.signals import exit_on_signals
     from gkd.garbage import uncollected
     from gkd.inputs import find_inputs
     from gkd.observability.progress import console, log_to
@@ -73,8 +76,8 @@ def run(config: Config) -> None:
     started = time.monotonic()
     out = console()
     log_to(out)
-    exit_on_signals()
     require_trackers(config)
+    _require_home(config.builtin.cache_dir)
     output = _output_dir(config)
     claim = _claim(output)
     try:
@@ -90,8 +93,38 @@ def run(config: Config) -> None:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
             output.rmdir()
         raise
+    except SystemExit as end:  # a signal, or output that nobody reads any more
+        end.add_note(_to_go_on_from(output))
+        raise
     finally:
         os.close(claim)
+
+
+def _require_home(cache_dir: str | None) -> None:
+    """Give a user whom the system does not know, as in many containers, what libraries look up: a name and a home.
+
+    They keep caches there. Raises ConfigError, naming what to set, where there is no directory for them.
+    """
+    user = os.getuid()
+    try:
+        pwd.getpwuid(user)
+        return
+    except KeyError:
+        os.environ.setdefault("USER", f"uid{user}")
+    if os.environ.get("HOME"):
+        return
+    if cache_dir is None:
+        raise ConfigError(f"user {user} has no home directory for caches: name one with builtin.cache_dir=DIR")
+    os.environ["HOME"] = str(Path(cache_dir).absolute())
+
+
+def _to_go_on_from(output: Path) -> str:
+    """What a run that was stopped leaves."""
+    try:
+        newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text(encoding="utf-8")
+    except OSError:
+        return "there is no checkpoint"
+    return f"checkpoint: {newest} (trainer.output_dir={output} trainer.resume=true goes on)"
 
 
 def _output_dir(config: Config) -> Path:
@@ -157,4 +190,6 @@ def _new_directory(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from gkd.cluster.deadline import leave
+
+    leave(main())

@@ -62,7 +62,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     for client in teachers.values():
         client.connect()
     rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
-    rollout_group = RolloutGroup(rollout, config, serving, turns, followers)
+    rollout_group = RolloutGroup(rollout, config, serving, turns, followers, placement.session.require_control)
     if config.cluster.take_turns is True:
         turns.actor, turns.judging = actor, [judges]
         turns.sampling = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []

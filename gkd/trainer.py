@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.lessons import lessons_of
 from gkd.checkpoint import Checkpoints, State
-from gkd.cluster.group import Group, memory_of
+from gkd.cluster.group import Group
+from gkd.cluster.memory import MemoryReports
 from gkd.collect import collect
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
@@ -34,13 +35,11 @@ class Parts:
     judges: tuple[Group, ...]
     n_gpus: int
     vocab_size: int
+    reports: MemoryReports = field(default_factory=MemoryReports)
 
     def memory(self) -> dict[str, float]:
         """memory/* of every group."""
-        found = memory_of(self.actor.group) | self.rollout.memory()
-        for group in self.judges:
-            found |= memory_of(group)
-        return found
+        return self.reports.read([self.actor.group, self.rollout.living, *self.judges])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if (ROOT / "gkd").is_dir():  # in a checkout, use its own gkd
     sys.path.insert(0, str(ROOT))
 
+from gkd.cluster.deadline import leave  # noqa: E402
 from gkd.cluster.signals import exit_on_signals  # noqa: E402
 from gkd.errors import ConfigError, Parser, guarded  # noqa: E402
 
@@ -78,4 +79,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -14,6 +14,10 @@ class WorkerDied(RunFailed):
     """A worker's process is gone. Where others can do its work, the run goes on."""
 
 
+class WorkerHangs(WorkerDied):
+    """A worker does nothing and may never do so again: to be ended, and to be treated as one that died."""
+
+
 MAX_REASON = 600  # characters; some libraries put whole tables into a message
 
 
@@ -31,7 +35,7 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, OutOfMemory):
         return OutOfMemory(str(cause), cause.budget)
-    for kind in (ConfigError, NotUpdated, RunFailed):
+    for kind in (ConfigError, NotUpdated, WorkerHangs, RunFailed):
         if isinstance(cause, kind):
             return kind(str(cause))
     if isinstance(error, RayTaskError):

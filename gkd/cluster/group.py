@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gkd.cluster.failure import WorkerDied, explain
+from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.report import Report
 from gkd.errors import RunFailed
-
-MEMORY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -102,17 +105,35 @@ class Group:
         """The error to raise for what ``ray.get`` raised about this rank: RunFailed or ConfigError, in one line."""
         return explain(error, str(self.reports[rank]))
 
+    def end(self, rank: int) -> None:
+        """End a worker that hangs. Ray asks it to end, which a process that is stopped does not do: it is killed."""
+        ray.kill(self.workers[rank], no_restart=True)
+        report = self.reports[rank]
+        there = NodeAffinitySchedulingStrategy(report.node_id, soft=False)
+        _kill.options(num_cpus=0, scheduling_strategy=there).remote(report.pid)
+
     def pending(self, what: str, refs: Sequence[Any]) -> Pending:
         """Calls under way, one a worker; wait with :func:`gather`."""
         return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs))
 
 
-def gather(calls: Sequence[Pending], timeout_s: float, *, keep_deaths: bool = False) -> list[list[Any]]:
+@ray.remote(max_retries=0)  # type: ignore[untyped-decorator]
+def _kill(pid: int) -> None:
+    """Kill a worker of Ray's on this node, unless it has ended."""
+    with suppress(OSError):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def gather(
+    calls: Sequence[Pending], timeout_s: float, *, keep_deaths: bool = False, keep_late: bool = False
+) -> list[list[Any]]:
     """Wait for calls of any number of groups; results per call, in rank order.
 
     Raises RunFailed as soon as the first worker fails or dies, naming it, or after ``timeout_s`` seconds, naming what
-    was awaited; a ConfigError or RunFailed from inside a worker comes out as it is. With ``keep_deaths`` a worker that
-    died has its WorkerDied in place of a result, for groups in which others can do its work.
+    was awaited; a ConfigError or RunFailed from inside a worker comes out as it is. For groups in which others can do a
+    worker's work, one that died has with ``keep_deaths`` its WorkerDied in place of a result, and one that has not
+    answered in time with ``keep_late`` its WorkerHangs.
     """
     deadline = time.monotonic() + timeout_s
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
@@ -121,7 +142,10 @@ def gather(calls: Sequence[Pending], timeout_s: float, *, keep_deaths: bool = Fa
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RunFailed(_timeout_text(calls, set(waiting), owner, timeout_s))
+            if not keep_late:
+                raise RunFailed(_timeout_text(calls, set(waiting), owner, timeout_s))
+            results |= {ref: WorkerHangs(_timeout_text(calls, {ref}, owner, timeout_s)) for ref in waiting}
+            break
         for ref in ready:
             try:
                 results[ref] = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
@@ -158,14 +182,6 @@ def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None
             if isinstance(failure := explain(error, owner[ready[0]]), WorkerDied):
                 return failure
     return None
-
-
-def memory_of(group: Group) -> dict[str, float]:
-    """memory/GROUP/*: the largest over a group's living workers, without what nobody could measure."""
-    told = group.control("memory", timeout_s=MEMORY_TIMEOUT_S, what="reporting memory", keep_deaths=True)
-    found = [one for one in told if not isinstance(one, WorkerDied)]
-    keys = sorted({key for one in found for key in one})
-    return {f"memory/{group.name}/{key}": max(one[key] for one in found if key in one) for key in keys}
 
 
 def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[Any, str], timeout_s: float) -> str:

@@ -5,11 +5,14 @@ and what a worker started may outlive that worker. All of them hold log files op
 directory, and nobody else does, so that is how they are found: no process is ended by name.
 
 Run as a program, ``python reaper.py DIRECTORY`` waits until its standard input closes, which happens when the driver
-is killed, and then ends what is left; a driver that lives dismisses it. It imports only a little of the standard
-library, so that it costs nothing while it waits.
+is killed, and then ends what is left and removes the directory; a driver that lives dismisses it. Where it was killed
+as well, the next run does both (:func:`clear`): the driver holds a lock on its directory. It imports only a little of
+the standard library, so that it costs nothing while it waits.
 """
 
+import fcntl
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -20,6 +23,8 @@ from pathlib import Path
 
 GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end their children
 GIVE_UP_S = 20.0
+NEW_S = 60.0
+KEPT = "kept"  # a file in a directory whose logs somebody was told of
 
 
 def processes_of(directory: str) -> list[int]:
@@ -63,6 +68,47 @@ def end(find: Callable[[], list[int]], grace_s: float) -> list[int]:
     return left
 
 
+def claim(directory: str) -> int:
+    """Hold ``directory`` as this process's own; the descriptor is to be open for as long as it lives."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def keep(directory: str) -> None:
+    """Have :func:`clear` leave a directory alone, for its logs."""
+    (Path(directory) / KEPT).touch()
+
+
+def clear(base: str, prefix: str) -> list[str]:
+    """Remove the directories of this user's runs in ``base`` whose driver is gone, with their processes.
+
+    Returns them. Those of living drivers are locked; one that was made a moment ago may not be yet.
+    """
+    removed = []
+    for path in Path(base).glob(f"{prefix}*"):
+        try:
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or (path / KEPT).exists():
+                continue
+            if time.time() - found.st_mtime < NEW_S:
+                continue
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:  # another run removes it at the same time
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            end_all(str(path), grace_s=0)
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(str(path))
+        finally:
+            os.close(descriptor)
+    return removed
+
+
 def watch(directory: str) -> "subprocess.Popen[bytes]":
     """Start a process that ends those of ``directory`` when this one is gone; :func:`dismiss` sends it away."""
     return subprocess.Popen(
@@ -76,9 +122,13 @@ def watch(directory: str) -> "subprocess.Popen[bytes]":
 
 def dismiss(watchdog: "subprocess.Popen[bytes]") -> None:
     """Send a watching process away: this one has ended what there was, and goes on itself."""
-    watchdog.communicate(b"done", timeout=GIVE_UP_S)
+    try:
+        watchdog.communicate(b"done", timeout=GIVE_UP_S)
+    except subprocess.TimeoutExpired:  # there is nothing left that it could do
+        watchdog.kill()
 
 
 if __name__ == "__main__":
     if not sys.stdin.buffer.read():  # closed without a word: the driver was killed
         end_all(sys.argv[1])
+        shutil.rmtree(sys.argv[1], ignore_errors=True)

@@ -18,6 +18,8 @@ from ray.util import remove_placement_group
 
 from gkd.cluster import gpu, local, reaper
 from gkd.cluster.address import require_cluster
+from gkd.cluster.control_service import ControlService
+from gkd.cluster.deadline import abandon, within
 from gkd.cluster.failure import one_line
 from gkd.cluster.layout import Node, asks_of
 from gkd.cluster.nearest import require_fit
@@ -28,6 +30,11 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.vllm_engine import installed_device
 
 CONNECT_TIMEOUT_S = 10.0
+RELEASE_TIMEOUT_S = 15.0
+SHUTDOWN_TIMEOUT_S = 30.0
+PREFIX = "gkd-run-"
+RESTART_GRACE_S = 10.0
+"""Time the control service of a cluster may be away: some clusters start it again. That of a private Ray is not."""
 LOG = logging.getLogger("gkd")
 
 
@@ -39,6 +46,14 @@ class Session:
     """Directory of a private Ray, logs included; None when connected to a cluster."""
     workers: list[Any] = field(default_factory=list)
     placement_groups: list[Any] = field(default_factory=list)
+    control: ControlService | None = None
+    claim: int | None = None
+    """The descriptor that says to others that the directory is in use."""
+
+    def require_control(self) -> None:
+        """Raise RunFailed when Ray's control service is gone, once."""
+        if self.control is not None:
+            self.control.require()
 
     def release(self, workers: Sequence[Any], placement_groups: Sequence[Any]) -> None:
         """Kill these workers and give their reservations back."""
@@ -76,8 +91,10 @@ def _connected(config: Config) -> Iterator[Session]:
             else:
                 start = _plan_private(config)
                 session.directory = _new_directory()
+                session.claim = reaper.claim(session.directory)
                 watchdog = reaper.watch(session.directory)
-                _start_private(session.directory, *start)
+                _start_private(session.directory, *start, reconnect_s=_longest_end_s(config))
+        session.control = _watch_control(config, private=session.directory is not None)
         yield session
     except BaseException as error:
         # Logs of the workers are worth keeping only where something in them may explain the failure.
@@ -86,6 +103,18 @@ def _connected(config: Config) -> Iterator[Session]:
         raise
     else:
         _close(session, connected_before, watchdog, keep_logs=False)
+
+
+def _watch_control(config: Config, private: bool) -> ControlService:
+    """Watch the control service for as long as an update and a push may take without anybody asking for it."""
+    patience_s = config.trainer.update_timeout_s + config.weights.timeout_s
+    address: str = ray.get_runtime_context().gcs_address
+    return ControlService(address, 1.5 if private else RESTART_GRACE_S, patience_s)
+
+
+def _longest_end_s(config: Config) -> float:
+    """Time that a run without a control service may need to finish a step and to write a checkpoint."""
+    return config.trainer.update_timeout_s + config.weights.timeout_s + config.trainer.save_timeout_s
 
 
 def _address(cluster: Cluster) -> str | None:
@@ -168,8 +197,11 @@ def _lists_enough(n_gpus: int) -> bool:
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
-def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool) -> None:
-    """Start Ray on free ports with its files in ``directory``, in the main thread: it dies with the starting thread."""
+def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *, reconnect_s: float) -> None:
+    """Start Ray on free ports with its files in ``directory``, in the main thread: it dies with the starting thread.
+
+    Its processes live for ``reconnect_s`` without their control service.
+    """
     environment: dict[str, str | None] = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -187,6 +219,7 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool) ->
                     num_cpus=n_cpus,
                     include_dashboard=False,
                     _temp_dir=directory,
+                    _system_config={"gcs_rpc_server_reconnect_timeout_s": math.ceil(reconnect_s)},
                     **_QUIET,
                 )
             return
@@ -200,29 +233,51 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool) ->
 def _new_directory() -> str:
     # Ray puts Unix sockets below it, whose paths may have 107 characters: TMPDIR can be too long for that.
     base = os.environ.get("RAY_TMPDIR") or ("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
-    return tempfile.mkdtemp(prefix="gkd-", dir=base)
+    for path in reaper.clear(base, PREFIX):
+        LOG.info("removed %s of a run that was killed", path)
+    return tempfile.mkdtemp(prefix=PREFIX, dir=base)
 
 
 def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[bytes] | None, keep_logs: bool) -> None:
-    """Give back everything; bounded in time, and not to be interrupted by a second Ctrl-C."""
+    """Give back everything. Every part has a deadline, and a second Ctrl-C does not interrupt it."""
     with ignoring_signals():
+        lost = session.control is not None and session.control.lost
+        if session.control is not None:
+            session.control.close()
         if ray.is_initialized():
-            # A cluster that is gone has nothing to give back, and the error that matters is on its way already.
-            with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
-                session.release(list(session.workers), list(session.placement_groups))
-            if not connected_before:
-                ray.shutdown()
+            _leave_ray(session, lost, stay=connected_before)
         if session.directory is None:
             return
         left = reaper.end_all(session.directory)
         if left:
             LOG.warning("processes that would not end: %s", ", ".join(map(str, left)))
         if keep_logs:
+            reaper.keep(session.directory)
             LOG.warning("logs of the workers: %s/session_latest/logs", session.directory)
         else:
             shutil.rmtree(session.directory, ignore_errors=True)
         if watchdog is not None:
             reaper.dismiss(watchdog)
+        if session.claim is not None:
+            os.close(session.claim)
+
+
+def _leave_ray(session: Session, lost: bool, stay: bool) -> None:
+    """Give back what a run has of Ray and, unless it is to ``stay``, disconnect.
+
+    Where the control service is ``lost`` or does not answer there is nobody to give anything back to, and
+    disconnecting would wait for it.
+    """
+
+    def release() -> None:
+        # A cluster that is gone has nothing to give back, and the error that matters is on its way already.
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
+            session.release(list(session.workers), list(session.placement_groups))
+
+    if lost or not within(RELEASE_TIMEOUT_S, "giving workers and GPUs back", release):
+        abandon("disconnecting from Ray")
+    elif not stay:
+        within(SHUTDOWN_TIMEOUT_S, "disconnecting from Ray", ray.shutdown)
 
 
 @contextlib.contextmanager

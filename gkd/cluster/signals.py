@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
-_received: list[int] = []
+from gkd.errors import Stopped
+
+TOGETHER_S = 1.0
+"""Signals that come this close together mean one thing: a terminal and a launcher both send one."""
+
+_received: list[tuple[int, float]] = []
+"""Numbers of the signals that were acted on, and when (``time.monotonic``)."""
 
 
 def exit_on_signals() -> None:
-    """Turn SIGTERM and SIGINT into SystemExit (143, 130), so that everything open is closed. Main thread only."""
+    """Turn SIGTERM and SIGINT into Stopped (143, 130), so that everything open is closed. Main thread only.
+
+    One that comes later than :data:`TOGETHER_S` after the first ends what the first has begun to close.
+    """
     _received.clear()
 
-    def leave(number: int, _: FrameType | None) -> None:
-        _received.append(number)
-        sys.exit(128 + number)
+    def stop(number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if _received and now - _received[-1][1] < TOGETHER_S:
+            return
+        _received.append((number, now))
+        raise Stopped(number)
 
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
 
 
 @contextlib.contextmanager
@@ -31,7 +43,7 @@ def keeping_exit_code() -> Iterator[None]:
         yield
     except SystemExit:
         if _received:
-            raise SystemExit(128 + _received[0]) from None
+            raise Stopped(_received[0][0]) from None
         raise
 
 

@@ -173,6 +173,10 @@ class Rollout(Engine):
     temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature the student is sampled at")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus the student is sampled from")
     timeout_s: float = Field(1800.0, gt=0, description="time a batch may take to be sampled and scored")
+    engine_timeout_s: float = Field(
+        300.0, gt=0, description="an engine that has work and makes no forward pass for this time hangs: it is ended, "
+        "and the others do its work"
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _hf_runs_on_one_gpu(self) -> Rollout:

@@ -25,7 +25,7 @@ from pathlib import Path
 import gkd
 from gkd.config import Builtin, Config
 from gkd.data.sorting import examples, write_examples
-from gkd.errors import RunFailed
+from gkd.errors import ConfigError, RunFailed
 
 RECIPE_VERSION = 1  # raise it when the same settings make other models or data
 MAKING_TIMEOUT_S = 1800.0
@@ -112,7 +112,12 @@ def prepare_builtin(config: Config, say: Say) -> BuiltinPaths:
     Models are trained in a process of its own, which ends with this one. Raises RunFailed when it fails.
     """
     cache = cache_directory(config.builtin)
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{cache} cannot be made ({error.strerror}): name another with builtin.cache_dir=DIR"
+        ) from None
     teacher, student = recipes(config.builtin, config.trainer.seed)
     missing: list[ModelRecipe] = []
     wanted = [teacher, student] if config.algorithm.needs_teacher else [student]

@@ -64,7 +64,7 @@ def _findings(address: str | None) -> Iterator[Finding]:
 
 
 def _places() -> dict[str, Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gkd"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/") / ".cache") / "gkd"
     return {
         "outputs": Path.cwd() / "outputs",
         "Ray": Path(os.environ.get("RAY_TMPDIR") or "/tmp"),

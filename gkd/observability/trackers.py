@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from gkd.cluster.deadline import within
 from gkd.config import Config
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
@@ -112,7 +113,7 @@ class Trackers:
         with ExitStack() as started:  # which closes the first where the next one fails
             for name in self.config.trainer.trackers:
                 tracker = self._start(name)
-                started.push(lambda kind, *_, tracker=tracker: tracker.close(failed=kind is not None))
+                started.push(_closing(name, tracker))
                 self._started.append(tracker)
             self._open = started.pop_all()
         return self
@@ -124,6 +125,15 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.__exit__(kind, error, trace)
+
+
+def _closing(name: str, tracker: Tracker) -> Callable[..., None]:
+    """What closes a tracker when the run leaves it, in bounded time."""
+
+    def close(kind: type[BaseException] | None, *_: object) -> None:
+        within(FINISH_S + 60, f"closing {name}", lambda: tracker.close(failed=kind is not None))
+
+    return close
 
 
 class MetricsLog(JsonLines):

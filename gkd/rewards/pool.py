@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import multiprocessing
-import time
-from collections.abc import Mapping
+import atexit
+import threading
 from concurrent.futures import Future
-from typing import Any, TypeAlias
-
-from pebble import ProcessPool
+from queue import SimpleQueue
 
 from gkd.config import REWARD_MODEL, Reward
-from gkd.rewards import completion
-from gkd.rewards.registry import resolve
+from gkd.rewards.completion import Completion
+from gkd.rewards.process import RewardError, RewardProcess, Timed, finite
 
-Timed: TypeAlias = tuple[float, float]
-"""A reward, and how long it took, seconds."""
-
-_functions: dict[str, completion.Reward] = {}  # of a pool's process
+__all__ = ["RewardError", "RewardPool", "Timed", "finite"]
 
 
 class RewardPool:
@@ -27,40 +20,43 @@ class RewardPool:
     def __init__(self, settings: Reward) -> None:
         self._names = [name for name in settings.functions if name != REWARD_MODEL]
         self._timeout_s = settings.timeout_s
-        self._pool = ProcessPool(
-            max_workers=settings.workers,
-            context=multiprocessing.get_context("spawn"),  # this process may have threads and a GPU
-            initializer=_prepare,
-            initargs=(settings.model_dump(),),
-        )
+        self._waiting: SimpleQueue[tuple[str, Completion, Future[Timed]] | None] = SimpleQueue()
+        self._processes = [RewardProcess(settings) for _ in range(settings.workers)] if self._names else []
+        self._threads = [
+            threading.Thread(target=self._evaluate, args=(process,), name="reward", daemon=True)
+            for process in self._processes
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)  # before multiprocessing, which would wait for the processes
 
-    def submit(self, judged: completion.Completion) -> dict[str, Future[Timed]]:
+    def submit(self, judged: Completion) -> dict[str, Future[Timed]]:
         """Start evaluating every function on one completion; never blocks. Gives rewards and how long they took.
 
-        A future fails with whatever the function raised, and with TimeoutError past ``settings.timeout_s``.
+        A future fails with RewardError when its function raises, needs longer than ``settings.timeout_s``, or when its
+        process dies: that one alone.
         """
-        return {
-            name: self._pool.schedule(_evaluate, args=(name, judged), timeout=self._timeout_s) for name in self._names
-        }
+        futures: dict[str, Future[Timed]] = {name: Future() for name in self._names}
+        for name, future in futures.items():
+            self._waiting.put((name, judged, future))
+        return futures
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
-        self._pool.stop()
-        self._pool.join()
+        atexit.unregister(self.close)
+        for process in self._processes:
+            process.end()
+        for _ in self._threads:  # which first fail what waits
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
 
-
-def _prepare(settings: Mapping[str, Any]) -> None:
-    reward = Reward.model_validate(settings)
-    _functions.update({name: resolve(name, reward) for name in reward.functions if name != REWARD_MODEL})
-
-
-def _evaluate(name: str, judged: completion.Completion) -> Timed:
-    started = time.monotonic()
-    return finite(float(_functions[name](judged))), time.monotonic() - started
-
-
-def finite(value: float) -> float:
-    """``value``. Raises ValueError where it is not a finite number."""
-    if not math.isfinite(value):
-        raise ValueError(f"the reward is {value}")
-    return value
+    def _evaluate(self, process: RewardProcess) -> None:
+        """Work in turn on what waits, until the pool is closed."""
+        while (item := self._waiting.get()) is not None:
+            name, judged, future = item
+            try:
+                future.set_result(process.evaluate(name, judged, self._timeout_s))
+            except Exception as error:
+                future.set_exception(error)
+        process.close()

@@ -43,6 +43,9 @@ class Finished:
 class SamplingEngine(Protocol):
     """Samples responses. All methods are called from one thread."""
 
+    forward_passes: int
+    """Passes through the model so far; grows while the engine works. Read from other threads."""
+
     def add(self, key: int, request: Request) -> None:
         """Take a request on. Raises ValueError when the engine cannot serve it."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -33,16 +33,20 @@ from gkd.sample import Request, Sampling
 class _Draw(LogitsProcessor):  # type: ignore[misc]
     """Chooses every row's next token and leaves nothing else possible, so that greedy decoding takes it.
 
-    So each request has a random generator of its own, and only the chosen log-probabilities are kept.
+    So each request has a random generator of its own, and only the chosen log-probabilities are kept. ``passed`` is
+    called after every forward pass.
     """
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], n_tokens: int) -> None:
-        self.sampling, self.n_tokens = sampling, n_tokens
+    def __init__(
+        self, sampling: Sampling, seeds: Sequence[int], n_tokens: int, passed: Callable[[], None] = lambda: None
+    ) -> None:
+        self.sampling, self.n_tokens, self.passed = sampling, n_tokens, passed
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.nucleus = TopPLogitsWarper(sampling.top_p) if sampling.top_p < 1.0 else None
         self.logprobs: list[Tensor] = []  # of each step, [B]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.passed()
         scores = scores.float()
         if self.n_tokens:
             scores[:, self.n_tokens :] = -torch.inf
@@ -75,6 +79,7 @@ class HFEngine:
         self.checkpoint, self.device, self.max_batch = model, device, max_batch
         self.eos_ids = model.eos_ids
         self.waiting: list[tuple[int, Request]] = []
+        self.forward_passes = 0
 
     def add(self, key: int, request: Request) -> None:
         """Queue a request. Raises ValueError when it is longer than the model's positions."""
@@ -107,7 +112,7 @@ class HFEngine:
         for row, prompt in enumerate(prompts):  # padding on the left: generation goes on at the right
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
-        draw = _Draw(sampling, [request.seed for _, request in chosen], self.checkpoint.n_tokens)
+        draw = _Draw(sampling, [request.seed for _, request in chosen], self.checkpoint.n_tokens, self._count)
         sequences = self.model.generate(
             ids.to(self.device),
             attention_mask=mask.to(self.device),
@@ -120,6 +125,9 @@ class HFEngine:
         new = sequences[:, longest:]  # [B, T]
         logprobs = torch.stack(draw.logprobs, 1)  # [B, T]
         return [self._finish(key, new[row], logprobs[row]) for row, (key, _) in enumerate(chosen)]
+
+    def _count(self) -> None:
+        self.forward_passes += 1
 
     def _finish(self, key: int, tokens: Tensor, logprobs: Tensor) -> Finished:
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device)).nonzero()

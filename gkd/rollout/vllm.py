@@ -30,6 +30,7 @@ class VLLMEngine:
 
     def __init__(self, llm: LLM, model: Checkpoint, device: Device = "cpu") -> None:
         self.llm, self.engine, self.eos_ids, self.device = llm, llm.llm_engine, model.eos_ids, device
+        self.forward_passes = 0
         if 0 < model.n_tokens < model.vocabulary:
             # A padded row has some probability, however small, and no teacher and no tokenizer knows its id.
             llm.apply_model(SetShape(Shape(rows=model.n_tokens)))
@@ -60,6 +61,7 @@ class VLLMEngine:
     def step(self) -> list[Finished]:
         """One forward pass over everything running."""
         finished = []
+        self.forward_passes += 1
         for output in self.engine.step():
             if output.finished:
                 completion = output.outputs[0]

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gkd.cluster.failure import one_line
+from gkd.cluster.failure import WorkerHangs, one_line
 from gkd.config import REWARD_MODEL, Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import RunFailed
 from gkd.observability.memory import memory_here
 from gkd.rewards.completion import Completion
-from gkd.rewards.pool import RewardPool, Timed, finite
+from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
 from gkd.rollout.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
 from gkd.sample import Job, Record, Sample, Scored, Target, teacher_of
@@ -66,7 +66,7 @@ class RolloutWorker:
         self._commands.put(lambda: self._add(jobs))
 
     def receive(self, push: object_store.Push) -> int:
-        """Load a version of the weights once the engine is idle; returns it. Raises RunFailed past the deadline."""
+        """Load a version of the weights once the engine is idle; returns it. Raises WorkerHangs past the deadline."""
         return self._between_steps(lambda: self._load(push), f"load weights version {push.version}")
 
     def halt(self, version: int) -> None:
@@ -79,7 +79,7 @@ class RolloutWorker:
         self._between_steps(lambda: self._receiver.join(unique_id, offset, world), "meet the actor over NCCL")
 
     def take(self, piece: Piece) -> None:
-        """Load the next piece of the weights that the engine was halted for. Raises RunFailed past the deadline."""
+        """Load the next piece of the weights that the engine was halted for. Raises WorkerHangs past the deadline."""
         self._between_steps(lambda: self._receiver.take(piece), f"load {piece}")
 
     def serve_version(self, version: int) -> int:
@@ -103,15 +103,21 @@ class RolloutWorker:
         try:
             return done.result(limit)
         except TimeoutError:
-            raise RunFailed(f"rollout rank {self.rank} did not {what} within {limit:g} s (weights.timeout_s)") from None
+            raise WorkerHangs(
+                f"rollout rank {self.rank} did not {what} within {limit:g} s (weights.timeout_s)"
+            ) from None
 
     def give_back(self) -> None:
-        """Give the engine's memory back once it is idle. Raises RunFailed past the deadline."""
+        """Give the engine's memory back once it is idle. Raises WorkerHangs past the deadline."""
         self._between_steps(self._sleep, "give its memory back")
 
     def take_back(self, weights_only: bool) -> None:
-        """Take it again; ``weights_only``: as far as new weights need. Raises RunFailed past the deadline."""
+        """Take it again; ``weights_only``: as far as new weights need. Raises WorkerHangs past the deadline."""
         self._between_steps(lambda: self._wake(weights_only), "take its memory again")
+
+    def progress(self) -> tuple[int, int]:
+        """Forward passes so far, and responses that are not finished, those not begun included."""
+        return self.engine.forward_passes, len(self._jobs) + self._commands.qsize()
 
     def memory(self) -> dict[str, float]:
         """Memory of this engine's process."""
@@ -273,7 +279,9 @@ class RolloutWorker:
     def _reward(self, future: Future[Timed]) -> Timed | str:
         """What a reward function gave and how long it took, or why it gave nothing."""
         error = future.exception()
-        return future.result() if error is None else f"{type(error).__name__}: {one_line(error)}"
+        if error is None:
+            return future.result()
+        return one_line(error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}")
 
     def _halt(self) -> None:
         self._become_idle()

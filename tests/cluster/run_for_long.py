@@ -1,17 +1,20 @@
 """A run that takes its workers, tells where it is, and stays until it is ended from outside.
 
-With the argument `starting` it tells before Ray starts, to be ended while Ray does.
+With the argument `starting` it tells before Ray starts, to be ended while Ray does; `impatient` shortens the deadline
+of giving back, and `done` ends in order when Ray's control service is gone.
 """
 
 import sys
 import time
 
 from gkd.cluster import session as session_module
+from gkd.cluster.deadline import leave
 from gkd.cluster.group import gather
 from gkd.cluster.placement import place
 from gkd.cluster.session import connect
 from gkd.cluster.signals import exit_on_signals
 from gkd.cluster.table import assignment_line
+from gkd.errors import guarded
 from tests.cluster.conftest import configuration
 
 
@@ -19,11 +22,16 @@ def tell(directory, *pids):
     print("at", directory, *pids, flush=True)
 
 
-if __name__ == "__main__":
+def run():
     exit_on_signals()
     if sys.argv[1:] == ["starting"]:
         start = session_module._start_private
-        session_module._start_private = lambda directory, *rest: (tell(directory), start(directory, *rest))
+        session_module._start_private = lambda directory, *rest, **more: (
+            tell(directory),
+            start(directory, *rest, **more),
+        )
+    if sys.argv[1:] == ["impatient"]:
+        session_module.RELEASE_TIMEOUT_S = 2.0
     config = configuration({"gpus": [6]}, {"gpus": [4]}, None, simulate_gpus=3)
     with connect(config) as session:
         placement = place(config, session)
@@ -32,4 +40,12 @@ if __name__ == "__main__":
         tell(session.directory, *actor.call("spawn_child", timeout_s=60), *(r.pid for r in placement.reports))
         print(assignment_line(placement.reports), flush=True)
         actor.submit("wait_for_flag")
-        time.sleep(300)
+        while not session.control.lost:
+            time.sleep(0.1)
+        if sys.argv[1:] != ["done"]:
+            session.require_control()
+        return 0
+
+
+if __name__ == "__main__":
+    leave(guarded(run))

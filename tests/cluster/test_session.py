@@ -1,6 +1,7 @@
 """A private Ray ends with its run, in whatever way that ends; an address that does not answer is one line."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -43,16 +44,46 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     assert len(pids) == 3
     assert first.stdout.readline() == second.stdout.readline() == "GPU Assignments: ['6', '4']\n"
     assert all(map(alive, pids + other_pids))
-    first.send_signal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # a launcher and a terminal at the same time
+        first.send_signal(number)
     assert first.wait(timeout=30) == 143
-    assert first.stderr.read() == ""
+    assert first.stderr.read() == "stopped by SIGTERM\n"
     assert not any(map(alive, pids))
     assert not Path(directory).exists()
     assert all(map(alive, other_pids))
     second.kill()
     assert second.wait(timeout=10) == -signal.SIGKILL
     assert eventually(lambda: not any(map(alive, other_pids)) and not reaper.processes_of(other))
-    shutil.rmtree(other)
+    assert eventually(lambda: not Path(other).exists())
+
+
+def control_service(directory):
+    """The pid of the GCS of the Ray that has its files in a directory."""
+    (pid,) = (p for p in reaper.processes_of(directory) if b"gcs_server" in Path(f"/proc/{p}/cmdline").read_bytes())
+    return pid
+
+
+def test_a_run_ends_in_time_and_in_one_line_when_rays_control_service_is_dead_or_hangs():
+    dead, done, hanging = start(), start("done"), start("impatient")
+    (directory, pids), (finished, _), (other, other_pids) = map(told, (dead, done, hanging))
+    os.kill(control_service(directory), signal.SIGKILL)
+    os.kill(control_service(finished), signal.SIGKILL)
+    os.kill(control_service(other), signal.SIGSTOP)
+    hanging.send_signal(signal.SIGTERM)
+    assert (done.wait(timeout=40), done.stderr.read()) == (0, "")
+    assert not reaper.processes_of(finished)
+    assert dead.wait(timeout=40) == 1
+    (where, line) = dead.stderr.read().splitlines()
+    assert re.fullmatch(r"failed: Ray's control service \(GCS\) at .*:\d+ is gone: .*", line)
+    assert where.startswith("logs of the workers: ")
+    shutil.rmtree(directory)
+    assert hanging.wait(timeout=40) == 143
+    first, last = hanging.stderr.read().splitlines()
+    assert first == "giving workers and GPUs back: not done after 2 s; the program ends without it"
+    assert last == "stopped by SIGTERM"
+    assert not Path(other).exists()
+    assert not any(map(alive, pids + other_pids))
+    assert not reaper.processes_of(directory) + reaper.processes_of(other)
 
 
 def test_no_process_is_left_when_ctrl_c_comes_while_ray_starts():
@@ -62,6 +93,7 @@ def test_no_process_is_left_when_ctrl_c_comes_while_ray_starts():
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGINT)
     assert run.wait(timeout=30) == 130
+    assert run.stderr.read() == "stopped by Ctrl-C\n"
     assert reaper.processes_of(directory) == []
     assert not Path(directory).exists()
 
@@ -80,6 +112,27 @@ def test_only_writers_below_the_directory_are_found(tmp_path):
     finally:
         writer.kill()
         reader.kill()
+
+
+def test_the_next_run_removes_what_a_killed_one_and_its_watchdog_left(tmp_path):
+    names = ("dead", "alive", "kept", "new", "file")
+    paths = {name: tmp_path / f"run-{name}" for name in names}
+    for name in names[:-1]:
+        paths[name].mkdir()
+    paths["file"].write_text("")
+    reaper.keep(str(paths["kept"]))
+    held = reaper.claim(str(paths["alive"]))
+    with (paths["dead"] / "log").open("a") as out:
+        orphan = subprocess.Popen(["sleep", "60"], stdout=out)
+    for name in names:
+        if name != "new":
+            os.utime(paths[name], (0, 0))
+    (tmp_path / "run-link").symlink_to(paths["new"])
+    assert reaper.clear(str(tmp_path), "run-") == [str(paths["dead"])]
+    assert orphan.wait(timeout=5) == -signal.SIGKILL
+    assert [name for name in names if not paths[name].exists()] == ["dead"]
+    os.close(held)
+    assert reaper.clear(str(tmp_path), "run-") == [str(paths["alive"])]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +193,6 @@ def test_ray_is_started_once_more_when_a_busy_machine_was_too_slow(monkeypatch, 
 
     monkeypatch.setattr("ray.init", too_slow)
     with pytest.raises(RunFailed, match=r"^Ray did not start: The current node timed out during startup.$"):
-        session_module._start_private(str(tmp_path), 1, 1, True)
+        session_module._start_private(str(tmp_path), 1, 1, True, reconnect_s=60.0)
     assert len(calls) == 2
     assert calls[0]["address"] == "local"

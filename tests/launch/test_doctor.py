@@ -57,9 +57,9 @@ def test_the_requirements_are_the_projects_own() -> None:
 
 
 def test_a_version_that_is_not_supported_is_named_with_the_one_that_is(installed) -> None:
-    installed("pebble", "4.0.1")
+    installed("psutil", "4.0.1")
     (found,) = of_level(packages.check_packages(), "failed")
-    assert found.found == "pebble 4.0.1 is installed, supported is >=5.1"
+    assert found.found == "psutil 4.0.1 is installed, supported is >=7"
     assert "./launch/quickstart.sh" in found.do
 
 
@@ -235,8 +235,8 @@ def test_it_ends_with_1_when_something_failed_and_with_2_for_an_address(
     assert main([]) == 0
     assert main(["--address", "127.0.0.1:9"]) == 2
     assert capfd.readouterr().err.startswith("error: --address=127.0.0.1:9: nothing answers there")
-    installed("pebble", "4.0.1")
+    installed("psutil", "4.0.1")
     assert main([]) == 1
     out = capfd.readouterr().out
-    assert "pebble 4.0.1" in out
+    assert "psutil 4.0.1" in out
     assert "1 failed" in out

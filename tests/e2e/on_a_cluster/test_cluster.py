@@ -121,6 +121,7 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     assert "before training" in attached.stdout
     assert "Traceback" not in attached.stdout
     assert re.search(r"checkpoint of step \d+", attached.stdout), attached.stdout[-1500:]
+    assert re.search(r"^stopped by SIGTERM; checkpoint: .*/checkpoints/step_\d+ \(", attached.stdout, re.M)
 
 
 def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import Run
@@ -90,3 +91,24 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(start: Any
     other = start(*goes_on, "trainer.seed=5", recipe="grpo")
     assert other.end() == 2
     assert "was made with" in other.errors()[0]
+
+
+def test_without_rays_control_service_a_run_saves_what_it_has_and_says_why_it_ends(start: Any) -> None:
+    """In a Ray of its own, as the others need theirs."""
+    small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16")
+    run = start(LONG, "cluster.address=local", "rollout.engine=hf", *small, recipe="grpo")
+    run.wait_for_step(2)
+    (service,) = (
+        process.pid
+        for process in psutil.Process(run.process.pid).children(recursive=True)
+        if process.name() == "gcs_server"
+    )
+    os.kill(service, signal.SIGKILL)
+    assert run.end() == 1
+    (line,) = (line for line in run.errors() if line)
+    assert line.startswith("failed: Ray's control service (GCS) at ")
+    steps = [row["step"] for row in run.metrics()]
+    assert steps == list(range(len(steps)))
+    saved = run.output / "checkpoints" / f"step_{steps[-1]}"
+    assert (saved / "state.json").exists()
+    assert f"checkpoint of step {steps[-1]}: {saved}" in run.text()

@@ -1,0 +1,164 @@
+"""A process that computes rewards, one at a time, and is replaced when it hangs or dies.
+
+Each has a pipe of its own: whatever happens to one, in the middle of whatever, the others do not notice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import TypeAlias
+
+from gkd.config import REWARD_MODEL, Reward
+from gkd.rewards import completion
+from gkd.rewards.registry import resolve
+
+START_TIMEOUT_S = 300
+"""Time a new process has to import the functions: a user's may import torch, on a busy machine."""
+
+Timed: TypeAlias = tuple[float, float]
+"""A reward, and how long it took, seconds."""
+
+
+class RewardError(Exception):
+    """A function gave no reward: the type and text of what it raised, that it hung, or that its process died."""
+
+
+class RewardProcess:
+    """Evaluates ``settings.functions``, all but the reward model, in a process of its own."""
+
+    def __init__(self, settings: Reward) -> None:
+        self._settings = settings
+        self._ending = False
+        self._start()
+
+    def evaluate(self, name: str, judged: completion.Completion, timeout_s: float) -> Timed:
+        """The reward of one function for one completion, and how long it took.
+
+        Raises RewardError when the function raises, needs longer than ``timeout_s``, or ends its process.
+        """
+        if self._ending:
+            raise RewardError("CancelledError: the rewards are no longer computed")
+        if not self._ready():  # ended while it had nothing to do, which costs nobody anything
+            self._restart()
+            if not self._ready():
+                raise RewardError(f"ChildProcessError: the process of the rewards does not start: {self._end()}")
+        try:
+            self._connection.send((name, judged))
+            answer = self._answer(timeout_s)
+        except (EOFError, OSError):
+            end = self._end()
+            self._restart()
+            raise RewardError(f"ChildProcessError: the process that computed it {end}") from None
+        if answer is None:
+            self._restart()
+            raise RewardError(f"TimeoutError: no reward within {timeout_s:g} s (reward.timeout_s)")
+        if isinstance(answer, str):
+            raise RewardError(answer)
+        return answer
+
+    def end(self) -> None:
+        """End the process for good, whatever it is doing; from any thread. An evaluation under way fails."""
+        self._ending = True
+        self._process.kill()
+
+    def close(self) -> None:
+        """Give back what is left of a process that was ended."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # this process may have threads and a GPU
+        self._connection, theirs = context.Pipe()
+        # A process that is stopped reads nothing, and a long completion would be waited for here.
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_TIMEOUT_S, 0))
+        self._process = context.Process(target=_serve, args=(theirs, self._settings.model_dump()), name="reward")
+        self._process.start()
+        theirs.close()  # so that reading ends when the process does
+        self._greeted = False
+
+    def _restart(self) -> None:
+        self.close()
+        self._start()
+        if self._ending:
+            self._process.kill()
+
+    def _ready(self) -> bool:
+        """Whether the process takes a completion now. Raises RewardError when it cannot import its functions."""
+        if not self._process.is_alive():
+            return False
+        if self._greeted:
+            return True
+        try:
+            failure = self._answer(START_TIMEOUT_S)
+        except (EOFError, OSError):
+            return False
+        if isinstance(failure, str) and failure:
+            raise RewardError(failure)
+        self._greeted = failure == ""
+        return self._greeted
+
+    def _answer(self, timeout_s: float) -> Timed | str | None:
+        """What the process sends next; None when it sends nothing in time. Raises EOFError or OSError when it ends."""
+        if not wait([self._connection, self._process.sentinel], timeout_s):
+            return None
+        if not self._connection.poll():  # it is the process that has ended
+            raise EOFError
+        answer = json.loads(self._connection.recv_bytes())
+        return answer if isinstance(answer, str) else (float(answer[0]), float(answer[1]))
+
+    def _end(self) -> str:
+        """How the process ended."""
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if code is None:
+            return "stopped answering"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _serve(connection: Connection, settings: dict[str, object]) -> None:
+    """Evaluate what comes until the other side is gone. Sends "" once ready, then a Timed or the text of an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process itself
+    functions: dict[str, Callable[[completion.Completion], float]] = {}
+    try:
+        reward = Reward.model_validate(settings)
+        functions |= {name: resolve(name, reward) for name in reward.functions if name != REWARD_MODEL}
+    except BaseException as error:
+        connection.send_bytes(json.dumps(_described(error)).encode())
+        return
+    connection.send_bytes(b'""')
+    while True:
+        try:
+            name, judged = connection.recv()
+        except (EOFError, OSError):
+            return
+        connection.send_bytes(json.dumps(_evaluated(functions[name], judged)).encode())
+
+
+def _evaluated(function: Callable[[completion.Completion], float], judged: completion.Completion) -> Timed | str:
+    started = time.monotonic()
+    try:
+        return finite(float(function(judged))), time.monotonic() - started
+    except BaseException as error:  # a user's function may raise anything, SystemExit included
+        return _described(error)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def finite(value: float) -> float:
+    """``value``. Raises ValueError where it is not a finite number."""
+    if not math.isfinite(value):
+        raise ValueError(f"the reward is {value}")
+    return value

@@ -1,0 +1,77 @@
+"""Finds engines that have work and do none: their process is stopped, or hangs in a kernel, a driver, a collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from gkd.cluster.group import Group
+
+LONGEST_TURN_S = 5.0
+"""This process may have been kept from running itself: no more than this counts between two looks."""
+
+
+@dataclass
+class _Beat:
+    """What is known of one engine."""
+
+    silent_s: float = 0.0
+    progress: tuple[int, int] | None = None
+    asked: Any = None
+    asked_at: float = 0.0
+
+
+class Heartbeat:
+    """Asks engines for their progress, on their workers' other threads.
+
+    An engine hangs that has had work for ``timeout_s`` and either has not answered in that time or has made no forward
+    pass with responses unfinished. Waiting for those who judge its samples is no hanging.
+    """
+
+    def __init__(self, group: Group, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._beats = [_Beat() for _ in range(len(group))]
+        self._looked = time.monotonic()
+
+    def hanging(self, busy: Iterable[int]) -> list[int]:
+        """Those of the ``busy`` engines that hang. To be called every second or so while engines have work."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, LONGEST_TURN_S), now
+        hanging = []
+        for engine in busy:
+            beat = self._beats[engine]
+            beat.silent_s += passed
+            self._look(engine, beat, now)
+            if beat.silent_s > self._timeout_s:
+                hanging.append(engine)
+        return hanging
+
+    def begin(self) -> None:
+        """New work begins: silence is counted from now on."""
+        for beat in self._beats:
+            beat.silent_s = 0.0
+        self._looked = time.monotonic()
+
+    def _look(self, engine: int, beat: _Beat, now: float) -> None:
+        if beat.asked is None:
+            if now - beat.asked_at > min(5.0, self._timeout_s / 5):
+                (beat.asked,), beat.asked_at = self._group.only([engine]).submit_control("progress").refs, now
+            return
+        ready, _ = ray.wait([beat.asked], timeout=0)
+        if not ready:
+            return
+        try:
+            progress: tuple[int, int] = ray.get(ready[0], timeout=1.0)
+        except RayError:  # it died, which its stream says as well
+            return
+        finally:
+            beat.asked = None
+        _, unfinished = progress
+        if progress != beat.progress or unfinished == 0:
+            beat.silent_s = 0.0
+        beat.progress = progress

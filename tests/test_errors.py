@@ -1,0 +1,106 @@
+"""What a program says when it ends early, and with which code, also where nobody reads it any more."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gkd import main
+from gkd.cluster.deadline import within
+from gkd.errors import ConfigError, RunFailed, Stopped, guarded
+
+ROOT = Path(__file__).parents[1]
+STUCK = """
+import threading
+from gkd.cluster.deadline import leave, within
+assert not within(0.1, "waiting for ever", threading.Event().wait)
+threading.Thread(target=threading.Event().wait).start()  # which Python would wait for at its end
+print("the last words")
+leave(7)
+"""
+RICH = """
+import sys
+from gkd.errors import guarded
+from gkd.observability.progress import console
+def program():
+    out = console()
+    for _ in range(100_000):
+        out.print("a line")
+sys.exit(guarded(program))
+"""
+
+
+def python(*arguments: str, **streams: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, text=True, **streams)
+
+
+@pytest.mark.parametrize("command", [("-m", "gkd.main", "--settings"), ("-c", RICH)])
+def test_output_into_a_closed_pipe_ends_with_a_line_and_a_code(command: tuple[str, ...]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    program = python(*command, stdout=writes, stderr=subprocess.PIPE)
+    both = python(*command, stdout=writes, stderr=writes)
+    os.close(writes)
+    assert program.communicate(timeout=60)[1] == (
+        "failed: standard output was closed before the end: the program that read it has ended\n"
+    )
+    assert (program.returncode, both.wait(60)) == (1, 1)
+
+
+def test_a_program_leaves_with_its_code_where_a_call_never_returns() -> None:
+    program = python("-c", STUCK, stdout=subprocess.PIPE)
+    assert program.communicate(timeout=30)[0] == "the last words\n"
+    assert program.returncode == 7
+
+
+def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
+    def fail() -> None:
+        raise ValueError("why")
+
+    with pytest.raises(ValueError, match="why"):
+        within(10.0, "failing", fail)
+    assert within(10.0, "sleeping", lambda: time.sleep(0.01))
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "code"),
+    [
+        (Stopped(signal.SIGTERM), "stopped by SIGTERM; a note", 143),
+        (Stopped(signal.SIGINT), "stopped by Ctrl-C; a note", 130),
+        (ConfigError("no"), "error: no; a note", 2),
+        (RunFailed("no"), "failed: no; a note", 1),
+        (FileNotFoundError(2, "No such file", "here"), "failed: No such file: here; a note", 1),
+    ],
+)
+def test_every_end_is_one_line(error: BaseException, line: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    error.add_note("a note")
+
+    def program() -> int:
+        raise error
+
+    assert guarded(program) == code
+    assert capfd.readouterr().err == line + "\n"
+
+
+def test_a_user_without_a_name_and_a_home_has_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "USER"):
+        monkeypatch.setenv(name, "before")  # puts back what the function sets
+        monkeypatch.delenv(name)
+    main._require_home(None)  # this one is known
+    assert "HOME" not in os.environ
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match=r"^user \d+ has no home directory.*builtin\.cache_dir=DIR"):
+        main._require_home(None)
+    main._require_home(str(tmp_path))
+    assert os.environ["HOME"] == str(tmp_path)
+    assert os.environ["USER"] == f"uid{os.getuid()}"
