@@ -26,7 +26,7 @@ def save_model(directory: Path, vocab_size: int = len(WORDS), tokenizer: Any = N
     """A one-layer causal language model with its tokenizer."""
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=16,
+        hidden_size=32,
         intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=1,
