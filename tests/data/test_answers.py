@@ -49,8 +49,9 @@ def test_an_answer_ends_as_the_chat_template_ends_a_turn() -> None:
     assert ids([prompt("a b", False)], chat_tokenizer()) == [[A, B, EOS]]
 
 
-def test_a_template_that_ends_turns_with_no_token_of_their_own() -> None:
-    tokenizer = word_tokenizer(template=TEMPLATE)
+@pytest.mark.parametrize("template", [TEMPLATE, "{% for m in messages %}{{ 1 / (m['role'] == 'user') }}{% endfor %}"])
+def test_a_template_that_ends_no_turn_with_a_token_of_its_own(template: str) -> None:
+    tokenizer = chat_tokenizer(template)
     assert turn_end([prompt("a", True)], tokenizer) is None
     assert ids([prompt("a", True)], tokenizer) == [[A, EOS]]
 
@@ -65,14 +66,6 @@ def test_engines_stop_where_a_turn_ends() -> None:
     end = turn_end([prompt("a", True)], chat_tokenizer())
     assert with_turn_end(MODEL, end).eos_ids == [EOS, IM_END]
     assert with_turn_end(MODEL, None) == MODEL
-
-
-def test_a_template_without_an_assistant_is_named() -> None:
-    tokenizer = chat_tokenizer(
-        "{% for m in messages %}{{ m['content'] if m['role'] == 'user' else 1 / 0 }}{% endfor %}"
-    )
-    with pytest.raises(ConfigError, match=r"the chat template refuses an assistant's turn .*zero"):
-        turn_end([prompt("a", True)], tokenizer)
 
 
 def test_no_end_token_at_all() -> None:

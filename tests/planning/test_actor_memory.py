@@ -19,7 +19,7 @@ from gkd.planning.adapters import adapter_weights
 from gkd.planning.families import shape_of
 from tests.planning.measure import peak_of_update, samples, student_of
 
-LENGTH, RESPONSE, N = 128, 96, 8
+LENGTH, RESPONSE, N = 128, 96, 4
 WIDE = {
     "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 2, "vocab_size": 4096,
@@ -101,7 +101,7 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("name", "r"), [("llama", None), ("qwen2 tied", None), ("qwen2 tied", 8)])
 def test_the_same_under_fsdp(mesh: DeviceMesh, name: str, r: int | None, checkpointing: bool) -> None:
-    tokens = 4 * LENGTH
+    tokens = 2 * LENGTH
     run = run_of(
         GRPO,
         max_tokens_per_micro_batch=tokens,

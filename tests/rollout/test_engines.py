@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from gkd.config import Rollout
 from gkd.data.checkpoint import Checkpoint
+from gkd.planning.engine_memory import engine_memory, kv_bytes
 from gkd.rollout.engine import Finished, SamplingEngine
 from gkd.sample import Prompt, Request, Sampling
 from gkd.vllm_engine import engine_arguments, environment
+from tests.planning.subjects import subject
 
 pytestmark = pytest.mark.vllm
 EOS = 1
@@ -82,6 +85,7 @@ def pair(
         "hf": HFEngine(path, described, "cpu", torch.float32, 64),
         "model": model,
         "tied": request.param,
+        "path": path,
     }
     del llm
 
@@ -177,3 +181,22 @@ def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
         found = run(pair[name], wanted)
         assert worst_difference(pushed, wanted, found) < 2e-4
         assert worst_difference(pair["model"], wanted, found) > 0.1  # the old weights would not have passed
+
+
+def test_an_engine_holds_what_was_planned(pair) -> None:
+    """The weights that it reads, its cache, and the sequences that vLLM's own blocks hold, within 15 %."""
+    planned_for = subject(
+        "+recipe=grpo", f"model.path={pair['path']}", "placement=cpu", "data.max_prompt_length=32",
+        "rollout.max_response_length=32", on_cpu=True,
+    )  # fmt: skip
+    planned = engine_memory(planned_for, "rollout", planned_for.config.rollout)
+    # Not of the engine's parameters: on a CPU vLLM packs the layers' matrices away from them.
+    weights = sum(tensor.nbytes for tensor in load_file(f"{pair['path']}/model.safetensors").values())
+    config = pair["vllm"].engine.vllm_config
+    tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+    assert planned.items["weights"] == pytest.approx(weights, rel=0.15)
+    assert planned.items["key-value cache"] == pytest.approx(
+        tokens * kv_bytes(planned_for.models.student, 1, 4), rel=0.15
+    )
+    held = int(planned.notes[0].split("holds ")[1].split(" ")[0].replace(",", ""))
+    assert held == pytest.approx(tokens / 64, rel=0.15)
