@@ -172,7 +172,7 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     own, students = (mean_logprobs(teacher, template, samples) for template in (TEACHERS_TEMPLATE, STUDENTS_TEMPLATE))
     found = [row["teacher_logprob_mean"] for row in samples]
     # The text of a response lacks the special tokens that a barely trained student puts into some.
-    assert agreeing(found, own) > 0.25 and agreeing(found, students) == 0
+    assert agreeing(found, own) > 0.25 > agreeing(found, students)
 
 
 def agreeing(found: list[float], wanted: list[float]) -> float:
