@@ -32,7 +32,9 @@ class Rendering:
     @staticmethod
     def of(tokenizer: Any) -> Rendering:
         """That of a transformers tokenizer."""
-        template = None if tokenizer.chat_template is None else str(tokenizer.get_chat_template())
+        template = tokenizer.chat_template
+        if isinstance(template, dict):  # several by name, of which apply_chat_template takes this one
+            template = template.get("default")
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         whole = tokenizer("a")["input_ids"]
         starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]

@@ -95,6 +95,8 @@ class Connection:
         self._socket.close()
 
     def _counter(self, offset: int) -> int:
+        if self._socket.fileno() < 0:  # closed
+            return 0
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         return int(_COUNTER.unpack_from(info, offset)[0])
 

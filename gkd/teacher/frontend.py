@@ -188,6 +188,9 @@ class Frontend:
         if connection is None or connection.is_cut:
             return  # it has gone already
         connection.message_came(time.monotonic())
+        if connection.client is not None and connection.client != client:
+            # One of the two is a peer that has gone, whose descriptor the other was given.
+            self._clients.forget(connection.client)
         connection.client = client
         self._clients.meet(client, connection)
         if not whole:

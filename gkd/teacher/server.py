@@ -24,7 +24,7 @@ class TeacherServer:
     """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
 
     Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
-    Whoever has ``key`` may ask, within ``bounds``; ``rendering`` is told to whoever greets. Raises ConfigError when the
+    Whoever has ``key`` may ask, within ``bounds``; ``rendering`` is part of the handshake. Raises ConfigError when the
     address cannot be bound.
     """
 

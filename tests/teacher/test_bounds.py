@@ -189,7 +189,7 @@ def test_clients_take_turns(serve: Serve, connect: Connect, dealer: Any) -> None
     assert running.engine.worked_on - before < 50
 
 
-def test_a_client_with_too_much_in_the_queue_is_told_so_and_asks_again(serve: Serve, connect: Connect) -> None:
+def test_a_client_with_too_much_in_the_queue_is_refused_and_retries(serve: Serve, connect: Connect) -> None:
     bounds = Bounds(queued_bytes=20_000)
     running = serve(TableEngine(delay_s=0.005, capacity=64), bounds=bounds)
     client = connect(running.server.address, max_attempts=1, request_timeout_s=30.0)

@@ -96,7 +96,7 @@ def test_own_is_what_the_teachers_tokenizer_makes_of_the_messages(tmp_path: Path
     assert seen(found, student)[0] == "<system> b a d c"
 
 
-def test_student_says_that_the_students_is_meant(tmp_path: Path) -> None:
+def test_student_keeps_the_students_rendering(tmp_path: Path) -> None:
     found = made(tokenizer(TEMPLATE), tokenizer(OTHER), tmp_path, "student")
     assert seen(found, tokenizer())[0] == "<user> a d <assistant>"
 
@@ -115,7 +115,7 @@ def test_a_file_is_a_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chat_template", [None, "own"])
-def test_a_teacher_without_a_template_says_nothing_of_messages(tmp_path: Path, chat_template: str | None) -> None:
+def test_messages_for_a_teacher_without_a_template_are_refused(tmp_path: Path, chat_template: str | None) -> None:
     with pytest.raises(ConfigError, match=r"has no chat template: teacher.chat_template=student"):
         made(tokenizer(TEMPLATE), tokenizer(), tmp_path, chat_template)
 
@@ -147,7 +147,7 @@ def test_each_prompt_is_its_own_teachers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [None, OTHER])
-def test_an_external_teacher_says_how_it_is_prompted(serve: Serve, tmp_path: Path, template: str | None) -> None:
+def test_an_external_teacher_states_its_rendering(serve: Serve, tmp_path: Path, template: str | None) -> None:
     from gkd.data.tokenizer import tokenizer_hash
 
     student = tokenizer(TEMPLATE if template else None)
