@@ -39,12 +39,15 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--settings", action="store_true", help="list every setting with its meaning")
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     from omegaconf import OmegaConf
 
     from gkd.compose import compose, groups
-    from gkd.config import settings
+    from gkd.config import hint, settings
 
+    if unknown:
+        meant = hint(unknown[0].partition("=")[0], settings())
+        raise ConfigError(f"unknown option {unknown[0]}: settings are written as section.name=value{meant}")
     if options.settings:
         for name, meaning in settings().items():
             print(f"{name:38} {meaning}")
@@ -101,6 +104,8 @@ def _output_dir(config: Config) -> Path:
         if config.trainer.resume:
             raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
         return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
+    if not config.trainer.output_dir.strip():
+        raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
     path = Path(config.trainer.output_dir).expanduser().absolute()
     held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
     if config.trainer.resume:

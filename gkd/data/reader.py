@@ -41,7 +41,7 @@ def read_rows(file: str) -> Iterator[Row]:
     line that is not a JSON object.
     """
     n_rows = 0
-    for row in _reader(file)(Path(file)):
+    for row in _reader(file)(Path(file).expanduser()):
         n_rows += 1
         yield row
     if n_rows == 0:
@@ -49,7 +49,7 @@ def read_rows(file: str) -> Iterator[Row]:
 
 
 def _reader(file: str) -> Callable[[Path], Iterator[Row]]:
-    path = Path(file)
+    path = Path(file).expanduser()
     if not path.exists():
         raise ConfigError(f"data file {file} does not exist")
     if path.is_dir():
