@@ -99,6 +99,8 @@ def run(config: Config) -> None:
 
 def _output_dir(config: Config) -> Path:
     """Where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
+    from gkd.config import user_path
+
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if config.trainer.output_dir is None:
         if config.trainer.resume:
@@ -106,7 +108,7 @@ def _output_dir(config: Config) -> Path:
         return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
     if not config.trainer.output_dir.strip():
         raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
-    path = Path(config.trainer.output_dir).expanduser().absolute()
+    path = user_path(config.trainer.output_dir).absolute()
     held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
     if config.trainer.resume:
         from gkd.checkpoint import find

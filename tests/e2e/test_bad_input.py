@@ -75,6 +75,11 @@ def command(files: Path, *overrides: str, **changed: str) -> list[str]:
 
 CASES = {
     "no such model": ({"model__path": "FILES/none"}, r"model\.path=.*none: no such directory"),
+    "nobody's home": ({"model__path": "'~nobody-at-all/x'"}, r"model\.path=~nobody-at-all/x: no such directory"),
+    "data in nobody's home": (
+        {"data__val_files": "['~nobody-at-all/x.jsonl']"},
+        r"~nobody-at-all/x\.jsonl does not exist",
+    ),
     "no such teacher": ({"teacher__model__path": "FILES/none"}, r"teacher\.model\.path=.*none"),
     "no causal language model": ({"model__path": "FILES/bert"}, r"model\.path=.*bert: is no causal language model"),
     "other tokenizer": (
