@@ -40,15 +40,18 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--settings", action="store_true", help="list every setting with its meaning")
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     from gkd.cluster.signals import exit_on_signals
 
     exit_on_signals()
     from omegaconf import OmegaConf
 
     from gkd.compose import compose, groups
-    from gkd.config import settings
+    from gkd.config import hint, settings
 
+    if unknown:
+        meant = hint(unknown[0].partition("=")[0], settings())
+        raise ConfigError(f"unknown option {unknown[0]}: settings are written as section.name=value{meant}")
     if options.settings:
         for name, meaning in settings().items():
             print(f"{name:38} {meaning}")
@@ -129,12 +132,16 @@ def _to_go_on_from(output: Path) -> str:
 
 def _output_dir(config: Config) -> Path:
     """Where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
+    from gkd.config import user_path
+
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if config.trainer.output_dir is None:
         if config.trainer.resume:
             raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
         return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
-    path = Path(config.trainer.output_dir).expanduser().absolute()
+    if not config.trainer.output_dir.strip():
+        raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
+    path = user_path(config.trainer.output_dir).absolute()
     held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
     if config.trainer.resume:
         from gkd.checkpoint import find

@@ -6,7 +6,7 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 
 from __future__ import annotations
 
-from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus
+from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, user_path
 from gkd.config.groups import (
     MAX_AUTO_SIMULATED_GPUS,
     Actor,
@@ -85,4 +85,5 @@ __all__ = [
     "nearest",
     "parse_gpus",
     "settings",
+    "user_path",
 ]

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def user_path(text: str) -> Path:
+    """A path as people write it: ``~`` is the home directory, and a user's that there is not stays as it is."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # no such user, or no home
+        return Path(text)
 
 
 def parse_gpus(value: Any) -> list[int] | None:

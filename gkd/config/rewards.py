@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gkd.config.base import Settings
+from gkd.config.base import Settings, user_path
 
 REWARD_MODEL = "reward_model"
 BUILTIN_REWARDS = ("accuracy", "cosine", "format", "judge", "length", "reasoning_steps", "repetition_penalty")
@@ -26,7 +26,7 @@ def _regular(pattern: str) -> str:
 def reward_file(name: str) -> tuple[Path, str] | None:
     """File and name of a reward ``FILE.py:name``; None for rewards of other kinds."""
     file, _, attribute = name.rpartition(":")
-    return (Path(file).expanduser().absolute(), attribute) if file.endswith(".py") else None
+    return (user_path(file).absolute(), attribute) if file.endswith(".py") else None
 
 
 def _absolute(functions: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import gkd
-from gkd.config import Builtin, Config
+from gkd.config import Builtin, Config, user_path
 from gkd.data.sorting import examples, write_examples
 from gkd.errors import ConfigError, RunFailed
 
@@ -100,7 +100,7 @@ def recipes(builtin: Builtin, seed: int) -> tuple[ModelRecipe, ModelRecipe]:
 def cache_directory(builtin: Builtin) -> Path:
     """``builtin.cache_dir``, else ``$XDG_CACHE_HOME/gkd``, else ``~/.cache/gkd``."""
     if builtin.cache_dir is not None:
-        return Path(builtin.cache_dir).expanduser().absolute()
+        return user_path(builtin.cache_dir).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache").absolute() / "gkd"
 

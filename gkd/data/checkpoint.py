@@ -61,9 +61,9 @@ class Checkpoint:
 def _ids(value: Any, what: str) -> list[int]:
     """Token ids of a setting that holds one, several or none. Raises ConfigError, naming ``what``, for other things."""
     found = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(i) is int and i >= 0 for i in found):
+    if not all(type(i) is int for i in found):
         raise ConfigError(f"{what} is {value!r}; a token's number, or a list of numbers, is expected")
-    return found
+    return [i for i in found if i >= 0]  # below 0 is written for none
 
 
 def _count(value: Any, what: str) -> int:

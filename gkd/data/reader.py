@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gkd.config import user_path
 from gkd.errors import ConfigError
 
 JSONL_SUFFIXES = (".jsonl", ".json-lines", ".ndjson")
@@ -41,7 +42,7 @@ def read_rows(file: str) -> Iterator[Row]:
     line that is not a JSON object.
     """
     n_rows = 0
-    for row in _reader(file)(Path(file)):
+    for row in _reader(file)(user_path(file)):
         n_rows += 1
         yield row
     if n_rows == 0:
@@ -49,7 +50,7 @@ def read_rows(file: str) -> Iterator[Row]:
 
 
 def _reader(file: str) -> Callable[[Path], Iterator[Row]]:
-    path = Path(file)
+    path = user_path(file)
     if not path.exists():
         raise ConfigError(f"data file {file} does not exist")
     if path.is_dir():

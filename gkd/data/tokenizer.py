@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gkd.config import user_path
 from gkd.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -20,7 +21,7 @@ def resolve_model(path: str, setting: str = "model.path") -> str:
 
     Raises ConfigError, naming ``setting``, when it is neither.
     """
-    directory = Path(path).expanduser()
+    directory = user_path(path)
     if directory.is_dir():
         return str(directory.resolve())
     if directory.exists():
@@ -45,7 +46,7 @@ def check_causal_lm(path: str, setting: str) -> str:
     directory = Path(resolve_model(path, setting))
     name = f"{setting}={path}"
     config = _read_json(directory / "config.json", name)
-    _require_no_code(config, name)
+    _require_no_code(config, name, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     if not _is_causal_lm(config):
         found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
         raise ConfigError(f"{name}: is no causal language model but {found}")
@@ -59,7 +60,7 @@ def check_reward_model(path: str, setting: str) -> str:
     directory = Path(resolve_model(path, setting))
     name = f"{setting}={path}"
     config = _read_json(directory / "config.json", name)
-    _require_no_code(config, name)
+    _require_no_code(config, name, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
     if not any(str(a).endswith("ForSequenceClassification") for a in config.get("architectures") or []):
         found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
         raise ConfigError(f"{name}: is no sequence classification model but {found}")
@@ -82,13 +83,16 @@ def _read_json(file: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _require_no_code(config: dict[str, Any], name: str) -> None:
-    """Raise ConfigError for a model that only code beside it can load; transformers would ask on the terminal."""
+def _require_no_code(config: dict[str, Any], name: str, mapping: str) -> None:
+    """Raise ConfigError for a model that only code beside it can load; transformers would ask on the terminal.
+
+    ``mapping`` names what transformers' own models of the kind are listed in.
+    """
     if not config.get("auto_map"):
         return
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+    if config.get("model_type") not in getattr(modeling_auto, mapping):
         raise ConfigError(
             f"{name}: comes with code of its own (auto_map in config.json), which is not run here; a model of a type "
             "that transformers has would work"

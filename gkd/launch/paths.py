@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gkd.config import Config
+from gkd.config import Config, user_path
 from gkd.config.rewards import reward_file
 from gkd.errors import ConfigError
 from gkd.launch.package import is_packed
@@ -68,7 +68,7 @@ def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | li
 
 
 def _absolute(name: str, value: str, here: Path) -> str:
-    path = here / Path(value).expanduser()
+    path = here / user_path(value)
     if Path(value).is_absolute() or path.exists():
         return str(path)
     if name.endswith("files"):

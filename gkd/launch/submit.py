@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from gkd.launch.jobs import Jobs
 
 
+# A job's shell is a child of a worker of Ray's, and that one of the raylet, whose command line names the interpreter
+# that Ray runs its workers with. The one that PATH has may be another, without any of the packages.
+FIND_PYTHON = (
+    "raylet=$(sed -n 's/^PPid:[[:space:]]*//p' /proc/$PPID/status 2>/dev/null); "
+    """python=$(tr '\\0' '\\n' 2>/dev/null </proc/$raylet/cmdline | sed -n -e """
+    """'s/^--python_worker_command="\\([^"]*\\)".*/\\1/p' -e 's/^--python_worker_command=\\([^" ]*\\) .*/\\1/p')"""
+)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     return guarded(lambda: _main(arguments))
@@ -99,13 +108,13 @@ def _submit(jobs: Jobs, overrides: Sequence[str], follow: bool) -> int:
     config, here = compose(overrides), Path.cwd()
     name = f"{config.recipe}-{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
     output = here / (config.trainer.output_dir or f"outputs/{config.recipe}/{name}")
-    command = shlex.join(["python", "-m", "gkd.main", *overrides, *settle(config, here, output)])
+    command = shlex.join(["-m", "gkd.main", *overrides, *settle(config, here, output)])
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "working_dir.zip"
         n_files, left_out = pack(here, package)
         without = f", without {', '.join(left_out)}" if left_out else ""
         print(f"packed {n_files} files of {here}, {package.stat().st_size / 1e6:.1f} MB{without}", flush=True)
-        jobs.submit(name, f"exec {command}", package, output)
+        jobs.submit(name, f'{FIND_PYTHON}; exec "${{python:-python}}" {command}', package, output)
     print(f"submitted {name} to {jobs.address}")
     print(f"it writes to {output}, as the cluster's head sees it", flush=True)
     if follow:

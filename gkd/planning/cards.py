@@ -60,7 +60,8 @@ def gpu(plan: Plan) -> Card:
         here = _here()
         name, found = here or (DEFAULT, None)
         if here is None and memory is not None:
-            name = min(CARDS, key=lambda card: abs(CARDS[card][0] * GIB - memory * 1e9))
+            wanted = memory * 1e9
+            name = min(CARDS, key=lambda card: abs(CARDS[card][0] * GIB - wanted))
             shown = f"a GPU, taken to be as fast as {name} (plan.card),"
         memory = memory or found
     if name not in CARDS:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gkd.config import user_path
 from gkd.errors import ConfigError
 from gkd.planning.shape import Experts, Layers, Mlp, ModelShape, Norm, Weight
 
@@ -78,7 +79,7 @@ def read_shape(path: str, setting: str) -> ModelShape:
 
 
 def _config_file(path: str, setting: str) -> Path:
-    directory = Path(path).expanduser()
+    directory = user_path(path)
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise ConfigError(f"{setting}={path}: there is no config.json in it")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gkd.config import Config
 
 # A run names its student and its data together with its teacher; a server has neither.
-_DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none]", "teacher.server_ip=127.0.0.1")
+_DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none]")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,13 +39,17 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main, whose --settings lists teacher.*")
     overrides = parser.parse_args(arguments).overrides
     stop = _Stop()
-    return _serve(_composed(overrides), stop)
+    return _serve(composed(overrides), stop)
 
 
-def _composed(arguments: Sequence[str]) -> Config:
+def composed(overrides: Sequence[str]) -> Config:
+    """The configuration of a server: defaults of its own come below what a file among the overrides says."""
     from gkd.compose import compose
+    from gkd.config.file import read_yaml
 
-    return compose([*_DEFAULTS, *arguments])
+    teachers = [read_yaml(o).get("teacher") for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
+    named = any(isinstance(teacher, dict) and teacher.get("server_ip") for teacher in teachers)
+    return compose([*_DEFAULTS, *([] if named else ["teacher.server_ip=127.0.0.1"]), *overrides])
 
 
 def _serve(config: Config, stop: _Stop) -> int:

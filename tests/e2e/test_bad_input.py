@@ -78,6 +78,11 @@ def command(files: Path, *overrides: str, **changed: str) -> list[str]:
 
 CASES = {
     "no such model": ({"model__path": "FILES/none"}, r"model\.path=.*none: no such directory"),
+    "nobody's home": ({"model__path": "'~nobody-at-all/x'"}, r"model\.path=~nobody-at-all/x: no such directory"),
+    "data in nobody's home": (
+        {"data__val_files": "['~nobody-at-all/x.jsonl']"},
+        r"~nobody-at-all/x\.jsonl does not exist",
+    ),
     "no such teacher": ({"teacher__model__path": "FILES/none"}, r"teacher\.model\.path=.*none"),
     "no causal language model": ({"model__path": "FILES/bert"}, r"model\.path=.*bert: is no causal language model"),
     "other tokenizer": (
@@ -117,6 +122,7 @@ CASES = {
         r"trainer\.output_dir=/proc/self cannot be written",
     ),
     "below a file": ({"trainer__output_dir": "FILES/good.jsonl/run"}, r"trainer\.output_dir=.* cannot be made: Not a"),
+    "an empty name": ({"trainer__output_dir": "''"}, r"trainer\.output_dir is empty"),
     "batch of 0": ({"trainer__batch_size": "0"}, r"trainer\.batch_size=0"),
     "beta": ({"algorithm__loss__beta": "1.5"}, r"algorithm\.loss\.beta=1\.5"),
     "misspelt": ({"trainer__total_step": "5"}, r"trainer\.total_step \(did you mean trainer\.total_steps\?\)"),
@@ -178,6 +184,15 @@ def test_a_few_long_prompts_are_counted_and_left_out(files: Path, capfd: pytest.
 def test_a_recipe_has_to_be_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "+recipe=" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--learning_rate", "1e-5"], ["+recipe=grpo", "--learning-rate=1e-5"]])
+def test_options_of_other_systems_are_answered_with_the_setting(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"error: unknown option --learning.rate\S*: .* section.name=value \(here: actor.lr\)", line)
 
 
 def test_a_directory_that_another_run_holds(files: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

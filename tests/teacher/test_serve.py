@@ -20,6 +20,7 @@ from gkd.data.checkpoint import Checkpoint
 from gkd.errors import RunFailed
 from gkd.teacher.address import Key
 from gkd.teacher.client import Score, TeacherClient, TeacherUnavailable
+from gkd.teacher.serve import composed
 from tests.teacher.conftest import ROOT, VLLM_LENGTH
 
 
@@ -75,6 +76,15 @@ def test_bad_input_is_told_in_one_line(arguments: list[str], message: str) -> No
         out, err = (process := serve(*(a.replace("IN_USE", port) for a in arguments))).communicate(timeout=60)
     assert process.returncode == 2 and out == ""
     assert err.startswith("error: ") and message.replace("IN_USE", port) in err and err.count("\n") == 1
+
+
+def test_where_a_file_says_a_server_listens(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("teacher: {model: {path: x}, server_ip: 10.0.0.1}\n")
+    (tmp_path / "b.yaml").write_text("teacher: {model: {path: x}, server_ip: null}\n")
+    assert composed([str(tmp_path / "a.yaml")]).teacher.server_ip == "10.0.0.1"
+    assert composed([str(tmp_path / "a.yaml"), "teacher.server_ip=10.0.0.2"]).teacher.server_ip == "10.0.0.2"
+    assert composed([str(tmp_path / "b.yaml")]).teacher.server_ip == "127.0.0.1"
+    assert composed(["teacher.model.path=x"]).teacher.server_ip == "127.0.0.1"
 
 
 @pytest.mark.vllm

@@ -22,6 +22,8 @@ import gkd
 def odd(completion):
     pathlib.Path({told!r}).write_text(gkd.__file__ + " " + os.environ["RAY_JOB_STOP_WAIT_TIME_S"])
     return 0.5 * (completion.n_tokens % 2)
+def even(completion):
+    return 0.5 - odd(completion)
 """
 OTHER_RAY = "import sys, ray; ray.__version__ = '2.59.1'; from {module} import main; sys.exit(main(sys.argv[1:]))"
 
@@ -47,7 +49,11 @@ def test_a_job_brings_its_code_and_leaves_its_results_here(
     (tmp_path / "mine.py").write_text(USERS.format(told=str(told)))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "large.bin").write_bytes(os.urandom(3_000_000))
-    settings = ["trainer.total_steps=2", "trainer.output_dir=my runs/first", "reward.functions=['mine:odd']"]
+    settings = [
+        "trainer.total_steps=2",
+        "trainer.output_dir=my runs/first",
+        "reward.functions=['mine.py:odd','mine:even']",
+    ]
     run = [
         sys.executable,
         "-m",
