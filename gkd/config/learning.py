@@ -41,9 +41,7 @@ class Policy(Settings):
     )
     clip_high: float | None = Field(None, ge=0, description="upper clip range; null: 0.2, for gspo 4e-4")
     sequence_mask_kl: float | None = Field(
-        None,
-        gt=0,
-        description="leave out bad samples whose sampler is further off, nats a token; null: none",
+        None, gt=0, description="leave out bad samples whose sampler is further off, nats a token; null: none"
     )
 
     @model_validator(mode="after")
@@ -84,7 +82,9 @@ class Overlong(Settings):
     """Responses that the length limit ended."""
 
     action: Literal["keep", "mask", "penalty"] = Field(
-        "keep", description="mask: no loss on them; penalty: a reward falling to -1 over the last `buffer` tokens"
+        "keep",
+        description="mask: no loss on them, and means over samples are over all; penalty: a reward falling to -1 over "
+        "the last `buffer` tokens",
     )
     buffer: int = Field(64, ge=1, description="tokens before the limit over which the penalty grows")
 

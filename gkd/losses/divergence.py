@@ -70,8 +70,8 @@ def sampled_reverse_kl(token_log_q: Tensor, token_log_p: Tensor) -> Tensor:
     gradient is that of ``-advantage * log q(y)`` with the advantage ``-(log q(y) - log p(y))`` held constant, which in
     expectation over y is the gradient of KL(Q||P) at that position, the earlier tokens given: the derivative of
     the log q inside the estimate itself has expectation 0. The ratio q / q.detach() carries the gradient and is 1, so
-    the same number serves as loss and as metric. It is on-policy: no correction is made for y drawn from other weights
-    or at another temperature than Q's.
+    the same number serves as loss and as metric. It is for y drawn from Q; y drawn from other weights, or by an engine
+    that computes otherwise, is weighted outside (:mod:`gkd.algorithms.off_policy`).
     """
     log_ratio = (token_log_q - token_log_p.clamp(min=MIN_LOGPROB)).detach()
     return log_ratio * (token_log_q - token_log_q.detach()).exp()
