@@ -175,9 +175,9 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
             hint = f"cluster.simulate_gpus={wanted} would simulate them all"
     elif not n_gpus:
         hint = f"cluster.simulate_gpus={wanted} tries the layout without GPUs"
-    n_cpus = os.cpu_count() or 1
-    if simulated:  # the cores are shared anyway; Ray only counts them
-        n_cpus = max(n_cpus, math.ceil(sum(a.workers_per_node * a.nnodes for a in asks) * cluster.cpus_per_worker))
+    workers = sum(ask.workers_per_node * ask.nnodes for ask in asks)
+    # Of a machine that is this run's, Ray only counts the cores: three workers on one GPU share two as well.
+    n_cpus = max(os.cpu_count() or 1, math.ceil(workers * cluster.cpus_per_worker))
     require_fit(asks, [_this_machine(n_gpus, n_cpus, simulated, uuids)], cluster.cpus_per_worker, hint)
     return n_gpus, n_cpus, simulated
 

@@ -95,8 +95,10 @@ def test_a_check_gets_no_more_time_than_is_left(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(acceptance, "run_check", note)
     list(acceptance.outcomes([replace(FAKES[0], limit_s=20), replace(FAKES[0], limit_s=600)], 1, 1, tmp_path, tmp_path))
+    list(acceptance.outcomes([replace(FAKES[0], limit_s=10)], 1, 0, tmp_path, tmp_path))  # a rehearsal
     assert limits[0] == 20
     assert 30 < limits[1] <= 60
+    assert limits[2] == 40
 
 
 def test_what_needs_gpus_is_skipped_and_never_ok_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +238,18 @@ def test_more_memory_than_the_peer_fails_w1(recorded: Recorded, tmp_path: Path) 
     recorded.peak_gb = 80.0
     with pytest.raises(AssertionError, match=r"74.5 GiB in the actor, TRL has 64.8"):
         check("against_trl", 1, tmp_path)
+
+
+@pytest.mark.e2e
+def test_a_rehearsed_check(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "RESULTS", tmp_path / "results")
+    assert acceptance._main(["--rehearse", "--only", "assignment", "ipc", "--json", str(tmp_path / "out")]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert printed == [json.loads(line) for line in (tmp_path / "out" / "acceptance.jsonl").read_text().splitlines()]
+    done, skipped = printed
+    assert (done["name"], done["ok"], done["rehearsal"]) == ("assignment", True, True)
+    assert done["figures"]["uuids"][0].startswith("SIM-")
+    assert {"python", "torch", "ray"} <= done["versions"].keys()
+    assert (skipped["name"], skipped["ok"], skipped["failed"]) == ("ipc", None, "needs a GPU")
+    assert "GPU Assignments: ['0', '0', '0']" in (tmp_path / "out" / "acceptance.log").read_text()
+    assert not (tmp_path / "results").exists()
