@@ -23,6 +23,7 @@ _HEAD_SIZES = ("head_dim", "global_head_dim", "attention_head_dim")
 
 STUDENT_REMEDY = "rollout.engine=hf samples with transformers instead"
 SCORER_REMEDY = "choose another model, or score on a machine with a GPU"
+REFERENCE_REMEDY = "algorithm.kl.coef=0 needs no reference, and an adapter (actor.lora.r) none of its own"
 
 
 def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
