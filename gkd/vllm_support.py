@@ -21,7 +21,6 @@ FAILING = {
     "falcon_mamba": _NO_SCAN,
     "jamba": _NO_SCAN,
     "minimax_m2": "has no routing by sigmoids without groups on a CPU",
-    "phimoe": "puts experts into its layers that do not fit them",
 }
 """Types of models that vLLM starts and that fail at their first token, and why."""
 NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")

@@ -15,7 +15,7 @@ from gkd.inputs import _require_engines_run
 from gkd.vllm_support import CPU_HEAD_SIZES, CPU_LATENT_SIZES, why_not_on_a_cpu
 from tests.families import FAMILIES, STATEFUL, config_of
 
-NOT_HERE = {"mamba", "qwen3_5", "minimax_m2", "phimoe"}
+NOT_HERE = {"mamba", "qwen3_5", "minimax_m2"}
 SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 
 

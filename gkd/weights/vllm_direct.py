@@ -45,11 +45,11 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[misc]
 
         @wraps(loader)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            self._in_loader = True
+            before, self._in_loader = self._in_loader, True
             try:
                 return loader(*args, **kwargs)
             finally:
-                self._in_loader = False
+                self._in_loader = before
 
         return marked
 

