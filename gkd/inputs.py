@@ -23,7 +23,7 @@ from gkd.errors import ConfigError
 from gkd.rewards.registry import resolve
 from gkd.sample import Prompt
 from gkd.teacher.prompting import teacher_prompts
-from gkd.vllm_support import SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
+from gkd.vllm_support import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _require_engines_run(config: Config, student: str, judges: dict[str, str]) -
     for name, path in judges.items():
         group, _, teacher = name.partition(":")
         setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
-        require_vllm_runs(path, setting, SCORER_REMEDY)
+        require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
 
 
 def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:

@@ -15,14 +15,21 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of attention with keys and values."""
 CPU_LATENT_SIZES = (576,)
 """Of attention over a latent vector instead (MLA): its rank and the rotated part together."""
-SELECTIVE_SCAN = ("mamba", "falcon_mamba", "jamba")
-"""Types of models with Mamba's first kind of layer, whose kernel there is on a GPU alone."""
+_NO_SCAN = "has no selective scan on a CPU, which Mamba's first kind of layer needs"
+FAILING = {
+    "mamba": _NO_SCAN,
+    "falcon_mamba": _NO_SCAN,
+    "jamba": _NO_SCAN,
+    "minimax_m2": "has no routing by sigmoids without groups on a CPU",
+}
+"""Types of models that vLLM starts and that fail at their first token, and why."""
 NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
 """Types of models that share a module of vLLM's with models that see; the build for a CPU comes without torchvision."""
 _HEAD_SIZES = ("head_dim", "global_head_dim", "attention_head_dim")
 
 STUDENT_REMEDY = "rollout.engine=hf samples with transformers instead"
 SCORER_REMEDY = "choose another model, or score on a machine with a GPU"
+REFERENCE_REMEDY = "algorithm.kl.coef=0 needs no reference, and an adapter (actor.lora.r) none of its own"
 
 
 def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
@@ -42,8 +49,8 @@ def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
 def why_not_on_a_cpu(config: Any) -> str | None:
     """What of the language model with that configuration vLLM's kernels for a CPU lack; None where nothing."""
     kind = config.model_type
-    if kind in SELECTIVE_SCAN:
-        return f"vLLM on a CPU has no selective scan, which a {kind} model needs"
+    if kind in FAILING:
+        return f"vLLM cannot run a {kind} model: it {FAILING[kind]}"
     if kind in NEED_TORCHVISION and find_spec("torchvision") is None:
         return f"vLLM runs a {kind} model only beside torchvision, which is not installed"
     if getattr(config, "kv_lora_rank", None):

@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {}),
     "stablelm": ("StableLm", {}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128}),
-    "gpt_neox": ("GPTNeoX", {}),
+    "gpt_neox": ("GPTNeoX", _NO_GROUPS),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "falcon": ("Falcon", {"new_decoder_architecture": False, "multi_query": True, "alibi": False}),
     "glm": ("Glm", _HEAD),
@@ -95,7 +95,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _HEAD | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
                  "lm_head_multiplier": 0.25, "embedding_multiplier": 2.0},
     ),
-    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 64}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 64,
+        "block_dim": 64, "block_ff_dim": 96}),
     "qwen3_5": (
         "Qwen3_5",
         _HEAD | {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 32,

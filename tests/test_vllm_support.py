@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from gkd.compose import compose
 from gkd.data.checkpoint import Checkpoint
+from gkd.errors import ConfigError
+from gkd.inputs import _require_engines_run
 from gkd.vllm_support import CPU_HEAD_SIZES, CPU_LATENT_SIZES, why_not_on_a_cpu
 from tests.families import FAMILIES, STATEFUL, config_of
 
-NOT_HERE = {"mamba", "qwen3_5"}
+NOT_HERE = {"mamba", "qwen3_5", "minimax_m2"}
 SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 
 
@@ -50,7 +53,7 @@ def test_a_state_has_no_heads_to_be_refused_for() -> None:
         ("qwen3", {"head_dim": 40}, r"no attention with heads of 40,"),
         ("gpt2", {"n_embd": 48, "n_head": 2}, r"no attention with heads of 24,"),
         ("falcon_h1", {"head_dim": 16}, r"no attention with heads of 16,"),
-        ("mamba", {}, r"no selective scan, which a mamba model needs"),
+        ("mamba", {}, r"vLLM cannot run a mamba model: it has no selective scan"),
         ("qwen3_5_text", {"head_dim": 32}, r"qwen3_5_text model only beside torchvision"),
         ("deepseek_v3", {"kv_lora_rank": 64, "qk_rope_head_dim": 16}, r"latent vector of 80, only of 576"),
     ],
@@ -62,3 +65,16 @@ def test_what_has_no_kernel_is_named(
     found = why_not_on_a_cpu(AutoConfig.for_model(kind, **SMALL | changed))
     assert found is not None
     assert __import__("re").search(reason, found), found
+
+
+def test_each_model_is_named_with_what_to_do(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
+    path, config = str(tmp_path), compose(["+recipe=grpo"])
+    with pytest.raises(ConfigError, match=r"^model.path=.* heads of 24, .*; rollout.engine=hf samples"):
+        _require_engines_run(config, path, {})
+    config = compose(["+recipe=grpo", "rollout.engine=hf"])
+    _require_engines_run(config, path, {})
+    with pytest.raises(ConfigError, match=r"^reference.model.path=.* heads of 24, .*; algorithm.kl.coef=0 "):
+        _require_engines_run(config, path, {"reference": path})
+    with pytest.raises(ConfigError, match=r"^teacher.models.math=.* heads of 24, .*; choose another model"):
+        _require_engines_run(config, path, {"teacher:math": path})

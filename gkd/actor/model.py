@@ -240,11 +240,11 @@ def _without_dropout(lm: nn.Module) -> None:
 def _attention(config: PretrainedConfig) -> str:
     """Packed attention for models that seem to be attention all through and let it be replaced.
 
-    Recurrent and linear-attention layers would carry state over from one sequence to the next, and soft-capped or
-    sink attention is not what the packed function computes.
+    :meth:`Student.can_pack` tells whether it works. Recurrent and linear-attention layers would carry state over from
+    one sequence to the next, and soft-capped or sink attention is not what the packed function computes.
     """
     packs = has_plain_attention(config) and getattr(class_of(config), "_supports_attention_backend", False)
-    return attention.NAME if packs and config.get_text_config().model_type != "gpt_oss" else exact_attention(config)
+    return attention.NAME if packs else exact_attention(config)
 
 
 def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool = False) -> None:

@@ -7,6 +7,7 @@ the old weights stay. Here such copies are kept, and the layer is processed as s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 
 class DirectCopies(TorchDispatchMode):  # type: ignore[misc]
@@ -29,6 +31,8 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[misc]
         self._owners: dict[int, tuple[nn.Module, str]] = {}
         """By the storage of a parameter on the meta device: its layer and its name there."""
         self._kept: dict[nn.Module, dict[str, Tensor]] = {}
+        self._copied: Counter[Tensor] = Counter()
+        """Numbers copied into each of them."""
         self._in_loader = False
         for layer in model.modules():
             for name, parameter in layer._parameters.items():
@@ -41,11 +45,11 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[misc]
 
         @wraps(loader)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            self._in_loader = True
+            before, self._in_loader = self._in_loader, True
             try:
                 return loader(*args, **kwargs)
             finally:
-                self._in_loader = False
+                self._in_loader = before
 
         return marked
 
@@ -64,13 +68,14 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[misc]
             with layerwise.get_layerwise_info(layer).restore_device:
                 kept[name] = materialize_meta_tensor(layer._parameters[name])
         kept[name].as_strided(target.size(), target.stride(), target.storage_offset()).copy_(source)
+        self._copied[kept[name]] += target.numel()
 
     def process(self, whole: bool) -> None:
         """Have layers take over what was kept for them once that is all they lack, or ``whole``: in any case."""
         for layer, kept in list(self._kept.items()):
             info = layerwise.get_layerwise_info(layer)
             lacking = layerwise.get_layer_size(layer) - info.load_numel
-            if whole or sum(tensor.numel() for tensor in kept.values()) >= lacking:
+            if whole or sum(min(self._copied[t], get_tensor_load_numel(t)) for t in kept.values()) >= lacking:
                 for name, tensor in self._kept.pop(layer).items():
                     delattr(layer, name)
                     layer.register_parameter(name, tensor)
