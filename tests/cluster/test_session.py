@@ -1,8 +1,6 @@
 """A private Ray ends with its run, in whatever way that ends; an address that does not answer is one line."""
 
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -63,24 +61,18 @@ def control_service(directory):
     return pid
 
 
-def test_a_run_ends_in_time_and_in_one_line_when_rays_control_service_is_dead_or_hangs():
-    dead, done, hanging = start(), start("done"), start("impatient")
-    (directory, pids), (finished, _), (other, other_pids) = map(told, (dead, done, hanging))
+def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_or_hangs():
+    done, hanging = start(), start("impatient")
+    (directory, pids), (other, other_pids) = map(told, (done, hanging))
     os.kill(control_service(directory), signal.SIGKILL)
-    os.kill(control_service(finished), signal.SIGKILL)
     os.kill(control_service(other), signal.SIGSTOP)
     hanging.send_signal(signal.SIGTERM)
-    assert (done.wait(timeout=40), done.stderr.read()) == (0, "")
-    assert not reaper.processes_of(finished)
-    assert dead.wait(timeout=40) == 1
-    (where, line) = dead.stderr.read().splitlines()
-    assert re.fullmatch(r"failed: Ray's control service \(GCS\) at .*:\d+ is gone: .*", line)
-    assert where.startswith("logs of the workers: ")
-    shutil.rmtree(directory)
-    assert hanging.wait(timeout=40) == 143
+    assert (done.wait(timeout=60), done.stderr.read()) == (0, "")
+    assert hanging.wait(timeout=60) == 143
     first, last = hanging.stderr.read().splitlines()
     assert first == "giving workers and GPUs back: not done after 2 s; the program ends without it"
     assert last == "stopped by SIGTERM"
+    assert not Path(directory).exists()
     assert not Path(other).exists()
     assert not any(map(alive, pids + other_pids))
     assert not reaper.processes_of(directory) + reaper.processes_of(other)
