@@ -10,6 +10,7 @@ as well, the next run does both (:func:`clear`): the driver holds a lock on its 
 the standard library, so that it costs nothing while it waits.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -24,6 +25,7 @@ from pathlib import Path
 GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end their children
 GIVE_UP_S = 20.0
 NEW_S = 60.0
+SHARED = ("/dev/shm/sem.mp-", "/dev/shm/psm_")  # as multiprocessing names them
 KEPT = "kept"  # a file in a directory whose logs somebody was told of
 
 
@@ -48,9 +50,44 @@ def _writes_below(pid: int, prefix: str) -> bool:
 def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
     """Wait ``grace_s`` seconds for the processes of ``directory`` to end by themselves, then kill until none is left.
 
-    Returns the pids that would not end within 20 s.
+    Returns the pids that would not end within 20 s. What they had in shared memory by name is removed.
     """
-    return end(lambda: processes_of(directory), grace_s)
+    names = shared_memory(processes_of(directory))
+    left = end(lambda: processes_of(directory), grace_s)
+    if not left:
+        _remove(names)
+    return left
+
+
+def shared_memory(pids: list[int]) -> set[str]:
+    """Files of Python's named semaphores and shared memory that processes have mapped.
+
+    They belong to the system, and what would remove them at a process's end does not when that is killed.
+    """
+    files: dict[int, str] = {}
+    for path in Path("/dev/shm").glob("*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if str(path).startswith(SHARED):
+                files[path.stat().st_ino] = str(path)
+    found: set[str] = set()
+    for pid in pids if files else []:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        except OSError:  # gone meanwhile
+            continue
+        # By number: a semaphore has another name in the process that made it.
+        mapped = (line.split()[4] for line in maps.splitlines() if "/dev/shm/" in line)
+        found.update(files[int(number)] for number in mapped if int(number) in files)
+    return found
+
+
+def _remove(names: set[str]) -> None:
+    """Remove files of shared memory that no process has any more."""
+    if not names:
+        return
+    used = shared_memory([int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()])
+    for name in names - used:
+        Path(name).unlink(missing_ok=True)
 
 
 def end(find: Callable[[], list[int]], grace_s: float) -> list[int]:

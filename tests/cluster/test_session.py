@@ -1,8 +1,6 @@
 """A private Ray ends with its run, in whatever way that ends; an address that does not answer is one line."""
 
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -46,8 +44,8 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     assert all(map(alive, pids + other_pids))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # a launcher and a terminal at the same time
         first.send_signal(number)
-    assert first.wait(timeout=30) == 143
-    assert first.stderr.read() == "stopped by SIGTERM\n"
+    ends = [(143, "stopped by SIGTERM\n"), (130, "stopped by Ctrl-C\n")]  # Python may see the second one first
+    assert (first.wait(timeout=30), first.stderr.read()) in ends
     assert not any(map(alive, pids))
     assert not Path(directory).exists()
     assert all(map(alive, other_pids))
@@ -63,24 +61,18 @@ def control_service(directory):
     return pid
 
 
-def test_a_run_ends_in_time_and_in_one_line_when_rays_control_service_is_dead_or_hangs():
-    dead, done, hanging = start(), start("done"), start("impatient")
-    (directory, pids), (finished, _), (other, other_pids) = map(told, (dead, done, hanging))
+def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_or_hangs():
+    done, hanging = start(), start("impatient")
+    (directory, pids), (other, other_pids) = map(told, (done, hanging))
     os.kill(control_service(directory), signal.SIGKILL)
-    os.kill(control_service(finished), signal.SIGKILL)
     os.kill(control_service(other), signal.SIGSTOP)
     hanging.send_signal(signal.SIGTERM)
-    assert (done.wait(timeout=40), done.stderr.read()) == (0, "")
-    assert not reaper.processes_of(finished)
-    assert dead.wait(timeout=40) == 1
-    (where, line) = dead.stderr.read().splitlines()
-    assert re.fullmatch(r"failed: Ray's control service \(GCS\) at .*:\d+ is gone: .*", line)
-    assert where.startswith("logs of the workers: ")
-    shutil.rmtree(directory)
-    assert hanging.wait(timeout=40) == 143
+    assert (done.wait(timeout=60), done.stderr.read()) == (0, "")
+    assert hanging.wait(timeout=60) == 143
     first, last = hanging.stderr.read().splitlines()
     assert first == "giving workers and GPUs back: not done after 2 s; the program ends without it"
     assert last == "stopped by SIGTERM"
+    assert not Path(directory).exists()
     assert not Path(other).exists()
     assert not any(map(alive, pids + other_pids))
     assert not reaper.processes_of(directory) + reaper.processes_of(other)
@@ -112,6 +104,36 @@ def test_only_writers_below_the_directory_are_found(tmp_path):
     finally:
         writer.kill()
         reader.kill()
+
+
+def test_named_semaphores_of_what_was_killed_are_removed_and_no_others(tmp_path):
+    """Of a process whose resource tracker is killed with it."""
+    program = """
+import multiprocessing, time
+from multiprocessing import shared_memory
+lock, memory = multiprocessing.get_context("spawn").Lock(), shared_memory.SharedMemory(create=True, size=8)
+print("/dev/shm/sem." + lock._semlock.name[1:], "/dev/shm/" + memory.name, flush=True)
+time.sleep(60)
+"""
+
+    def begin(directory):
+        directory.mkdir()
+        with (directory / "log").open("a") as log:
+            run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=log, text=True)
+        return run, [Path(name) for name in run.stdout.readline().split()]
+
+    (ended, its), (other, others) = begin(tmp_path / "ended"), begin(tmp_path / "other")
+    try:
+        assert len(reaper.processes_of(str(tmp_path / "ended"))) == 2  # the resource tracker is the other one
+        assert all(name.exists() for name in its + others)
+        assert reaper.end_all(str(tmp_path / "ended"), grace_s=0) == []
+        assert [name for name in its + others if name.exists()] == others
+    finally:
+        for run in (ended, other):
+            run.terminate()
+            run.wait(timeout=10)
+        reaper.end_all(str(tmp_path / "other"))
+    assert not any(name.exists() for name in others)
 
 
 def test_the_next_run_removes_what_a_killed_one_and_its_watchdog_left(tmp_path):

@@ -24,7 +24,7 @@ from gkd.sample import Judging, Prompt, Request, Sampling
 from tests.cluster.conftest import alive, eventually
 from tests.weights.reports import reports
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 5.0
 
 
 @pytest.fixture
@@ -83,31 +83,24 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     assert rollout.alive == [0]
     named = sorted(message for message in caplog.messages if "rollout rank" in message)
     assert [message[:14] for message in named] == ["rollout rank 1", "rollout rank 2", "rollout rank 3"]
-    assert all("done nothing for 4 s (rollout.engine_timeout_s)" in message for message in named)
+    assert all("done nothing for 5 s (rollout.engine_timeout_s)" in message for message in named)
     assert eventually(lambda: not any(map(alive, pids[1:])), 60)
     assert Path(f"/proc/{pids[0]}").exists()
-
-
-def test_without_another_engine_the_run_ends_and_names_the_one_that_hangs(engines: list[Group]) -> None:
-    rollout = start(engines, 1)
-    rollout.group.control("get_stuck", timeout_s=30)
-    with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .* has done nothing for 4 s"):
+    rollout.living.control("get_stuck", timeout_s=30)
+    with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .* has done nothing for 5 s"):
         rollout.sample(wanted(2), Judging(), timeout_s=120)
 
 
-def test_a_batch_that_is_late_ends_on_time_and_says_who_is_at_work(engines: list[Group]) -> None:
+def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
+    """A batch, which ends the run; one engine of two with new weights, which is ended itself."""
     rollout = start(engines, 2)
     began = time.monotonic()
     with pytest.raises(RunFailed, match=r"3 samples were .* 0.5 s .*still at work: rollout rank 0 .* with 2"):
         rollout.sample(wanted(3), Judging(), timeout_s=0.5)
     assert time.monotonic() - began < 5
-
-
-def test_one_that_does_not_take_weights_in_time_is_ended_too(engines: list[Group]) -> None:
-    rollout = start(engines, 2)
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
-    assert rollout.tell("progress", timeout_s=2.0, what="telling") == {0: (0, 0)}
+    assert set(rollout.tell("progress", timeout_s=2.0, what="telling")) == {0}
     assert rollout.alive == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
     assert len(rollout.sample(wanted(2), Judging(), timeout_s=60)) == 2
