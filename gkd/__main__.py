@@ -6,6 +6,7 @@ import sys
 PROGRAMS = """\
   python -m gkd.main +recipe=on_policy_distill          a run (--settings lists what can be set)
   python -m gkd.doctor                                  is this machine, or this cluster, ready?
+  python -m gkd.export RUN [--step N] OUT               a checkpoint as a Hugging Face model
   python -m gkd.teacher.serve teacher.model.path=DIR    a teacher outside the cluster"""
 
 if __name__ == "__main__":
