@@ -50,6 +50,7 @@ class Checkpoints:
         self._writing: Writing | None = None
         self._begun = time.monotonic()
         self._failure: str | None = None
+        self._ending = False
 
     def train(self, state: State) -> None:
         """From now on the actor may hold the weights of this step, whose row is not written yet."""
@@ -80,6 +81,7 @@ class Checkpoints:
 
     def rescue(self, actor: ActorGroup) -> None:
         """The run ends before its time: save what is whole, and say what there is to go on from. Never raises."""
+        self._ending = True
         try:
             if self._writing is None or is_done(self._writing.calls) or actor.answers():
                 self._complete()
@@ -161,7 +163,7 @@ class Checkpoints:
         if cause == "step" and step == self.config.trainer.total_steps:
             self._failure = text
         else:
-            log.warning("%s; the run goes on", text)
+            log.warning("%s%s", text, "" if self._ending else "; the run goes on")
 
     def _why(self, error: Exception) -> str:
         return reason(error, self.directory) if isinstance(error, OSError) else str(error)
