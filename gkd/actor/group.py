@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -183,12 +184,13 @@ class ActorGroup:
         return self._of_one_step("stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
 
     def _of_one_step(self, method: str, timeout_s: float, what: str) -> Applied:
-        end = time.monotonic() + WHOLE_S
+        end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
         while True:
             found: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, what=what)
             if found[0] is not None and all(one is not None and one.step == found[0].step for one in found):
                 return found[0]
-            if time.monotonic() > end:
+            end = min(end, time.monotonic() + WHOLE_S)
+            if time.monotonic() >= end:
                 raise RunFailed("the actor is in the middle of an update")
             time.sleep(0.2)
 
