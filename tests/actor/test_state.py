@@ -6,6 +6,7 @@ import json
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gkd import checkpoint
 from gkd.actor.applied import Applied
+from gkd.actor.group import ActorGroup
 from gkd.actor.staging import Staging
 from gkd.actor.state import part_of, write_part
 from gkd.checkpoint import Saved, State
@@ -173,3 +175,13 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "missing" / "rank_00000.safetensors"
     with pytest.raises(RunFailed, match=rf"^no such file or directory: {missing}$"):
         write_part(model, optimizer, part, missing)
+
+
+def test_ranks_that_are_at_different_steps_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [[Applied(1), Applied(2)], [None, Applied(2)], [Applied(2), Applied(2)]]
+    ranks: Any = SimpleNamespace(control=lambda *_, **__: answers.pop(0))
+    assert ActorGroup(ranks, config(), "", lambda: ranks).applied() == Applied(2)
+    monkeypatch.setattr("gkd.actor.group.WHOLE_S", 0.1)
+    stuck: Any = SimpleNamespace(control=lambda *_, **__: [Applied(2), None])
+    with pytest.raises(RunFailed, match="in the middle of an update"):
+        ActorGroup(stuck, config(), "", lambda: stuck).applied()
