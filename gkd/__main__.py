@@ -8,6 +8,7 @@ PROGRAMS = {
     "python -m gkd.plan +recipe=grpo model.path=DIR": "what a layout needs, before it runs",
     "python -m gkd.doctor": "is this machine, or this cluster, ready?",
     "python -m gkd.monitor RUN_DIR": "how a run is doing, and its GPUs",
+    "python -m gkd.export RUN_DIR [--step N] OUT": "a checkpoint as a Hugging Face model",
     "python -m gkd.teacher.serve teacher.model.path=DIR": "a teacher outside the cluster",
     "python launch/verify_gpus.py placement=8gpu": "which worker gets which GPU",
     "python launch/submit.py +recipe=grpo": "a run as a job of a cluster",

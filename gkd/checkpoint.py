@@ -1,38 +1,45 @@
-"""Everything a run needs to go on exactly where it stopped.
+"""What a checkpoint is: everything a run needs to go on exactly where it stopped.
 
-``output_dir/checkpoints/step_N/`` holds the actor's weights and optimizer state (torch's distributed format) and
-``state.json``, the driver's few numbers, which is written last: a directory without it is not complete. ``latest``
-names the newest complete one. What is sampled depends on the seed and the place in the run alone, so no more is needed.
+``output_dir/checkpoints/step_N/`` holds weights and optimizer state, a safetensors file for each of the actor's ranks
+(:mod:`gkd.actor.state`), and ``state.json``, the driver's few numbers and the sums of all files, which is written last:
+a directory without it is not complete. ``latest`` names the newest complete one. What is sampled depends on the seed
+and the place in the run alone, so no more is needed. No file of a checkpoint can run code when it is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
-import os
 import re
 import shutil
-import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from gkd.actor.group import ActorGroup
-from gkd.config import Config
-from gkd.errors import ConfigError, RunFailed
+from gkd.durable import Sum, flush, reason, replace, sum_of
 
-log = logging.getLogger("gkd")
+STATE = "state.json"
+RANKS = "actor"
+"""Directory of the ranks' files within a checkpoint."""
 
-_SAME = ("algorithm", "builtin", "data", "model", "reward", "rollout.n", "trainer.batch_size", "trainer.seed")
-"""Settings that a run must go on with."""
+_RANK_FILE = re.compile(rf"{RANKS}/rank_\d+\.safetensors")
+
+Cause = Literal["step", "time", "end"]
+"""Why a checkpoint was written: trainer.save_every, trainer.save_minutes, or a run that ended before its time."""
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written, and in what."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """The driver's part: ``step`` steps are done; ``prompts`` is that of the stream; the rest is for the summary.
 
-    ``wall_s`` are the seconds that were spent before the run was resumed.
+    ``row`` are metrics of ``step`` where these are not in metrics.jsonl yet: its validation, where one is due, and its
+    row there are still to be made. ``wall_s`` are the seconds that were spent before the run was resumed.
     """
 
     step: int = 0
@@ -40,109 +47,125 @@ class State:
     before: dict[str, float] = field(default_factory=dict)
     teacher: dict[str, float] = field(default_factory=dict)
     validated: dict[str, float] = field(default_factory=dict)
+    row: dict[str, float] | None = None
     wall_s: float = 0.0
 
-
-class Checkpoints:
-    """Writes the checkpoints of one run, which was started at ``started`` (``time.monotonic``)."""
-
-    def __init__(self, config: Config, output: Path, started: float) -> None:
-        self.config, self.directory, self.started = config, output / "checkpoints", started
-        self.state: State | None = None  # of the last step that is whole, if any was done since the start
-
-    def write(self, actor: ActorGroup, state: State) -> Path:
-        """Write a checkpoint and forget the oldest ones. Raises RunFailed when the actor cannot."""
-        path = self.directory / f"step_{state.step}"
-        actor.save_state(str(path / "actor"))
-        wall_s = state.wall_s + time.monotonic() - self.started
-        told = {"state": asdict(state) | {"wall_s": wall_s}, "settings": _settings(self.config)}
-        _replace(path / "state.json", json.dumps(told, indent=1, allow_nan=False))
-        _replace(self.directory / "latest", path.name)
-        for old in _complete(self.directory)[: -self.config.trainer.keep_checkpoints]:
-            shutil.rmtree(old)
-        return path
-
-    def after(self, actor: ActorGroup, state: State) -> None:
-        """A step is whole: write a checkpoint if it is time."""
-        self.state = state
-        every = self.config.trainer.save_every
-        if every is not None and (state.step % every == 0 or state.step == self.config.trainer.total_steps):
-            self.write(actor, state)
-
-    def rescue(self, actor: ActorGroup) -> None:
-        """The run ends before its time: save what is whole. Says so; never raises."""
-        if self.state is None or (self.directory / f"step_{self.state.step}" / "state.json").exists():
-            return
-        if not actor.settled:
-            log.warning("no checkpoint of step %d: the actor is in the middle of an update", self.state.step)
-            return
-        try:
-            path = self.write(actor, self.state)
-            log.warning("checkpoint of step %d: %s (go on with trainer.resume=true)", self.state.step, path)
-        except (RunFailed, OSError) as error:
-            log.warning("no checkpoint of step %d could be written: %s", self.state.step, error)
+    @property
+    def logged(self) -> int:
+        """The last step that is in metrics.jsonl."""
+        return self.step if self.row is None else self.step - 1
 
 
-def find(config: Config, output: Path) -> tuple[Path, State]:
-    """The newest complete checkpoint in ``output``.
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint, as ``state.json`` describes it.
 
-    Raises ConfigError when there is none, or when it is of a run with other settings.
+    ``config`` is the run's configuration; ``model`` the directory of the model that was trained, ``dtype`` what was
+    computed in; ``data`` fingerprints of its prompts; ``files`` the sums of all other files, by name within ``path``.
     """
-    directory = output / "checkpoints"
-    complete = _complete(directory)
-    if not complete:
-        raise ConfigError(f"trainer.resume=true: there is no complete checkpoint in {directory}")
+
+    path: Path
+    cause: Cause
+    state: State
+    config: Mapping[str, Any]
+    model: str
+    dtype: str
+    data: Mapping[str, str]
+    files: Mapping[str, Sum]
+
+    @property
+    def rank_files(self) -> list[Path]:
+        """The ranks' files, by rank."""
+        return [self.path / name for name in sorted(self.files)]
+
+
+def write(saved: Saved) -> None:
+    """Make a checkpoint whose other files are on the disk complete. Raises OSError."""
+    content = asdict(saved)
+    del content["path"]
+    # The sum is of these characters, so that it does not depend on how they are laid out.
+    described = json.dumps({"sha256": _sum(content), **content}, indent=1, allow_nan=False)
+    replace(saved.path / STATE, described.encode())
+    flush(saved.path.parent)
+    replace(saved.path.parent / "latest", saved.path.name.encode())
+
+
+def read(path: Path) -> Saved:
+    """Describe the checkpoint in ``path``, without looking at its other files. Raises Damaged."""
     try:
-        told = json.loads((complete[-1] / "state.json").read_text(encoding="utf-8"))
-        state, settings = State(**told["state"]), dict(told["settings"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"trainer.resume=true: {complete[-1] / 'state.json'} cannot be read: {error}") from None
-    here = _settings(config)
-    for key, value in settings.items():
-        if here.get(key) != value:
-            raise ConfigError(
-                f"trainer.resume=true: {complete[-1]} was made with {key}={value}, this is {here.get(key)}"
-            )
-    if state.step >= config.trainer.total_steps:
-        raise ConfigError(f"trainer.resume=true: all of trainer.total_steps={config.trainer.total_steps} are done")
-    return complete[-1], state
-
-
-def cut(file: Path, step: int) -> None:
-    """Forget what a JSON-lines file says of steps after ``step``: they are done again."""
-    if not file.exists():
-        return
-    rows = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
-    _replace(file, "".join(kept))
-
-
-def _complete(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    numbered = {path: re.fullmatch(r"step_(\d+)", path.parent.name) for path in directory.glob("step_*/state.json")}
-    found = [(int(number[1]), path.parent) for path, number in numbered.items() if number]
-    return [path for _, path in sorted(found)]
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    tree = config.model_dump(mode="json")
-    found: dict[str, Any] = {}
-    for name in _SAME:
-        value: Any = tree
-        for part in name.split("."):
-            value = value[part]
-        found |= _flat(name, value)
+        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+        if "sha256" not in content:
+            raise Damaged(f"{STATE} cannot be read: it has no sum; an earlier version of this program wrote none")
+        if content.pop("sha256") != _sum(content):
+            raise Damaged(f"{STATE} is not what was written: its sum differs")
+        content["state"] = State(**content["state"])
+        content["files"] = {name: Sum(**found) for name, found in content["files"].items()}
+        found = Saved(path, **content)
+    except OSError as error:
+        raise Damaged(reason(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{STATE} cannot be read: {type(error).__name__}: {error}") from None
+    if strange := [name for name in found.files if not _RANK_FILE.fullmatch(name)]:
+        raise Damaged(f"{STATE} names {strange[0]!r}, which is no file of a checkpoint")
     return found
 
 
-def _flat(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        return {key: v for part, below in value.items() for key, v in _flat(f"{name}.{part}", below).items()}
-    return {name: value}
+def read_intact(path: Path) -> Saved:
+    """:func:`read`, with every file compared with its sum. Raises Damaged."""
+    saved = read(path)
+    if not saved.files:
+        raise Damaged(f"{STATE} names no files")
+
+    def compare(name: str) -> None:
+        try:
+            if sum_of(path / name) != saved.files[name]:
+                raise Damaged(f"{name} is not what was written: its sum differs")
+        except OSError as error:
+            raise Damaged(reason(error)) from None
+
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        list(threads.map(compare, saved.files))
+    return saved
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def newest_intact(directory: Path) -> tuple[Saved | None, dict[Path, str]]:
+    """The newest intact checkpoint in ``directory``, and what is wrong with each complete one after it."""
+    damaged: dict[Path, str] = {}
+    for path in reversed(complete(directory)):
+        try:
+            return read_intact(path), damaged
+        except Damaged as error:
+            damaged[path] = str(error)
+    return None, damaged
+
+
+def complete(directory: Path) -> list[Path]:
+    """Complete checkpoints, intact or not, oldest first."""
+    return sorted((path for path in _all(directory) if (path / STATE).exists()), key=step_of)
+
+
+def incomplete(directory: Path) -> list[Path]:
+    """Checkpoints that were never finished."""
+    return [path for path in _all(directory) if not (path / STATE).exists()]
+
+
+def step_of(path: Path) -> int:
+    """Of a checkpoint's directory: its step."""
+    return int(path.name.removeprefix("step_"))
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint, which is not complete any more from the first moment on. Raises OSError."""
+    if path.exists():
+        (path / STATE).unlink(missing_ok=True)
+        flush(path)
+        shutil.rmtree(path)
+
+
+def _all(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+
+
+def _sum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

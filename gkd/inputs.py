@@ -11,7 +11,7 @@ from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.builtin import prepare_builtin
 from gkd.data.checkpoint import Checkpoint
-from gkd.data.prompts import PromptSet, load_prompts
+from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.tokenizer import (
     check_causal_lm,
     check_reward_model,
@@ -42,6 +42,10 @@ class Inputs:
     val: PromptSet
     model: Checkpoint
     max_length: int
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of the prompts that are trained and validated on, for a run that goes on."""
+        return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts)}
 
 
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:

@@ -75,6 +75,7 @@ def run(config: Config) -> None:
     from gkd.inputs import find_inputs
     from gkd.observability.progress import console, log_to
     from gkd.observability.trackers import require_trackers
+    from gkd.resume import differences, find, finished, require_same_data
 
     started = time.monotonic()
     out = console()
@@ -85,13 +86,21 @@ def run(config: Config) -> None:
     claim = _claim(output)
     try:
         _require_writable(output)
+        if config.trainer.resume and (text := finished(config, output)) is not None:
+            out.print(text)
+            return
+        saved = find(config, output) if config.trainer.resume else None
         with uncollected():
             inputs = find_inputs(config, out.print)
+        if saved is not None:
+            require_same_data(saved, inputs.fingerprints())
+            if changed := differences(saved, config):
+                out.print(changed)
         out.print("starting Ray and reserving GPUs")
         with connect(config) as session:
             from gkd.run import drive
 
-            drive(config, inputs, session, output, out, started)
+            drive(config, inputs, session, output, out, started, saved)
     except ConfigError:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
             output.rmdir()
@@ -143,11 +152,9 @@ def _output_dir(config: Config) -> Path:
         raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
     path = user_path(config.trainer.output_dir).absolute()
     held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
-    if config.trainer.resume:
-        from gkd.checkpoint import find
-
-        find(config, path)
-    elif held:
+    if config.trainer.resume and not path.is_dir():
+        raise ConfigError(f"trainer.resume=true: there is no run in {path}")
+    if held and not config.trainer.resume:
         raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
     try:
         path.mkdir(parents=True, exist_ok=True)

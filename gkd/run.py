@@ -11,7 +11,7 @@ import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from gkd.checkpoint import Checkpoints, State, cut, find
+from gkd.checkpoint import Saved, State
 from gkd.cluster.placement import Placement, PlacementFault, laid_out, place
 from gkd.cluster.session import Session
 from gkd.cluster.table import print_table
@@ -26,16 +26,28 @@ from gkd.observability.samples import SampleLog
 from gkd.observability.trackers import MetricsLog, Trackers
 from gkd.planning.require import require_memory, turns_needed
 from gkd.planning.subject import models_of
+from gkd.resume import cut
+from gkd.saving import Checkpoints
 from gkd.startup import start, with_transfer
 from gkd.trainer import Parts, RunLog, train
 
 log = logging.getLogger("gkd")
 
 
-def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: Console, started_s: float) -> None:
-    """Everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``) is when the run began."""
-    saved = find(config, output) if config.trainer.resume else None
-    config = laid_out(config)
+def drive(
+    config: Config,
+    inputs: Inputs,
+    session: Session,
+    output: Path,
+    out: Console,
+    started_s: float,
+    saved: Saved | None = None,
+) -> None:
+    """Everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``) is when the run began.
+
+    ``saved`` is the checkpoint that it goes on from.
+    """
+    asked, config = config, laid_out(config)
     _write(config, output)
     placement = _placed(config, session, output)
     config = with_transfer(_with_turns(config, placement), placement.groups)
@@ -49,37 +61,47 @@ def drive(config: Config, inputs: Inputs, session: Session, output: Path, out: C
         progress.doing("loading models")
         system = start(config, inputs, placement)
         files = output / "metrics.jsonl", output / "samples.jsonl"
+        first = 0
         if saved is not None:
-            for file in files:
-                cut(file, saved[1].step)
+            first = saved.state.step
+            cut(files[0], saved.state.logged)
+            cut(files[1], first)
+            (output / "summary.json").unlink(missing_ok=True)  # of an end that is not the end any more
         with MetricsLog(files[0], trackers) as metrics, JsonLines(files[1]) as sampled:
             samples = SampleLog(sampled, config.trainer.n_logged_samples, _decoder(inputs))
-            run_log = RunLog(metrics, samples, progress, Checkpoints(config, output, started_s))
-            state, after = _trained(config, system.parts, run_log, saved)
-        system.parts.actor.save(str(output / "model"))
+            checkpoints = Checkpoints(asked, output, started_s, inputs.fingerprints(), first)
+            run_log = RunLog(metrics, samples, progress, checkpoints)
+            state, after = _trained(config, system.parts, run_log, saved, output / "model")
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s
     summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s)
     report.write(summary, output)
     report.show(summary, output, _next_command(config, output), out)
+    checkpoints.finish()
 
 
 def _write(config: Config, output: Path) -> None:
     (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
 
 
-def _first_step(saved: tuple[Path, State] | None) -> int:
-    return 0 if saved is None else saved[1].step + 1
+def _first_step(saved: Saved | None) -> int:
+    return 0 if saved is None else saved.state.logged + 1
 
 
 def _trained(
-    config: Config, parts: Parts, log: RunLog, saved: tuple[Path, State] | None
+    config: Config, parts: Parts, log: RunLog, saved: Saved | None, model: Path
 ) -> tuple[State, dict[str, float]]:
-    """Train, from a checkpoint where there is one; returns where it began and the last validation."""
-    state = _first(parts, log) if saved is None else _restored(config, parts, log, *saved)
+    """Train, from a checkpoint where there is one, and write the student to ``model``.
+
+    Returns where it began and the last validation.
+    """
+    state = _first(parts, log) if saved is None else _restored(config, parts, log, saved)
     try:
-        return state, train(config, parts, log, state)
+        after = train(config, parts, log, state)
+        parts.actor.save(str(model))
+        log.checkpoints.wait()
+        return state, after
     except BaseException:
         log.checkpoints.rescue(parts.actor)
         raise
@@ -122,22 +144,22 @@ def _comment(config: Config, placement: Placement) -> None:
 def _first(parts: Parts, log: RunLog) -> State:
     """Validate the student as it comes."""
     log.progress.doing("validating")
-    before, teacher = parts.validation.run(), parts.validation.teacher()
-    log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **finite(before)})
+    before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
+    log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.say(
         f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
     )
     return State(before=before, teacher=teacher)
 
 
-def _restored(config: Config, parts: Parts, log: RunLog, path: Path, state: State) -> State:
+def _restored(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
     """Have the actor, the engines and the order of prompts go on from a checkpoint."""
-    log.progress.doing(f"reading {path}")
-    parts.actor.load_state(str(path / "actor"), state.step)
-    parts.prompts.restore(state.prompts)
+    log.progress.doing(f"reading {saved.path}")
+    parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)
+    parts.prompts.restore(saved.state.prompts)
     parts.sync.push()
-    log.progress.say(f"going on after step {state.step} from {path}")
-    return state
+    log.progress.say(f"going on after step {saved.state.step} from {saved.path}")
+    return saved.state
 
 
 def _placed(config: Config, session: Session, output: Path) -> Placement:

@@ -47,7 +47,6 @@ class WeightSync:
             return
         end = time.monotonic() + limit
         self._push_pieces(lambda: max(0.0, end - time.monotonic()))
-        self.actor.settled = True
 
     def _push_pieces(self, left: Callable[[], float]) -> None:
         version, limit = self.actor.version, self.config.weights.timeout_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.lessons import lessons_of
-from gkd.checkpoint import Checkpoints, State
+from gkd.checkpoint import State
 from gkd.cluster.group import Group
 from gkd.cluster.memory import MemoryReports
 from gkd.collect import collect
@@ -19,6 +19,7 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.watch import Watcher
 from gkd.rollout.group import RolloutGroup
+from gkd.saving import Checkpoints
 from gkd.sync import WeightSync
 from gkd.validation import Validation
 
@@ -56,34 +57,45 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
     """Run the steps up to ``trainer.total_steps`` after ``start`` and the validations; returns the last validation.
 
     A step is counted, logged, validated and saved only after the actor has been updated and the engines serve its
-    weights.
+    weights. Where the run ends after the update and before that, a checkpoint has what is left to do.
     """
-    validated = dict(start.validated)
     watcher = Watcher(config)
+    state = start if start.row is None else _log(config, parts, log, watcher, start)
     for step in range(start.step + 1, config.trainer.total_steps + 1):
         started, clock = time.monotonic(), time.time()
         records = collect(config, parts.prompts, parts.rollout, parts.vocab_size, step)
         lessons, row = lessons_of(config, records)
+        log.samples.write(step, records)
         sampled = time.monotonic()
+        row |= measured.of_batch(records, parts.actor.version) | measured.of_stages(
+            clock, records, clock + sampled - started
+        )
+        state = replace(state, step=step, prompts=parts.prompts.state(), row=measured.finite(row))
+        log.checkpoints.train(state)
         row |= parts.actor.update(lessons, step)
         updated = time.monotonic()
-        staleness = measured.of_batch(records, parts.actor.version - 1)
         parts.sync.push()
         done = time.monotonic()
-        row |= staleness | measured.of_stages(clock, records, clock + sampled - started)
         row |= {"timing_s/update": updated - sampled, "timing_s/sync": done - updated, "timing_s/step": done - started}
         row |= throughput(sum(r.n_tokens for r in records), done - started, parts.n_gpus)
         row |= parts.memory()
-        log.samples.write(step, records)
-        if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
-            validated = parts.validation.run()
-            row |= validated
-        log.metrics.write({"step": step, "epoch": parts.prompts.epoch, **measured.finite(row)})
-        log.progress.step(step, row)
-        watcher.look(step, row)
-        state = replace(start, step=step, prompts=parts.prompts.state(), validated=validated)
+        state = replace(state, row=measured.finite(row))
+        log.checkpoints.train(state)
+        state = _log(config, parts, log, watcher, state)
         log.checkpoints.after(parts.actor, state)
-    return validated
+    return state.validated
+
+
+def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: State) -> State:
+    """Validate, if it is time, and write the metrics of a step that is trained and pushed."""
+    step, row, validated = state.step, dict(state.row or {}), state.validated
+    if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
+        validated = measured.finite(parts.validation.run())
+        row |= validated
+    log.metrics.write({"step": step, "epoch": parts.prompts.epoch, **row})
+    log.progress.step(step, row)
+    watcher.look(step, row)
+    return replace(state, validated=validated, row=None)
 
 
 def throughput(n_tokens: int, seconds: float, n_gpus: int) -> dict[str, float]:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gkd.actor.applied import Applied, mean
 from gkd.actor.balance import share
 from gkd.algorithms.aggregation import token_weights
 from gkd.cluster.group import Group, Pending, gather, settle
 from gkd.cluster.turns import Turns
 from gkd.config import Config, Loss
-from gkd.errors import NotUpdated, OutOfMemory
+from gkd.errors import OutOfMemory, RunFailed
 from gkd.sample import Lesson, Record
 from gkd.vllm_engine import environment
 from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
+
+ANSWERS_S = 30.0
+"""Time that a rank which is not hung takes to say which step its weights are of."""
+WHOLE_S = 10.0
+"""Time that ranks have to come to the end of an optimizer step, and all of them to the same."""
 
 
 class ActorGroup:
@@ -30,8 +38,6 @@ class ActorGroup:
     ) -> None:
         self.group, self.config, self.model_path, self.version = group, config, model_path, 0
         self._restart, self.turns = restart, turns or Turns()
-        self.settled = True
-        """Whether the weights are those of a whole step."""
         self._loaded = False
         self._budget = self._told = config.actor.max_tokens_per_micro_batch
 
@@ -66,18 +72,11 @@ class ActorGroup:
         for part in parts if old or reference else []:
             shares = self._shares(part)
             self._call("remember", [([part[i] for i in share], old, reference) for share in shares])
-        rows: list[dict[str, float]] = []
-        self.settled = False
-        try:
-            for part in parts * settings.update_epochs:
-                row = self._run("update", part, step)
-                rows.append(row)
-        except NotUpdated:
-            self.settled = not rows
-            raise
-        self.version += 1
+        parts *= settings.update_epochs
+        rows = [self._run("update", part, step, i == len(parts)) for i, part in enumerate(parts, 1)]
+        self.version = step
         self._tell_of_memory(step)
-        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[-1]}
+        return mean(rows)
 
     def _tell_of_memory(self, step: int) -> None:
         if self._budget < self._told:
@@ -92,14 +91,14 @@ class ActorGroup:
         """Distillation metrics of a batch under the current weights, at temperature 1, without training on it."""
         return self._run("evaluate", [Lesson(record) for record in records], Loss(name="reverse_kl", tail=True))
 
-    def _run(self, method: str, lessons: Sequence[Lesson], last: Any) -> dict[str, float]:
+    def _run(self, method: str, lessons: Sequence[Lesson], *last: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
         lengths = [lesson.record.n_response for lesson in lessons]
         kept = [lesson.kept for lesson in lessons]
         limit = self.config.rollout.max_response_length
         weights = token_weights(lengths, kept, self.config.algorithm.aggregation, limit)
         args = [
-            ([lessons[i] for i in share], [weights[i] for i in share], sum(lengths), last)
+            ([lessons[i] for i in share], [weights[i] for i in share], sum(lengths), *last)
             for share in self._shares(lessons)
         ]
         found: dict[str, float] = self._call(method, args)[0]
@@ -131,7 +130,6 @@ class ActorGroup:
         FSDP in that rank takes itself to be within a pass that never ends; and its memory is in pieces.
         """
         log.warning("memory ran out on one of the actor's GPUs; its processes are started again")
-        whole, self.settled = self.settled, False  # until they have it all, the new ranks have the first weights
         limit = self.config.cluster.start_timeout_s
         kept = self.group.submit_control("keep", what="handing on what the ranks have")
         settle(kept, limit)
@@ -139,13 +137,11 @@ class ActorGroup:
         gather([self.submit_build()], limit)
         self.load()
         self.group.call_each("take_over", [[ref] for ref in kept.refs], timeout_s=limit)
-        self.settled = whole
 
     def publish(self) -> Push:
         """The current weights, ready to be fetched."""
         limit = self.config.weights.timeout_s
         push: Push = self.group.call("publish", self.version, timeout_s=limit)[0]
-        self.settled = True
         return push
 
     def give_back(self) -> None:
@@ -157,18 +153,56 @@ class ActorGroup:
         if self._loaded:
             self.group.call("take_back", timeout_s=self.config.weights.timeout_s, what="taking memory again")
 
-    def save_state(self, directory: str) -> None:
-        """Write weights and optimizer state to go on from."""
-        self.turns.for_actor()
-        limit = self.config.trainer.save_timeout_s
-        self.group.call("save_state", directory, timeout_s=limit, what="writing a checkpoint")
+    @property
+    def dtype(self) -> str:
+        """What the ranks compute in."""
+        return self.config.model.dtype_on(self.group.reports[0].device)
 
-    def load_state(self, directory: str, version: int) -> None:
-        """Go on from what :meth:`save_state` wrote, with ``version`` as that of the weights."""
+    def answers(self) -> bool:
+        """Whether every rank that is alive answers."""
+        try:
+            self.group.control("applied", timeout_s=ANSWERS_S, what="answering", keep_deaths=True)
+        except RunFailed:
+            return False
+        return True
+
+    def applied(self) -> Applied:
+        """The step that the weights of all ranks are of, whatever these are doing.
+
+        Raises RunFailed when one does not answer, or they are in the middle of a step for longer than an optimizer step
+        takes.
+        """
+        return self._of_one_step("applied", ANSWERS_S, "saying which step it is at")
+
+    def stage(self) -> Applied:
+        """Have every rank copy its weights and optimizer state, for :meth:`write_staged`; returns their step.
+
+        Raises what :meth:`applied` raises.
+        """
+        self.applied()  # a rank that is hung is found out here
+        return self._of_one_step("stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
+
+    def _of_one_step(self, method: str, timeout_s: float, what: str) -> Applied:
+        end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
+        while True:
+            found: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, what=what)
+            if found[0] is not None and all(one is not None and one.step == found[0].step for one in found):
+                return found[0]
+            end = min(end, time.monotonic() + WHOLE_S)
+            if time.monotonic() >= end:
+                raise RunFailed("the actor is in the middle of an update")
+            time.sleep(0.2)
+
+    def write_staged(self, directory: str) -> Pending:
+        """Start writing what :meth:`stage` copied; each rank returns the name and the sum of its file."""
+        return self.group.submit_control("write_staged", directory, what=f"writing {directory}")
+
+    def load_state(self, files: Sequence[str], step: int) -> None:
+        """Go on with what the ranks wrote after ``step``, in whatever number they were."""
         self.turns.for_actor()
         limit = self.config.trainer.save_timeout_s
-        self.group.call("load_state", directory, timeout_s=limit, what="reading the checkpoint")
-        self.version = version
+        self.group.call("load_state", files, step, timeout_s=limit, what="reading the checkpoint")
+        self.version = step
 
     def save(self, directory: str) -> None:
         """Write the student in Hugging Face format."""

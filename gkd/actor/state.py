@@ -1,49 +1,47 @@
-"""Weights and optimizer state of all ranks, to and from a checkpoint, by torch's distributed checkpointing.
+"""Weights and optimizer state of all ranks, to and from other processes and checkpoints.
 
-What was sharded over one number of ranks can be read by another.
+A checkpoint has one safetensors file a rank, with the rows of every trained parameter, and of its moments, that the
+rank holds. What was sharded over one number of ranks can be read by another. Nothing here is a collective.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
+
+from gkd.durable import Sum, flush, reason, sum_of
+from gkd.errors import RunFailed
 
 Part = list[dict[str, NDArray[np.float32]]]
 """Of every parameter that is trained, in the optimizer's order: this rank's part of its weight and of its state."""
 
 _WEIGHT = "weight"
-
-# What is not trained, as the model beside an adapter, is where it was read from.
-_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
-
-
-def save_state(model: nn.Module, optimizer: Optimizer, directory: str) -> None:
-    """Write to ``directory``. A collective."""
-    state_dict_saver.save(_state(model, optimizer), checkpoint_id=directory)
-
-
-def load_state(model: nn.Module, optimizer: Optimizer, directory: str) -> None:
-    """Read in place what :func:`save_state` wrote. A collective. Raises what torch raises where it does not fit."""
-    state = _state(model, optimizer)
-    state_dict_loader.load(state, checkpoint_id=directory)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
-    )
+_SHARDS = "shards"
 
 
 @torch.no_grad()
-def part_of(optimizer: Optimizer, device: torch.device) -> Part:
-    """What one rank holds, copied. No collective: for ranks that are in the middle of one that never ends."""
+def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Event | None = None) -> Part:
+    """What one rank holds, copied. No collective: for ranks that are in the middle of one that never ends.
+
+    ``updated`` is recorded after the last optimizer step.
+    """
     # On the stream that computes, the copies would wait for the collective.
     own = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    if own is not None and updated is not None:
+        own.wait_event(updated)
     with torch.cuda.stream(own):
         return [
             {name: _local(t).cpu().numpy().copy() for name, t in ({_WEIGHT: p} | optimizer.state.get(p, {})).items()}
@@ -55,14 +53,100 @@ def part_of(optimizer: Optimizer, device: torch.device) -> Part:
 def put_part(optimizer: Optimizer, part: Part) -> None:
     """Put back in place what :func:`part_of` copied from a rank that is sharded alike."""
     for p, kept in zip(_parameters(optimizer), part, strict=True):
-        values = {name: torch.tensor(value) for name, value in kept.items()}
-        _local(p).copy_(values.pop(_WEIGHT))
-        for name, value in values.items():
-            if value.ndim:
-                optimizer.state[p][name] = torch.zeros_like(p)
-                _local(optimizer.state[p][name]).copy_(value)
-            else:  # the number of steps, which is of the whole parameter
-                optimizer.state[p][name] = value
+        _put(p, {name: torch.tensor(value) for name, value in kept.items()}, optimizer.state[p])
+
+
+def write_part(model: nn.Module, optimizer: Optimizer, part: Part, file: Path) -> Sum:
+    """Write a rank's part to ``file``, and flush it to the disk. Raises RunFailed, in one line, when that fails."""
+    arrays, shards = {}, {}
+    for (name, p), kept in zip(_named(model, _parameters(optimizer)), part, strict=True):
+        shards[name] = {"shape": list(p.shape), "start": _start(p)}
+        arrays.update({f"{kind}.{name}": value for kind, value in kept.items()})
+    try:
+        save_file(arrays, file, {_SHARDS: json.dumps(shards)})
+        flush(file)
+        flush(file.parent)
+        return sum_of(file)
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(reason(error, file)) from None
+
+
+@torch.no_grad()
+def load_state(model: nn.Module, optimizer: Optimizer | None, files: Sequence[Path]) -> None:
+    """Read in place what all ranks of some number wrote with :func:`write_part`; without an optimizer weights alone.
+
+    Raises RunFailed where the files are of another model, or not all there.
+    """
+    with ExitStack() as opened:
+        try:
+            saved = _Saved([opened.enter_context(safe_open(file, "pt")) for file in files])
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise RunFailed(f"a file of the checkpoint in {files[0].parent} cannot be read: {error}") from None
+        wanted = dict(_named(model, (p for p in model.parameters() if p.requires_grad)))
+        if apart := sorted(wanted.keys() ^ saved.names):
+            where = "there" if apart[0] in saved.names else "here"
+            raise RunFailed(f"the checkpoint is of another model: {apart[0]} is only {where}")
+        for name, p in wanted.items():
+            kinds = [_WEIGHT] if optimizer is None else saved.kinds(name)
+            values = {kind: saved.rows(kind, name, p) for kind in kinds}
+            _put(p, values, {} if optimizer is None else optimizer.state[p])
+
+
+class _Saved:
+    """The files of a checkpoint, opened."""
+
+    def __init__(self, files: Sequence[Any]) -> None:
+        self._files = [(file, set(file.keys()), json.loads(file.metadata()[_SHARDS])) for file in files]
+        self._kinds: dict[str, set[str]] = {}
+        for _, keys, _ in self._files:
+            for key in keys:
+                kind, _, name = key.partition(".")
+                self._kinds.setdefault(name, set()).add(kind)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all parameters."""
+        return set(self._kinds)
+
+    def kinds(self, name: str) -> list[str]:
+        """What there is of a parameter: its weight, and the optimizer's state of it. On all ranks in one order."""
+        return sorted(self._kinds[name])
+
+    def rows(self, kind: str, name: str, p: Tensor) -> Tensor:
+        """Those of a parameter's weight or moment that this rank holds, gathered from all files."""
+        start, local = _start(p), _local(p)
+        found: list[tuple[int, Tensor]] = []
+        for file, keys, shards in self._files:
+            if (key := f"{kind}.{name}") not in keys:
+                continue
+            if shards[name]["shape"] != list(p.shape):
+                raise RunFailed(
+                    f"the checkpoint is of another model: {name} is {shards[name]['shape']} there, {list(p.shape)} here"
+                )
+            shape = (tensor := file.get_slice(key)).get_shape()
+            if not shape:  # the number of steps, which is of the whole parameter
+                return torch.as_tensor(file.get_tensor(key)).clone()
+            first = shards[name]["start"]
+            low, high = max(start, first), min(start + len(local), first + shape[0])
+            if low < high:
+                found.append((low, tensor[low - first : high - first]))
+        none = local.new_empty(0, *local.shape[1:], device="cpu")
+        whole = torch.cat([none, *(rows for _, rows in sorted(found, key=lambda at: at[0]))])
+        if whole.shape != local.shape:
+            raise RunFailed(f"the checkpoint lacks {len(local) - len(whole)} rows of {kind} of {name}")
+        return whole
+
+
+def _put(p: Tensor, values: Mapping[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Set a parameter's local rows, and the optimizer's state of it."""
+    for name, value in values.items():
+        if name == _WEIGHT:
+            _local(p).copy_(value)
+        elif value.ndim:
+            state[name] = torch.zeros_like(p)
+            _local(state[name]).copy_(value)
+        else:
+            state[name] = value
 
 
 @torch.no_grad()
@@ -78,11 +162,19 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def _named(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return ((names[id(p)], p) for p in parameters)
+
+
 def _local(tensor: Tensor) -> Tensor:
     found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return found
 
 
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
-    return {"model": weights, "optimizer": moments}
+def _start(p: Tensor) -> int:
+    """The first row of a parameter that this rank holds. FSDP2 shards the first dimension."""
+    if not isinstance(p, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return int(offsets[0])

@@ -17,18 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
 
+from gkd.actor.applied import Applied, Metrics
 from gkd.actor.balance import pack
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
-from gkd.actor.model import load, shard, write_model
+from gkd.actor.model import load, shard
 from gkd.actor.optimizer import adamw, learning_rate
 from gkd.actor.packing import collate
-from gkd.actor.state import Part, load_state, move, part_of, put_part, save_state
+from gkd.actor.pretrained import write_pretrained
+from gkd.actor.staging import Staging
+from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.algorithms.objective import logprobs, objective
 from gkd.cluster.failure import one_line
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.config import Algorithm, Config, Loss
+from gkd.durable import Sum
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed
 from gkd.losses.targets import check_targets
 from gkd.observability.memory import memory_here
@@ -37,18 +40,22 @@ from gkd.vllm_engine import Device
 from gkd.weights import ipc, nccl, object_store
 from gkd.weights.pieces import Packer, Piece
 
-Metrics = dict[str, float]
 Places = dict[tuple[Any, int], Tensor]
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a rank has: its part of weights and optimizer state, and the log-probabilities it remembers."""
+    """What a rank has: its part of weights and optimizer state, and the log-probabilities it remembers.
+
+    ``applied`` is the step that the weights are of, None in the middle of one, of which ``rows`` are done.
+    """
 
     part: Part
     old: Places
     reference: Places
+    applied: Applied | None
+    rows: tuple[Metrics, ...]
 
 
 class ActorWorker:
@@ -68,6 +75,7 @@ class ActorWorker:
         self._away = False  # whether the weights have left the GPU to others
         self._old: Places = {}
         self._reference: Places = {}
+        self.staging = Staging(self.device)
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: open the rendezvous on a port this process chooses; returns host and port."""
@@ -101,6 +109,7 @@ class ActorWorker:
             student, mesh, self.dtype, self.config.actor.offload_optimizer
         )  # moves it to the device, a layer at a time
         self.student, self.optimizer = student, adamw(student, self.config.actor)
+        self.staging.set(Applied(0))
         return self.n_parameters
 
     def remember(self, lessons: Sequence[Lesson], old: bool, reference: bool) -> None:
@@ -129,10 +138,13 @@ class ActorWorker:
             found.update({_place(lessons[i]): piece for i, piece in zip(part, pieces, strict=True)})
         return found
 
-    def update(self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, step: int) -> Metrics:
+    def update(
+        self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, step: int, final: bool = True
+    ) -> Metrics:
         """One optimizer step on this rank's share of a batch of ``n_positions`` response tokens over all ranks.
 
-        ``weights``: that of each token of each lesson in the batch's loss. Returns the metrics of the whole batch.
+        ``weights``: that of each token of each lesson in the batch's loss; ``final``: whether the training step has no
+        further update. Returns the metrics of the whole batch.
         Raises NotUpdated on a gradient that is not finite and OutOfMemory as :meth:`_fitting`, with nothing changed.
         """
         algorithm = self.config.algorithm_on("cpu" if self.device.type == "cpu" else "cuda")
@@ -144,6 +156,7 @@ class ActorWorker:
         lr = learning_rate(self.config.actor, step - 1, self.config.trainer.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.staging.begin()
         try:
             self.optimizer.step()
         except (RuntimeError, MemoryError) as error:
@@ -153,7 +166,9 @@ class ActorWorker:
                 ) from None
             raise
         self.optimizer.zero_grad(set_to_none=True)  # their memory is of use to whoever works next
-        return {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
+        row = {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
+        self.staging.end(step, row, final)
+        return row
 
     def evaluate(self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, loss: Loss) -> Metrics:
         """The distillation metrics of a batch without training on it; arguments as for :meth:`update`."""
@@ -192,12 +207,14 @@ class ActorWorker:
 
     def keep(self) -> Kept:
         """What a new process in place of this one needs; also while this rank waits in a collective."""
-        return Kept(part_of(self.optimizer, self.device), self._old, self._reference)
+        part = part_of(self.optimizer, self.device)
+        return Kept(part, self._old, self._reference, self.staging.applied, self.staging.rows)
 
     def take_over(self, kept: Kept) -> None:
         """Go on with what the process before this one had."""
         put_part(self.optimizer, kept.part)
         self._old, self._reference = kept.old, kept.reference
+        self.staging.set(kept.applied, kept.rows)
 
     def _accumulate(
         self, lessons: Sequence[Lesson], weights: Sequence[float], n_positions: int, algorithm: Algorithm, train: bool
@@ -318,27 +335,30 @@ class ActorWorker:
 
         An adapter is merged into it, and written by itself as well, in peft's format, to ``adapter``.
         """
-        source = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
-        state = {name: t.cpu() for name, t in self.student.full_tensors(source) if self.rank == 0}
-        if self.rank == 0:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            write_model(self.student.lm, self.model_path, state, source, directory)
-            AutoTokenizer.from_pretrained(self.model_path, local_files_only=True).save_pretrained(directory)
-        if self.student.has_adapter:
-            from gkd.actor.lora import save_adapter
-
-            adapter = {name: t.cpu() for name, t in self.student.adapter_tensors()}
-            if self.rank == 0:
-                save_adapter(adapter, self.config.actor.lora, self.model_path, Path(directory, "adapter"))
+        lora = self.config.actor.lora
+        write_pretrained(self.student, self.model_path, lora, self.dtype, Path(directory), writes=self.rank == 0)
         dist.barrier()
 
-    def save_state(self, directory: str) -> None:
-        """Write weights and optimizer state to go on from. A collective."""
-        save_state(self.student, self.optimizer, directory)
+    def applied(self) -> Applied | None:
+        """The step that the weights are of; None in the middle of one."""
+        return self.staging.applied
 
-    def load_state(self, directory: str) -> None:
-        """Go on from what :meth:`save_state` wrote. A collective."""
-        load_state(self.student, self.optimizer, directory)
+    def stage(self) -> Applied | None:
+        """Copy weights and optimizer state for :meth:`write_staged`, on any thread, whatever this rank is doing.
+
+        Returns the step that the copy is of; None, and nothing is copied, in the middle of one.
+        """
+        return self.staging.copy(self.optimizer)
+
+    def write_staged(self, directory: str) -> tuple[str, Sum]:
+        """Write what :meth:`stage` copied to a file in ``directory``, on any thread; returns its name and sum."""
+        file = Path(directory, f"rank_{self.rank:05}.safetensors")
+        return file.name, self.staging.write(self.student, self.optimizer, file)
+
+    def load_state(self, files: Sequence[str], step: int) -> None:
+        """Go on with what all ranks of some number wrote after ``step``."""
+        load_state(self.student, self.optimizer, [Path(file) for file in files])
+        self.staging.set(Applied(step))
 
     def give_back(self) -> None:
         """Move weights and optimizer state to the host, unless they live there."""

@@ -168,6 +168,11 @@ def settle(call: Pending, timeout_s: float) -> None:
         raise RunFailed(_timeout_text([call], set(late), owner, timeout_s))
 
 
+def is_done(call: Pending) -> bool:
+    """Whether every worker has answered, or failed."""
+    return not ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)[1]
+
+
 def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None:
     """The first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}

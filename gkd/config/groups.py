@@ -149,11 +149,16 @@ class Trainer(Pool):
     batch_size: int = Field(64, ge=1, le=1 << 20, description="prompts a step")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of data order, sampling and the built-in student")
     save_every: int | None = Field(
-        None, ge=1, description="write a checkpoint every so many steps; null: only when the run ends before its time"
+        None, ge=1, description="write a checkpoint every so many steps and at the end; null: by save_minutes alone"
+    )
+    save_minutes: float | None = Field(
+        10.0, gt=0, description="write a checkpoint after so many minutes without one, beside training; null: never"
     )
     save_timeout_s: float = Field(1800.0, gt=0, description="time writing a checkpoint or the student may take")
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints that are kept")
-    resume: bool = Field(False, description="go on from the newest checkpoint in output_dir")
+    keep_checkpoints: int = Field(
+        2, ge=1, description="newest checkpoints that are kept; those by save_minutes take no place of others"
+    )
+    resume: bool = Field(False, description="go on from the newest intact checkpoint in output_dir")
     val_every: int = Field(50, ge=1, description="validate every so many steps, also before the first and at the end")
     output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")

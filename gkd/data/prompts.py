@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -59,6 +61,18 @@ def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | 
             f"the shortest has {has} tokens"
         )
     return PromptSet(kept, n_too_long)
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 (hex) of prompts as they are used: tokens, answers, teachers and order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        parts = [prompt.token_ids] if prompt.answer_ids is None else [prompt.token_ids, prompt.answer_ids]
+        described = [prompt.id, prompt.answer, prompt.teacher, *map(len, parts)]
+        digest.update(json.dumps(described).encode())
+        for part in parts:
+            digest.update(part.astype(np.int32).tobytes())
+    return digest.hexdigest()
 
 
 def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iterator[Prompt]:

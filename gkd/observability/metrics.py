@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,9 @@ from typing import Any, Self, TextIO
 import numpy as np
 
 from gkd.sample import Record
+
+_NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""What some programs take for the end of a line, and halves of surrogate pairs, which no file can hold."""
 
 
 class JsonLines:
@@ -22,7 +26,8 @@ class JsonLines:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object. Raises ValueError for a number that JSON does not have (NaN, infinity)."""
-        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        self._file.write(_NO_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
         self._file.flush()
 
     def __enter__(self) -> Self:

@@ -29,8 +29,8 @@ class RunFiles:
     def rows(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl that are whole."""
         file = self.path / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
+        return [json.loads(line) for line in lines]
 
     @property
     def last(self) -> dict[str, Any]:

@@ -110,6 +110,11 @@ def on_host(shape: ModelShape, training: Training) -> float:
     return sum(whole.values()) - sum(there.values()) if training.offloaded else 0.0
 
 
+def checkpoint_copy(shape: ModelShape, training: Training) -> float:
+    """Bytes of the host's memory that a rank's copy of what is trained, with its moments, takes while it is written."""
+    return 3 * _standing(shape, replace(training, offloaded=False))["gradients"]
+
+
 def _standing(shape: ModelShape, training: Training) -> dict[str, float]:
     """What is there between micro-batches: weights, gradients, and two moments of what is trained."""
     whole, packed = shape.sharded(training.world), 0.0

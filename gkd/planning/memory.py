@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gkd.config import GROUPS, Engine, Pool
-from gkd.planning.actor_memory import F32, MicroBatch, Training, on_host, worst
+from gkd.planning.actor_memory import F32, MicroBatch, Training, checkpoint_copy, on_host, worst
 from gkd.planning.cards import GIB
 from gkd.planning.items import GB, GroupMemory
 from gkd.planning.subject import Subject
@@ -142,4 +142,7 @@ def _actor(subject: Subject, pool: Pool) -> GroupMemory:
     notes = [f"micro-batches of {micro.tokens:,} tokens, {micro.positions:,} of them responses"]
     if host:
         notes.append(f"{host / GB:.1f} GB of the host's memory for each GPU")
+    if subject.config.trainer.save_minutes is not None or subject.config.trainer.save_every is not None:
+        copy = checkpoint_copy(subject.models.student, how)
+        notes.append(f"{copy / GB:.1f} GB of the host's memory for each rank while a checkpoint is written")
     return GroupMemory("actor", world, items | overhead, subject.card.memory, "", tuple(notes), host)

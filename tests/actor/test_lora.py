@@ -134,7 +134,7 @@ def test_weights_that_are_not_all_there(tmp_path: Path) -> None:
 def test_two_ranks_one_rank_and_what_they_write(processes: dict[int, Ranks], tmp_path: Path) -> None:
     """The same steps on one rank and on two, away from a reference that is the model without its adapter."""
     base("qwen2 tied").save_pretrained(tmp_path)
-    _tokenizer(tmp_path)
+    tokenizer(tmp_path)
     settings = config(lora={"r": 4}).model_copy(update={"algorithm": Algorithm.model_validate({"kl": {"coef": 0.1}})})
     groups = [processes[world].become(str(tmp_path), settings) for world in (1, 2)]
     for step in (1, 2):
@@ -155,7 +155,7 @@ def test_two_ranks_one_rank_and_what_they_write(processes: dict[int, Ranks], tmp
     assert all(torch.equal(merged.state_dict()[name], value) for name, value in double.items())
 
 
-def _tokenizer(path: Path) -> None:
+def tokenizer(path: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers import models as kinds
     from transformers import PreTrainedTokenizerFast

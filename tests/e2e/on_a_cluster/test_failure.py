@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import psutil
 import pytest
 
+from gkd.checkpoint import complete
 from tests.e2e.conftest import Run
 
 pytestmark = pytest.mark.e2e
@@ -56,7 +57,7 @@ def test_a_lost_replica_loses_nothing_and_the_last_one_ends_the_run(start: Any) 
 
 def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(start: Any) -> None:
     settings = (
-        "trainer.save_every=2",
+        "trainer.save_minutes=0.001",
         "trainer.keep_checkpoints=100",
         "actor.lr_decay=constant",
         "trainer.val_every=3",
@@ -65,15 +66,20 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(start: Any
     )
     run = start(LONG, *settings, recipe="grpo")
     run.wait_for_step(5)
+    deadline = time.monotonic() + 60
+    while len(complete(run.output / "checkpoints")) < 2:
+        assert time.monotonic() < deadline, run.text()
+        time.sleep(0.1)
     os.kill(run.workers()["actor", 0], signal.SIGKILL)
     assert run.end() == 1
     assert any("actor rank 0" in line and "died" in line for line in run.errors())
     assert not any("Traceback" in line for line in run.errors())
     before = run.metrics()
     last = before[-1]["step"]
-    for path in (run.output / "checkpoints").glob("step_*"):
-        if path.name != "step_2":
-            shutil.rmtree(path)
+    oldest, *others = complete(run.output / "checkpoints")
+    assert f"{(others or [oldest])[-1]} (go on with trainer.resume=true)" in run.text()
+    for path in others:
+        os.truncate(path / "actor" / "rank_00000.safetensors", 1000)
     goes_on = (f"trainer.output_dir={run.output}", "trainer.resume=true")
     again = start(*settings, f"trainer.total_steps={last}", *goes_on, recipe="grpo")
     assert again.end(300) == 0, again.text()
@@ -84,13 +90,18 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(start: Any
         measured = ("timing_s/", "perf/", "memory/")
         same = [key for key in one if not key.startswith(measured) and not key.endswith("/seconds")]
         assert {key: one[key] for key in same} == {key: other[key] for key in same}
-    assert f"going on after step 2 from {run.output / 'checkpoints' / 'step_2'}" in again.text()
+    assert f"going on after step {oldest.name.removeprefix('step_')} from {oldest}" in again.text()
+    assert all(f"{path} is damaged and left out: actor/rank_00000" in again.text() for path in others)
+    assert f"goes on with other settings: trainer.total_steps 100000 -> {last}" in again.text()
     samples = [json.loads(line)["step"] for line in (run.output / "samples.jsonl").read_text().splitlines()]
     assert samples == sorted(samples)
     assert {samples.count(step) for step in range(1, last + 1)} == {4}
-    other = start(*goes_on, "trainer.seed=5", recipe="grpo")
+    other = start(*settings, LONG, *goes_on, "trainer.seed=5", recipe="grpo")
     assert other.end() == 2
-    assert "was made with" in other.errors()[0]
+    assert "was made with trainer.seed=0, this is 5" in other.errors()[0]
+    done = start(*settings, f"trainer.total_steps={last}", *goes_on, recipe="grpo")
+    assert done.end() == 0
+    assert f"is finished: all {last} steps are done and the trained student is in {run.output / 'model'}" in done.text()
 
 
 def test_without_rays_control_service_a_run_saves_what_it_has_and_says_why_it_ends(start: Any) -> None:

@@ -1,0 +1,73 @@
+"""Copies of one rank's state for checkpoints, each of a whole step, without waiting for what the rank is doing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gkd.actor.applied import Applied, Metrics
+from gkd.actor.state import Part, part_of, write_part
+from gkd.durable import Sum
+from gkd.errors import RunFailed
+
+
+class Staging:
+    """Knows which step the weights are of, and copies them.
+
+    ``applied`` is None in the middle of a step, of which ``rows`` are done. :meth:`begin` and :meth:`end` are called
+    by the thread that trains, around every optimizer step; :meth:`copy` and :meth:`write` by any other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.applied: Applied | None = None
+        self.rows: tuple[Metrics, ...] = ()
+        self._updated: torch.cuda.Event | None = None
+        self._part: Part | None = None
+        self._writes = threading.Lock()
+
+    def begin(self) -> None:
+        """Weights are about to change."""
+        self.applied = None
+
+    def end(self, step: int, row: Metrics, final: bool) -> None:
+        """They are those after one more update of ``step``, the ``final`` one or not, with the metrics ``row``."""
+        self.rows = (*self.rows, row)
+        if final:
+            self.set(Applied(step, self.rows))
+
+    def set(self, applied: Applied | None, rows: tuple[Metrics, ...] = ()) -> None:
+        """The weights are now others."""
+        if self.device.type == "cuda":
+            self._updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._updated.record()
+        self.applied, self.rows = applied, rows
+
+    def copy(self, optimizer: Optimizer) -> Applied | None:
+        """Copy what the rank holds, for :meth:`write`; returns the step it is of.
+
+        None, and nothing is copied, in the middle of a step.
+        """
+        if (applied := self.applied) is None:
+            return None
+        part = part_of(optimizer, self.device, self._updated)
+        if self.applied is not applied:  # an update came in between
+            return None
+        self._part = part
+        return applied
+
+    def write(self, model: nn.Module, optimizer: Optimizer, file: Path) -> Sum:
+        """Write the copy. Raises RunFailed when that fails, or while an earlier copy is still being written."""
+        if not self._writes.acquire(blocking=False):
+            raise RunFailed(f"an earlier checkpoint is still being written, instead of {file}")
+        try:
+            part, self._part = self._part, None
+            if part is None:
+                raise RunFailed(f"there is no copy to be written to {file}")
+            return write_part(model, optimizer, part, file)
+        finally:
+            self._writes.release()

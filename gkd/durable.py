@@ -1,0 +1,83 @@
+"""Files that outlive a crash: whole or not at all, flushed to the disk, with sums."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What a file holds: its length in bytes and its SHA-256 (hex)."""
+
+    bytes: int
+    sha256: str
+
+
+def sum_of(path: Path) -> Sum:
+    """Read a file whole for its sum. Raises OSError."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Sum(file.tell(), digest)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; it is on the disk when this returns. Raises OSError, which names the file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        flush(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Return once a file, or a directory's list of names, is on the disk. Raises OSError, which names it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)
+
+
+def replace_directory(new: Path, path: Path) -> None:
+    """Put the directory ``new`` in the place of ``path``, flushed, with the permissions that new files have."""
+    _open_to_others(new)
+    for file in (*new.rglob("*"), new):
+        flush(file)
+    if path.exists():
+        shutil.rmtree(path)
+    new.replace(path)
+    flush(path.parent)
+
+
+def _open_to_others(directory: Path) -> None:
+    """Give files the permissions that the umask says, where a library made them for their owner alone."""
+    probe = directory / ".permissions"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for file in directory.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
+
+
+def reason(error: Exception, path: Path | None = None) -> str:
+    """What went wrong with which file, in one line: ``no space left on device: /path``.
+
+    ``path`` is named where the error names none. Libraries may have the system's error in their own one's text alone.
+    """
+    name = getattr(error, "filename", None) or path
+    text = getattr(error, "strerror", None) or " ".join(str(error).split())
+    if code := re.search(r"\(os error (\d+)\)", text):
+        text = os.strerror(int(code[1]))
+    return f"{text[:1].lower()}{text[1:]}" + (f": {name}" if name else "")
