@@ -20,20 +20,21 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 
-class DirectCopies(TorchDispatchMode):  # type: ignore[misc]
+class DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context for ``model.load_weights`` between the beginning and the end of a reload.
 
     ``model`` is one whose reload has begun.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owners: dict[int, tuple[nn.Module, str]] = {}
         """By the storage of a parameter on the meta device: its layer and its name there."""
-        self._kept: dict[nn.Module, dict[str, Tensor]] = {}
+        self._kept: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._copied: Counter[Tensor] = Counter()
         """Numbers copied into each of them."""
         self._in_loader = False
+        parameter: Any  # with what vLLM puts on it
         for layer in model.modules():
             for name, parameter in layer._parameters.items():
                 if parameter is not None and parameter.is_meta:
