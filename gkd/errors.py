@@ -65,7 +65,7 @@ def guarded(program: Callable[[], int]) -> int:
         if end is None:
             raise
         text, code = end
-        _say("; ".join([text, *getattr(error, "__notes__", [])]))
+        _print_line("; ".join([text, *getattr(error, "__notes__", [])]))
     return code
 
 
@@ -97,7 +97,7 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
     return end
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     """Print a line on standard error, where somebody still reads that."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)

@@ -106,7 +106,7 @@ def run(config: Config) -> None:
             output.rmdir()
         raise
     except SystemExit as end:  # a signal, or output that nobody reads any more
-        end.add_note(_to_go_on_from(output))
+        end.add_note(_newest_checkpoint(output))
         raise
     finally:
         os.close(claim)
@@ -130,7 +130,7 @@ def _require_home(cache_dir: str | None) -> None:
     os.environ["HOME"] = str(Path(cache_dir).absolute())
 
 
-def _to_go_on_from(output: Path) -> str:
+def _newest_checkpoint(output: Path) -> str:
     """What a run that was stopped leaves."""
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text(encoding="utf-8")

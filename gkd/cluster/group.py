@@ -184,7 +184,8 @@ def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None
         try:
             ray.get(ready[0], timeout=1.0)
         except Exception as error:  # of which only a death is of interest here
-            if isinstance(failure := explain(error, owner[ready[0]]), WorkerDied):
+            failure = explain(error, owner[ready[0]])
+            if isinstance(failure, WorkerDied) and not isinstance(failure, WorkerHangs):
                 return failure
     return None
 

@@ -20,21 +20,21 @@ class MemoryReports:
 
     def __init__(self) -> None:
         self._late: dict[Any, Any] = {}  # what a worker has not answered yet, by worker
-        self._named: set[Any] = set()
+        self._reported: set[Any] = set()
 
     def read(self, groups: Sequence[Group]) -> dict[str, float]:
         """memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
         reports = {worker: str(r) for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
-        asked = {worker: worker.control.remote("memory") for worker in reports if not self._waits(worker)}
-        ready = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=TIMEOUT_S)[0]) if asked else set()
-        for worker, ref in asked.items():
+        calls = {worker: worker.control.remote("memory") for worker in reports if not self._waits(worker)}
+        ready = set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=TIMEOUT_S)[0]) if calls else set()
+        for worker, ref in calls.items():
             if ref not in ready:
                 self._late[worker] = ref
-                self._name(worker, reports[worker])
+                self._report(worker, reports[worker])
         rows: dict[str, float] = {}
         for group in groups:
             for worker in group.workers:
-                for key, value in _answer(asked.get(worker), ready).items():
+                for key, value in _answer(calls.get(worker), ready).items():
                     name = f"memory/{group.name}/{key}"
                     rows[name] = max(value, rows.get(name, value))
         return dict(sorted(rows.items()))
@@ -45,9 +45,9 @@ class MemoryReports:
             del self._late[worker]
         return worker in self._late
 
-    def _name(self, worker: Any, who: str) -> None:
-        if worker not in self._named:
-            self._named.add(worker)
+    def _report(self, worker: Any, who: str) -> None:
+        if worker not in self._reported:
+            self._reported.add(worker)
             LOG.warning("%s does not say how much memory it has: no answer within %g s", who, TIMEOUT_S)
 
 

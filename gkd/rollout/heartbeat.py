@@ -22,8 +22,8 @@ class _Beat:
 
     silent_s: float = 0.0
     progress: tuple[int, int] | None = None
-    asked: Any = None
-    asked_at: float = 0.0
+    pending: Any = None
+    called_at: float = 0.0
 
 
 class Heartbeat:
@@ -58,11 +58,11 @@ class Heartbeat:
         self._looked = time.monotonic()
 
     def _look(self, engine: int, beat: _Beat, now: float) -> None:
-        if beat.asked is None:
-            if now - beat.asked_at > min(5.0, self._timeout_s / 5):
-                (beat.asked,), beat.asked_at = self._group.only([engine]).submit_control("progress").refs, now
+        if beat.pending is None:
+            if now - beat.called_at > min(5.0, self._timeout_s / 5):
+                (beat.pending,), beat.called_at = self._group.only([engine]).submit_control("progress").refs, now
             return
-        ready, _ = ray.wait([beat.asked], timeout=0)
+        ready, _ = ray.wait([beat.pending], timeout=0)
         if not ready:
             return
         try:
@@ -70,7 +70,7 @@ class Heartbeat:
         except RayError:  # it died, which its stream says as well
             return
         finally:
-            beat.asked = None
+            beat.pending = None
         _, unfinished = progress
         if progress != beat.progress or unfinished == 0:
             beat.silent_s = 0.0

@@ -68,6 +68,7 @@ class ToyRollout(rollout_worker.RolloutWorker):
         for item in super().records():
             if self.sends_half and hasattr(item[0], "key"):
                 os.kill(os.getpid(), signal.SIGSTOP)
+                threading.Event().wait()  # other threads may get the signal first
             yield item
 
     def send_half(self) -> None:
