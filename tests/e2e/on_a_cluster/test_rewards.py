@@ -54,7 +54,7 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
         "algorithm.kl.coef=0.01", "algorithm.dynamic_sampling.max_rounds=3", "algorithm.correction.level=token",
         "reward.functions=[format,accuracy,'mine:odd',reward_model]", "reward.weights=[1.0,1.0,0.1,0.01]",
         f"reward_model.model.path={tmp_path / 'reward_model'}", "reward_model.share_with=reference",
-        "reward.max_failed_share=1",
+        "reward.max_failed_share=1", "rollout.engine=hf",
         "reward.format.pattern='^[0-3]'", "trainer.val_every=100", recipe="grpo",
     )  # fmt: skip
     assert run.end(300) == 0, run.text()
