@@ -196,8 +196,8 @@ RUNS = ("eager", "graphs", "colocation", "transfers", "little_memory", "curve", 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     runner = Recorded()
-    monkeypatch.setattr(runs, "run", ended)
-    monkeypatch.setattr(w1, "run", ended)
+    monkeypatch.setattr(runs, "run", runner)
+    monkeypatch.setattr(w1, "run", runner)
     monkeypatch.setattr(w1, "SHAPES", w1.SMALL)
     monkeypatch.setattr(w1, "WORDS", 512)
     return runner
