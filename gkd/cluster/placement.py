@@ -64,11 +64,11 @@ def laid_out(config: Config) -> Config:
     if not may_share(config) or fits(config, read_nodes()):
         return config
     nodes = read_nodes({})  # with the indices of their GPUs, which a layout names
-    found = shared(config, nodes)
-    if found is not config:
-        on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in found.pools())
+    changed = shared(config, nodes)
+    if changed is not config:
+        on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in changed.pools())
         LOG.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
-    return found
+    return changed
 
 
 def place(config: Config, session: Session) -> Placement:

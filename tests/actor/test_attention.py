@@ -50,10 +50,10 @@ def test_every_supported_torch_is_called_as_it_wants(
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
     torch.manual_seed(0)
     q, k, v = (torch.randn(int(BOUNDS[-1]), heads, SIZE) for heads in (n_query, KEYS, KEYS))
-    found = attention._variable_length(q, k, v, 0.3, window, BOUNDS, 7)
+    out = attention._variable_length(q, k, v, 0.3, window, BOUNDS, 7)
     for start, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
         expected = by_hand(q[start:end], k[start:end], v[start:end], 0.3, window)
-        torch.testing.assert_close(found[start:end], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out[start:end], expected, rtol=1e-5, atol=1e-6)
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -46,9 +46,9 @@ def test_what_the_loss_is_made_of_stays_in_float32(
 
     def hidden(self: Student, given: MicroBatch) -> Tensor:
         seen.append(given)
-        found = plain(self, given)
-        assert found.dtype == torch.bfloat16
-        return found
+        out = plain(self, given)
+        assert out.dtype == torch.bfloat16
+        return out
 
     monkeypatch.setattr(Student, "hidden", hidden)
     student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))[0].backward()
@@ -72,10 +72,10 @@ def test_shards_are_cast_before_they_are_gathered(
         return plain(self)
 
     monkeypatch.setattr(DTensor, "full_tensor", full_tensor)
-    found = dict(student.full_tensors(torch.bfloat16))
-    assert len(gathered) == len(found) > 20
+    sent = dict(student.full_tensors(torch.bfloat16))
+    assert len(gathered) == len(sent) > 20
     assert set(gathered) == {(torch.bfloat16, mesh.device_type)}
-    assert all(torch.equal(value, exact[name].bfloat16()) for name, value in found.items())
+    assert all(torch.equal(value, exact[name].bfloat16()) for name, value in sent.items())
     trained = dict(student.lm.named_parameters())
     assert {value.dtype for value in trained.values()} == {torch.float32}  # what was cast is a copy
 
@@ -100,12 +100,12 @@ def test_what_is_under_an_adapter_is_as_the_engines_have_it_on_a_gpu(
     gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
     assert all(".lora_" in name and value.dtype == torch.float32 for name, value in gradients.items())
     assert sum(float(value.norm()) for value in gradients.values()) > 0
-    found = dict(student.full_tensors(torch.bfloat16))
+    sent = dict(student.full_tensors(torch.bfloat16))
     base, weights = models.make("qwen2 tied").state_dict(), dict(student.lm.named_parameters())
     name = "model.layers.1.mlp.up_proj"
     up, down = (weights[f"{name}.lora_{kind}.default.weight"].to_local() for kind in "BA")
     exact = base[f"{name}.weight"].to(frozen).float() + 2 * up @ down  # added in float32, and rounded once
-    assert torch.equal(found[f"{name}.weight"], exact.bfloat16())
+    assert torch.equal(sent[f"{name}.weight"], exact.bfloat16())
 
 
 @pytest.mark.parametrize(

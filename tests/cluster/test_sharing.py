@@ -47,16 +47,16 @@ def placed(config: Config) -> dict[str, int]:
 )
 def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, name: str | None) -> None:
     config, nodes = compose(overrides), idle_nodes([n_gpus])
-    found = shared(config, nodes)
+    result = shared(config, nodes)
     if name is None:
-        assert found is config
+        assert result is config
         return
     layout = compose([*overrides, f"placement={name}"])
-    assert placed(found) == placed(layout)
-    assert found.hosts() == layout.hosts()
-    assert found.rollout.gpu_memory_utilization == layout.rollout.gpu_memory_utilization
-    assert solve(asks_of(found), nodes, 0.0) is not None
-    assert shared(found, nodes) is found  # a run that is resumed from its own config.yaml
+    assert placed(result) == placed(layout)
+    assert result.hosts() == layout.hosts()
+    assert result.rollout.gpu_memory_utilization == layout.rollout.gpu_memory_utilization
+    assert solve(asks_of(result), nodes, 0.0) is not None
+    assert shared(result, nodes) is result  # a run that is resumed from its own config.yaml
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_who_says_where_groups_go_is_not_overruled(own: str) -> None:
 
 def test_what_the_user_set_stays() -> None:
     config = compose([DISTIL, "rollout.gpu_memory_utilization=0.4", "rollout.max_num_seqs=7", "trainer.total_steps=3"])
-    found = shared(config, idle_nodes([1]))
-    assert (found.rollout.gpu_memory_utilization, found.teacher.gpu_memory_utilization) == (0.4, 0.25)
-    assert (found.rollout.max_num_seqs, found.trainer.total_steps) == (7, 3)
+    result = shared(config, idle_nodes([1]))
+    assert (result.rollout.gpu_memory_utilization, result.teacher.gpu_memory_utilization) == (0.4, 0.25)
+    assert (result.rollout.max_num_seqs, result.trainer.total_steps) == (7, 3)
 
 
 def test_gpus_are_those_that_the_machine_lets_be_seen() -> None:
-    found = shared(compose([DISTIL]), [Node("", "here", (2, 5), 0.0)])
-    assert (found.trainer.gpus, found.rollout.gpus, found.teacher.gpus) == ([2, 5], [2, 5], [5])
+    result = shared(compose([DISTIL]), [Node("", "here", (2, 5), 0.0)])
+    assert (result.trainer.gpus, result.rollout.gpus, result.teacher.gpus) == ([2, 5], [2, 5], [5])
 
 
 def test_two_machines_of_one_gpu_run_what_one_of_them_could() -> None:

@@ -104,11 +104,11 @@ def stop(pid: int) -> None:
     """Ask a check that takes too long, and the program it runs, to end, as a user would."""
     with contextlib.suppress(psutil.NoSuchProcess):
         check = psutil.Process(pid)
-        asked = [*check.children(), check]
-        for process in asked:
+        processes = [*check.children(), check]
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-        psutil.wait_procs(asked, timeout=GRACE_S)
+        psutil.wait_procs(processes, timeout=GRACE_S)
 
 
 def end_all(token: str) -> None:
@@ -122,21 +122,21 @@ def end_all(token: str) -> None:
 
 def marked(token: str) -> list[psutil.Process]:
     """Processes of this user whose environment has the token."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == token:
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
             continue
-    return found
+    return processes
 
 
 def _result(file: Path) -> tuple[Status | None, str, dict[str, Any]]:
     if not file.exists():
         return None, "", {}
-    found = json.loads(file.read_text())
-    return found["status"], found["reason"], found["figures"]
+    written = json.loads(file.read_text())
+    return written["status"], written["reason"], written["figures"]
 
 
 def _last_line(log: Path) -> str:
@@ -146,15 +146,15 @@ def _last_line(log: Path) -> str:
 
 def versions(gpus: Gpus | None) -> dict[str, Any]:
     """Of Python, what is installed, the driver and the GPUs."""
-    found: dict[str, Any] = {"python": sys.version.split()[0]}
+    facts: dict[str, Any] = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     if gpus is not None and gpus.names:
-        found |= {"driver": gpus.driver, "gpus": gpus.names}
-    return found
+        facts |= {"driver": gpus.driver, "gpus": gpus.names}
+    return facts
 
 
 def outcomes(checks: Sequence[Check], minutes: float, n_gpus: int, scratch: Path, log: Path) -> Iterator[Outcome]:
@@ -193,13 +193,13 @@ def keep(row: dict[str, Any], file: Path) -> None:
     unfinished.replace(file)
 
 
-def table(found: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[Outcome]) -> str:
     """One line a check: status, seconds, and what failed or the figures."""
     lines = []
-    for outcome in found:
+    for outcome in outcomes:
         figures = "  ".join(f"{name} {value}" for name, value in outcome.figures.items() if not isinstance(value, dict))
-        told = outcome.failed or figures
-        lines.append(f"{outcome.name:14} {outcome.status:9} {outcome.seconds:6.1f} s  {told[:180]}")
+        text = outcome.failed or figures
+        lines.append(f"{outcome.name:14} {outcome.status:9} {outcome.seconds:6.1f} s  {text[:180]}")
     return "\n".join(lines)
 
 
@@ -212,10 +212,10 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"of {', '.join(names)}")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, what can run there")
-    found = parser.parse_args(argv)
-    if not found.minutes > 0:
-        raise ConfigError(f"--minutes {found.minutes:g}: expected more than 0")
-    return found
+    options = parser.parse_args(argv)
+    if not options.minutes > 0:
+        raise ConfigError(f"--minutes {options.minutes:g}: expected more than 0")
+    return options
 
 
 def _n_gpus(gpus: Gpus | None, rehearse: bool) -> int:
@@ -236,22 +236,22 @@ def _main(argv: Sequence[str]) -> int:
     options, gpus = _arguments(argv), read_gpus()
     n_gpus = _n_gpus(gpus, options.rehearse)
     checks = [check for check in CHECKS if options.only is None or check.name in options.only]
-    about, found = versions(gpus), []
+    about, ended = versions(gpus), []
     results = None if options.rehearse else RESULTS / f"gpu-{time.strftime('%Y-%m-%d')}.json"
     with tempfile.TemporaryDirectory(prefix="gkd-acceptance-", ignore_cleanup_errors=True) as temporary:
         scratch = Path(temporary)
         directory: Path = scratch if options.json is None else options.json.absolute()
         directory.mkdir(parents=True, exist_ok=True)
         for outcome in outcomes(checks, options.minutes, n_gpus, scratch, directory / "acceptance.log"):
-            found.append(outcome)
+            ended.append(outcome)
             row = record(outcome, about, options.rehearse)
             print(json.dumps(row), flush=True)
             with (directory / "acceptance.jsonl").open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
             if results is not None:
                 keep(row, results)
-    print(table(found), flush=True)
-    done = all(outcome.ok or outcome.status == "skipped" for outcome in found)
+    print(table(ended), flush=True)
+    done = all(outcome.ok or outcome.status == "skipped" for outcome in ended)
     return 0 if done else 1
 
 

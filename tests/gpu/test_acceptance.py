@@ -33,7 +33,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(log: Path) -> dict[str, Outcome]:
+def ended(log: Path) -> dict[str, Outcome]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(acceptance, "GRACE_S", 1.0)
         outcomes = list(acceptance.outcomes(FAKES, 5, 1, log.parent, log))
@@ -54,30 +54,30 @@ def found(log: Path) -> dict[str, Outcome]:
         ("breaks_at_the_end", "died", False, "signal SIGABRT; "),
     ],
 )
-def test_every_end_is_named(found: dict[str, Outcome], name: str, status: str, ok: bool | None, failed: str) -> None:
-    outcome = found[name]
+def test_every_end_is_named(ended: dict[str, Outcome], name: str, status: str, ok: bool | None, failed: str) -> None:
+    outcome = ended[name]
     assert (outcome.status, outcome.ok) == (status, ok)
     assert outcome.failed.startswith(failed)
     assert bool(outcome.failed) == bool(failed)
 
 
-def test_figures_survive_what_happens_to_the_check(found: dict[str, Outcome]) -> None:
-    assert found["fine"].figures == {"speed": 1.2346, "n_gpus": 1}
-    assert found["fails"].figures == {"seen": 2}
-    assert found["dies"].figures == {"before": 1}
+def test_figures_survive_what_happens_to_the_check(ended: dict[str, Outcome]) -> None:
+    assert ended["fine"].figures == {"speed": 1.2346, "n_gpus": 1}
+    assert ended["fails"].figures == {"seen": 2}
+    assert ended["dies"].figures == {"before": 1}
 
 
-def test_where_a_check_was_when_its_time_was_over_is_in_the_log(found: dict[str, Outcome], log: Path) -> None:
-    told = log.read_text().partition("=== hangs:")[2]
-    assert "in hangs\n" in told
-    assert found["hangs"].failed == "ended after 5 s; it waits"
+def test_where_a_check_was_when_its_time_was_over_is_in_the_log(ended: dict[str, Outcome], log: Path) -> None:
+    text = log.read_text().partition("=== hangs:")[2]
+    assert "in hangs\n" in text
+    assert ended["hangs"].failed == "ended after 5 s; it waits"
 
 
-def test_nothing_is_left_running(found: dict[str, Outcome]) -> None:
+def test_nothing_is_left_running(ended: dict[str, Outcome]) -> None:
     for name in ("hangs", "leaves_a_process"):
-        pid = found[name].figures["pid"]
+        pid = ended[name].figures["pid"]
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert found["hangs"].seconds < 30
+    assert ended["hangs"].seconds < 30
 
 
 def test_what_no_time_is_left_for_is_not_run(tmp_path: Path) -> None:
@@ -195,12 +195,12 @@ RUNS = ("eager", "graphs", "colocation", "transfers", "little_memory", "curve", 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    found = Recorded()
-    monkeypatch.setattr(runs, "run", found)
-    monkeypatch.setattr(w1, "run", found)
+    runner = Recorded()
+    monkeypatch.setattr(runs, "run", runner)
+    monkeypatch.setattr(w1, "run", runner)
     monkeypatch.setattr(w1, "SHAPES", w1.SMALL)
     monkeypatch.setattr(w1, "WORDS", 512)
-    return found
+    return runner
 
 
 def check(name: str, n_gpus: int, path: Path) -> dict[str, object]:

@@ -37,8 +37,8 @@ def difference(heads: int, groups: int, size: int, window: int | None, device: s
     gradient = torch.randn(1, int(cu[-1]), heads, size, device=device).bfloat16()
     packed = _with_gradients([x.clone() for x in rounded], gradient, window, cu)
     exact = _with_gradients([x.float() for x in rounded], gradient.float(), window, cu)
-    found = [float((a.float() - b).norm() / b.norm()) for a, b in zip(packed, exact, strict=True)]
-    return max(value if value == value else float("inf") for value in found)
+    result = [float((a.float() - b).norm() / b.norm()) for a, b in zip(packed, exact, strict=True)]
+    return max(value if value == value else float("inf") for value in result)
 
 
 def _with_gradients(qkv: list[Tensor], gradient: Tensor, window: int | None, cu: Tensor) -> list[Tensor]:

@@ -43,7 +43,7 @@ def pushes(context: Context) -> None:
     mine.send(None)
     process.join(LIMIT_S)
     copies = [_copy_s(tensors) for _ in range(UNCHECKED)]
-    speed, copying = (n_bytes / 1e9 / statistics.median(found[WARM:]) for found in (times, copies))
+    speed, copying = (n_bytes / 1e9 / statistics.median(result[WARM:]) for result in (times, copies))
     context.note(gb_per_s=speed, copy_gb_per_s=copying)
     require(grown < MOST_GROWTH_GIB, f"{grown:.2f} GiB of the GPU's memory were lost in {PUSHES} pushes")
     require(process.exitcode == 0, f"the receiving process ended with {process.exitcode}")

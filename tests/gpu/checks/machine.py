@@ -24,7 +24,7 @@ def versions(context: Context) -> None:
     context.note(doctor=wrong)
     import gkd
 
-    broken, modules = {}, [found.name for found in pkgutil.walk_packages(gkd.__path__, "gkd.")]
+    broken, modules = {}, [each.name for each in pkgutil.walk_packages(gkd.__path__, "gkd.")]
     for name in modules:
         if not name.endswith("__main__"):
             try:
@@ -44,8 +44,8 @@ def _gpu() -> dict[str, object]:
     """Facts of the first GPU, a kernel built by Triton, and what copying and multiplying reach."""
     import torch
 
-    found = torch.compile(lambda x: (x.sin() * 2).sum(-1))(torch.ones(64, 512, device="cuda"))
-    torch.testing.assert_close(found, torch.full((64,), 512 * 2 * 0.8414710, device="cuda"), rtol=1e-4, atol=1e-3)
+    result = torch.compile(lambda x: (x.sin() * 2).sum(-1))(torch.ones(64, 512, device="cuda"))
+    torch.testing.assert_close(result, torch.full((64,), 512 * 2 * 0.8414710, device="cuda"), rtol=1e-4, atol=1e-3)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     big = torch.randint(-128, 127, (1 << 30,), dtype=torch.int8, device="cuda")
     copied, multiplied = (_seconds(call) for call in (big.clone, lambda: a @ a))

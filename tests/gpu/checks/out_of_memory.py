@@ -45,7 +45,7 @@ def update_again(context: Context) -> None:
                 _leave(actor, context)
             norms[limited] = actor.update(put(samples), 2)["actor/grad_norm"]
     again = [line for line in lines if "done again in micro-batches" in line]
-    context.note(said=again, grad_norm=norms[True], grad_norm_of_small_micro_batches=norms[False])
+    context.note(log=again, grad_norm=norms[True], grad_norm_of_small_micro_batches=norms[False])
     require(len(again) == 1, f"memory was to run out once; the log has {lines}")
     apart = abs(norms[True] - norms[False]) / norms[False]
     require(apart < (1e-4 if context.rehearsal else 2e-2), f"the gradient's norm differs by {apart:.1e}")

@@ -49,8 +49,8 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """The run's own summary."""
-        found: dict[str, Any] = json.loads((self.output / "summary.json").read_text())
-        return found
+        result: dict[str, Any] = json.loads((self.output / "summary.json").read_text())
+        return result
 
 
 def run(context: Context, name: str, *overrides: str, recipe: str = "on_policy_distill") -> Run:
@@ -78,10 +78,10 @@ def run(context: Context, name: str, *overrides: str, recipe: str = "on_policy_d
     lines = text.strip().splitlines() or ["it printed nothing"]
     require(process.returncode == 0, f"{name}: exit code {process.returncode}: {lines[-1][:400]}")
     steps = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["step"]]
-    found = Run(output, text, steps, first, None if context.rehearsal else peak / (1 << 30))
+    result = Run(output, text, steps, first, None if context.rehearsal else peak / (1 << 30))
     context.note({f"{name}_seconds": time.monotonic() - began, f"{name}_first_step_s": first})
-    context.note({f"{name}_device_peak_gib": found.device_peak_gib, name: found.medians()})
-    return found
+    context.note({f"{name}_device_peak_gib": result.device_peak_gib, name: result.medians()})
+    return result
 
 
 def _used_bytes(context: Context) -> int:

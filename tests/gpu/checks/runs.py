@@ -27,12 +27,12 @@ def _ten_steps(context: Context, name: str, *overrides: str) -> Run:
     return run(context, name, *_task(context), *ONE_GPU, f"trainer.total_steps={n_steps}", *overrides)
 
 
-def _agrees(context: Context, found: Run, moves: bool = True) -> None:
+def _agrees(context: Context, result: Run, moves: bool = True) -> None:
     """Sampler and trainer agree in every step of a run whose weights moved, and the losses are numbers."""
-    worst = found.largest("mismatch/kl")
+    worst = result.largest("mismatch/kl")
     context.note(mismatch_kl_max=worst)
     require(worst < MOST_MISMATCH, f"mismatch/kl is up to {worst:.3g}, expected below {MOST_MISMATCH}")
-    losses = [row["distill/loss"] for row in found.steps if "distill/loss" in row]
+    losses = [row["distill/loss"] for row in result.steps if "distill/loss" in row]
     require(all(math.isfinite(loss) for loss in losses), f"losses {losses}")
     if moves and losses:
         context.note(losses=losses)
@@ -42,11 +42,11 @@ def _agrees(context: Context, found: Run, moves: bool = True) -> None:
 def colocation(context: Context) -> None:
     """Engines sleep while the actor works and the other way round; a checkpoint in between is complete."""
     overrides = (*ONE_GPU, *EAGER, "cluster.take_turns=true", "trainer.save_every=2", "trainer.total_steps=4")
-    found = run(context, "colocation", *_task(context), *overrides)
-    _agrees(context, found)
-    latest = found.output / "checkpoints" / "latest"
+    result = run(context, "colocation", *_task(context), *overrides)
+    _agrees(context, result)
+    latest = result.output / "checkpoints" / "latest"
     require(latest.exists(), "no checkpoint was written")
-    require("take turns on their GPUs" in found.text, "no group took turns")
+    require("take turns on their GPUs" in result.text, "no group took turns")
 
 
 def transfers(context: Context) -> None:
@@ -78,21 +78,21 @@ def little_memory(context: Context) -> None:
     overrides = ("actor.update_epochs=2", "actor.lora.r=8", "actor.lora.quantize=nf4", "actor.offload_optimizer=true")
     overrides += ("actor.gradient_checkpointing=true", "trainer.total_steps=3", "trainer.batch_size=8", "rollout.n=8")
     overrides += ("placement=single_gpu", "trainer.val_every=1000", "rollout.enforce_eager=true")
-    found = run(context, "grpo", *_task(context), *overrides, recipe="grpo")
-    _agrees(context, found, moves=False)
-    require((found.output / "model" / "adapter").is_dir(), "no adapter was written")
+    result = run(context, "grpo", *_task(context), *overrides, recipe="grpo")
+    _agrees(context, result, moves=False)
+    require((result.output / "model" / "adapter").is_dir(), "no adapter was written")
 
 
 def curve(context: Context) -> None:
     """The built-in recipe as it is: how long it takes, and how much of the teacher it reaches."""
     overrides = ("trainer.total_steps=4", *_task(context)) if context.rehearsal else ()
-    found = run(context, "curve", "placement=single_gpu", *EAGER, *overrides)
-    _agrees(context, found)
-    summary = found.summary()
+    result = run(context, "curve", "placement=single_gpu", *EAGER, *overrides)
+    _agrees(context, result)
+    summary = result.summary()
     before, after = (summary[when]["val/accuracy"] for when in ("before", "after"))
     teacher = summary["teacher"]["val/accuracy"]
     context.note(before=before, after=after, teacher=teacher, wall_s=summary["wall_s"])
-    context.note(curve={row["step"]: row["val/accuracy"] for row in found.steps if "val/accuracy" in row})
+    context.note(curve={row["step"]: row["val/accuracy"] for row in result.steps if "val/accuracy" in row})
     if not context.rehearsal:
         require(after > 0.9 * teacher, f"accuracy {before} -> {after}, the teacher has {teacher}")
 
@@ -101,13 +101,13 @@ def two_gpus(context: Context) -> None:
     """Weights over NCCL from one GPU to the other; then two FSDP ranks and an engine on both."""
     apart = ("trainer.gpus=0", "rollout.gpus=1", "teacher.gpus=1", "teacher.share_with=rollout", *EAGER)
     apart += ("rollout.gpu_memory_utilization=0.3", "teacher.gpu_memory_utilization=0.3", "weights.checksum=true")
-    found = run(context, "nccl", *_task(context), *apart, "trainer.total_steps=4", "trainer.val_every=1000")
-    require("by nccl" in found.text, "weights did not go by NCCL")
-    _agrees(context, found)
+    result = run(context, "nccl", *_task(context), *apart, "trainer.total_steps=4", "trainer.val_every=1000")
+    require("by nccl" in result.text, "weights did not go by NCCL")
+    _agrees(context, result)
     both = ("placement=2gpu", "rollout.tensor_parallel_size=2", *EAGER, "weights.checksum=true")
-    found = run(context, "both", *_task(context), *both, "trainer.total_steps=4", "trainer.val_every=1000")
-    require("by ipc" in found.text, "weights did not go by ipc")
-    _agrees(context, found)
+    result = run(context, "both", *_task(context), *both, "trainer.total_steps=4", "trainer.val_every=1000")
+    require("by ipc" in result.text, "weights did not go by ipc")
+    _agrees(context, result)
 
 
 def _task(context: Context) -> tuple[str, ...]:

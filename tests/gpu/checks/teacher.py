@@ -57,12 +57,12 @@ def _worst(engine: Any, sequences: Any, logits: Any, top_k: int, temperature: fl
     exact = logits[..., :kept].log_softmax(-1).numpy()
     for key, ids in enumerate(sequences):
         engine.add(key, Score(ids[:PROMPT], ids[PROMPT:], top_k, temperature, kept))
-    found: dict[int, Any] = {}
+    targets: dict[int, Any] = {}
     while engine.busy():
-        found |= dict(engine.step())
+        targets |= dict(engine.step())
     differences = []
     for key, ids in enumerate(sequences):
-        target, wanted = found[key], exact[key, PROMPT - 1 : -1]
+        target, wanted = targets[key], exact[key, PROMPT - 1 : -1]
         differences.append(np.abs(target.token_logprobs - wanted[np.arange(LENGTH - PROMPT), ids[PROMPT:]]).ravel())
         require(target.ids.shape == (LENGTH - PROMPT, min(top_k, kept)), f"{target.ids.shape} for K={top_k}")
         if top_k:

@@ -25,7 +25,7 @@ def against_trl(context: Context) -> None:
     words, prompt, response, batch = (512, 16, 16, 16) if small else (WORDS, PROMPT, RESPONSE, BATCH)
     path = context.scratch / "w1-models"
     _make(path, SMALL if small else SHAPES, words, prompt, batch)
-    found = run(
+    result = run(
         context, "w1", "placement=single_gpu",
         f"model.path={path / 'student'}", f"teacher.model.path={path / 'teacher'}",
         f"data.train_files=[{path / 'prompts.jsonl'}]", f"data.val_files=[{path / 'prompts.jsonl'}]",
@@ -33,14 +33,14 @@ def against_trl(context: Context) -> None:
         f"rollout.max_response_length={response}", f"trainer.batch_size={batch}", "trainer.val_every=1000",
         f"trainer.total_steps={4 if small else STEPS}", f"rollout.max_num_seqs={batch}", "actor.lr=1e-6",
     )  # fmt: skip
-    step = found.median("timing_s/step")
-    stages = {stage: found.median(f"timing_s/{stage}") for stage in ("generate", "score", "update", "sync")}
+    step = result.median("timing_s/step")
+    stages = {stage: result.median(f"timing_s/{stage}") for stage in ("generate", "score", "update", "sync")}
     context.note(step_s=step, stages={name: float(f"{value:.3g}") for name, value in stages.items()})
-    context.note(mismatch_kl_max=found.largest("mismatch/kl"), first_step_s=found.first_step_s)
-    require(found.largest("mismatch/kl") < 0.02, "sampler and trainer disagree")
+    context.note(mismatch_kl_max=result.largest("mismatch/kl"), first_step_s=result.first_step_s)
+    require(result.largest("mismatch/kl") < 0.02, "sampler and trainer disagree")
     if small:
         return
-    actor = found.largest("memory/actor/peak_gb") * 1e9 / (1 << 30)
+    actor = result.largest("memory/actor/peak_gb") * 1e9 / (1 << 30)
     context.note(trl_step_s=TRL_STEP_S, of_trl=step / TRL_STEP_S, actor_peak_gib=actor, trl_peak_gib=TRL_PEAK_GIB)
     require(step < TRL_STEP_S, f"{step:.2f} s a step, TRL has {TRL_STEP_S}")
     require(actor < TRL_PEAK_GIB, f"{actor:.1f} GiB in the actor, TRL has {TRL_PEAK_GIB}")
