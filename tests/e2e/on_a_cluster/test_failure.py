@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,3 +125,5 @@ def test_without_rays_control_service_a_run_saves_what_it_has_and_says_why_it_en
     saved = run.output / "checkpoints" / f"step_{steps[-1]}"
     assert (saved / "state.json").exists()
     assert f"checkpoint of step {steps[-1]}: {saved}" in run.text()
+    (logs,) = re.findall(r"^logs of the workers: (.*)/session_latest/logs$", run.text(), re.M)
+    shutil.rmtree(logs)
