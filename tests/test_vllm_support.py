@@ -15,7 +15,7 @@ from gkd.inputs import _require_engines_run
 from gkd.vllm_support import CPU_HEAD_SIZES, CPU_LATENT_SIZES, why_not_on_a_cpu
 from tests.families import FAMILIES, STATEFUL, config_of
 
-NOT_HERE = {"mamba", "qwen3_5", "minimax_m2"}
+NOT_HERE = {"mamba", "qwen3_5", "minimax_m2", "qwen3_next", "lfm2"}
 SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 
 
@@ -54,6 +54,7 @@ def test_a_state_has_no_heads_to_be_refused_for() -> None:
         ("gpt2", {"n_embd": 48, "n_head": 2}, r"no attention with heads of 24,"),
         ("falcon_h1", {"head_dim": 16}, r"no attention with heads of 16,"),
         ("mamba", {}, r"vLLM cannot run a mamba model: it has no selective scan"),
+        ("lfm2", {}, r"lfm2 model: it gives other log-probabilities than transformers on a CPU"),
         ("qwen3_5_text", {"head_dim": 32}, r"qwen3_5_text model only beside torchvision"),
         ("deepseek_v3", {"kv_lora_rank": 64, "qk_rope_head_dim": 16}, r"latent vector of 80, only of 576"),
     ],

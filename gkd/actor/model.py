@@ -257,7 +257,7 @@ def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offloa
     whole = packed_parameters(student)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     layers = set(getattr(student.lm, "_no_split_modules", None) or ())
-    for module in student.lm.modules():
+    for module in reversed(list(student.lm.modules())):  # what is inside of another first, as Mamba's mixers
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
     # What the loss is worked out from comes along with the micro-batch, and stays in float32.
