@@ -134,14 +134,16 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
 def compile_apart(device: Device) -> None:
     """Have vLLM keep what it compiles for GPUs in a directory by the GPUs that this process sees.
 
-    Engines of one model that start at the same time on different GPUs would write the same files. Once a process,
-    before its engine starts.
+    Engines of one model that start at the same time on different GPUs would write the same files. Before the process'
+    engine starts.
     """
     if device == "cuda":
         from vllm import envs
 
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
-        os.environ["VLLM_CACHE_ROOT"] = str(Path(envs.VLLM_CACHE_ROOT, f"gpu-{gpus}"))
+        # Not from vLLM alone: a process that has had an engine is told what the variable was then.
+        root, own = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"gpu-{gpus}"
+        os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
 
 
 class Follower:

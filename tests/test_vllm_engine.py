@@ -21,5 +21,6 @@ def test_engines_on_different_gpus_compile_in_different_directories(monkeypatch:
         compile_apart("cpu")
         assert os.environ["VLLM_CACHE_ROOT"] == "/somewhere/vllm"  # nothing is compiled there
         compile_apart("cuda")
+        compile_apart("cuda")  # a process that has a second engine
         found.append(os.environ["VLLM_CACHE_ROOT"])
     assert found == [f"/somewhere/vllm/gpu-{gpus}" for gpus in ("0", "1", "2-3")]
