@@ -26,7 +26,7 @@ def tail_logprobs(scores: Tensor, ids: Tensor, normalised: bool = False) -> Tens
     import torch
 
     n_rows = max(1, AT_ONCE_BYTES // (4 * scores.shape[-1]))
-    parts = zip(scores.split(n_rows), ids.split(n_rows), strict=True)
+    parts = zip(torch.split(scores, n_rows), torch.split(ids, n_rows), strict=True)
     return torch.cat([_tails(rows, top, normalised) for rows, top in parts])
 
 
