@@ -62,9 +62,10 @@ class Judges:
     def _build(self, name: str, engines: Engines) -> list[Pending]:
         group, settings, models = engines.leaders, _settings(self.config, name), self._models(name)
         if isinstance(settings, Scorer):
-            # A server of this run's own takes exactly the sequences this run has; less cache is set aside for them.
+            # A server of this run's own takes exactly the sequences this run has, and gives the K it asks for; less
+            # memory is set aside for them.
             longest = settings.max_model_len or self.inputs.max_length
-            settings = settings.model_copy(update={"max_model_len": longest})
+            settings = settings.model_copy(update={"max_model_len": longest, "max_top_k": max(1, self._top_k(name))})
         args = [
             (
                 settings,
@@ -137,17 +138,21 @@ class Judges:
             addresses["teacher"] = external_addresses(self.config.teacher)
         return {model: self._arguments(model, found, n_clients) for model, found in addresses.items()}
 
+    def _top_k(self, name: str) -> int:
+        """The largest K that a group is asked for."""
+        vocabulary = self.inputs.model.vocabulary
+        if name != "teacher":
+            return 0
+        return max(top_k_wanted(self.config, vocabulary), top_k_for_validation(self.config, vocabulary))
+
     def _arguments(self, model: str, addresses: list[str], n_clients: int) -> dict[str, Any]:
         name = model.partition(":")[0]
         settings, vocabulary = _settings(self.config, name), self.inputs.model.vocabulary
-        top_k = 0
-        if name == "teacher":
-            top_k = max(top_k_wanted(self.config, vocabulary), top_k_for_validation(self.config, vocabulary))
         rates = name == "reward_model"  # in its own tokens
         return {
             "addresses": addresses,
             "tokenizer_hash": self._tokenizer(name),
-            "top_k": top_k,
+            "top_k": self._top_k(name),
             "vocabulary": None if rates else vocabulary,
             "max_length": None if rates else self.inputs.max_length,
             "key": self.key,

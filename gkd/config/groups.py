@@ -80,7 +80,12 @@ class Served(Pool):
 class Scorer(Served, Engine):
     """vLLM engines that say how likely every token of what was sampled is."""
 
-    max_top_k: int = Field(32768, ge=1, description="largest K a request may ask for; the full vocabulary counts too")
+    max_top_k: int = Field(
+        32768,
+        ge=1,
+        description="largest K a request may ask for; the full vocabulary counts too. gkd.teacher.serve on a GPU takes "
+        "the fewer tokens a step the more this is",
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="longest sequence scored, tokens; null: the run's, in gkd.teacher.serve what "
         "fits, at most the model's positions less one"

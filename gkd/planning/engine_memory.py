@@ -16,7 +16,7 @@ BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 CONTEXT, GRAPHS = 0.6 * GIB, 0.5 * GIB  # CUDA's context with kernels, and captured graphs: as seen with such models
 PROCESS = 1.2 * GIB  # an engine's process on a CPU: Python, torch and vLLM
 PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
-RESULT_BYTES, LOGIT_BYTES = 2 * GIB, GIB  # gkd.teacher.scoring
+RESULT_BYTES, LOGIT_BYTES, ROW_BYTES, ENTRY_BYTES = 2 * GIB, GIB, 2 * GIB, 12  # gkd.teacher.scoring
 F32 = 4
 
 
@@ -41,6 +41,8 @@ def engine_memory(subject: Subject, group: str, engine: Engine) -> GroupMemory:
     if isinstance(engine, Scorer):
         rows = min(PROMPT_ROWS, subject.work().longest)
         items["logits of prompt rows"] = float(rows * shape.vocabulary * (c + 2 * F32))
+        a_token = 2 * ENTRY_BYTES * (_top_k(subject, group, shape) + 1)
+        items["top K of prompt rows"] = float(min(_step_tokens(card.memory) * a_token, max(ROW_BYTES, 256 * a_token)))
     else:
         items["weights being received"] = c * (shape.largest_layer / tp + shape.largest_weight)
     longest = subject.work().longest
@@ -73,10 +75,20 @@ def _rounded(length: int) -> int:
 
 def _step_bytes(shape: ModelShape, engine: Engine, memory: float, c: int) -> float:
     """Activations of the largest step vLLM measures itself with: its default budget of tokens, and sampling."""
-    tokens = 16384 if memory >= 70 * GIB else 8192
+    tokens = _step_tokens(memory)
     width = max(layers.width for layers in shape.layers)
     a_token = c * (3 * shape.hidden + 3 * width / engine.tensor_parallel_size)
     return tokens * a_token + engine.max_num_seqs * shape.vocabulary * (c + 2 * F32)
+
+
+def _step_tokens(memory: float) -> int:
+    """Tokens of a step, as vLLM chooses them by the memory of the card."""
+    return 16384 if memory >= 70 * GIB else 8192
+
+
+def _top_k(subject: Subject, group: str, shape: ModelShape) -> int:
+    """The largest K that a group that scores is asked for."""
+    return max(subject.work().top_k, min(subject.config.data.val_top_k, shape.vocabulary)) if group == "teacher" else 0
 
 
 def _notes(held: int, longest: int, engine: Engine) -> tuple[str, ...]:
@@ -110,7 +122,7 @@ def _on_cpu(subject: Subject, group: str, engine: Engine) -> GroupMemory:
         fitting = LOGIT_BYTES // (F32 * shape.vocabulary)
         tokens = max(engine.max_num_seqs, 256, min(4096, fitting))
         items["logits"] = float(2 * min(tokens, engine.max_num_seqs * work.longest) * shape.vocabulary * F32)
-        k = max(work.top_k, min(subject.config.data.val_top_k, shape.vocabulary)) if group == "teacher" else 0
+        k = _top_k(subject, group, shape)
         running = min(engine.max_num_seqs, work.samples)
         items["results"] = float(min(RESULT_BYTES, running * work.longest * (k + 1) * 8))
     held = engine.kv_cache_gb * GIB // (kv_bytes(shape, 1, c) * work.longest)

@@ -60,6 +60,8 @@ class _Client:
     def measure(self, now: float) -> None:
         """See how far the client has read."""
         acked = self.connection.acked
+        if acked is None:
+            acked = self.handed
         if acked >= self.handed:  # its own protocol sends a little more than it is given
             self.handed, self.chatter = acked, 0
         if acked > self.acked or acked >= self.handed:

@@ -3,6 +3,9 @@
 A message is delivered once it is whole, and a reply is out of sight once it is handed over, so what ZeroMQ holds for a
 peer has no bound of its own: messages have any number of frames, and high-water marks count messages. The kernel knows
 how many bytes each connection has carried. Monitor events say which connections there are.
+
+A kernel that counts no bytes, such as gVisor's, leaves three bounds without effect (of unread answers, of unread time,
+of messages without an end); clients are served there all the same.
 """
 
 from __future__ import annotations
@@ -69,9 +72,10 @@ class Connection:
         self._received_at_message = 0
 
     @property
-    def acked(self) -> int:
-        """Bytes that the peer's kernel has taken so far."""
-        return self._counter(_BYTES_ACKED)
+    def acked(self) -> int | None:
+        """Bytes that the peer's kernel has taken so far; None where this kernel does not count."""
+        # Where a message has come, bytes have.
+        return self._counter(_BYTES_ACKED) if self._received_at_message else None
 
     @property
     def partial(self) -> int:
@@ -98,6 +102,8 @@ class Connection:
         if self._socket.fileno() < 0:  # closed
             return 0
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) < _TCP_INFO_BYTES:  # an older or another kernel's
+            return 0
         return int(_COUNTER.unpack_from(info, offset)[0])
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 RESULT_BYTES = 2 * GIB  # results of requests in the engine, prompt rows included; not part of vLLM's own budget
 LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
+ROW_BYTES = 2 * GIB  # top K of all tokens of one step on a GPU, in parts and put together; not in vLLM's budget either
+ENTRY_BYTES = 8 + 4  # an id and a log-probability there
 
 
 @dataclass(slots=True)
@@ -61,9 +63,8 @@ def scoring_arguments(
     longest = settings.max_model_len
     if longest is not None and checkpoint.positions is not None and longest > checkpoint.positions:
         raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {checkpoint.positions} positions")
-    if max_num_batched_tokens is None and device == "cpu":
-        fitting = LOGIT_BYTES // (4 * checkpoint.vocabulary)
-        max_num_batched_tokens = max(settings.max_num_seqs, 256, min(4096, fitting))
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = _batched_tokens(checkpoint, settings, device)
     return engine_arguments(
         path,
         device,
@@ -75,6 +76,19 @@ def scoring_arguments(
         sleeps=sleeps,
         span=span,
     )
+
+
+def _batched_tokens(checkpoint: Checkpoint, settings: Scorer, device: Device) -> int | None:
+    """Tokens of one step whose logits, or top K, fit into memory that vLLM does not plan; None: vLLM's own number."""
+    if device == "cpu":
+        most = 4096
+        fitting = LOGIT_BYTES // (4 * checkpoint.vocabulary)
+    else:
+        most = 8192  # vLLM's own, twice that on a large card
+        fitting = ROW_BYTES // (2 * ENTRY_BYTES * (min(settings.max_top_k, checkpoint.vocabulary) + 1))
+        if fitting >= 2 * most:
+            return None
+    return max(settings.max_num_seqs, 256, min(most, fitting))
 
 
 class VllmEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gkd.checkpoint import Saved, State, write
 from gkd.compose import compose
 from gkd.doctor.devices import Gpus
+from gkd.durable import Sum
 from gkd.errors import ConfigError
 from tests.gpu import acceptance
 from tests.gpu.acceptance import Outcome
@@ -172,21 +175,28 @@ class Recorded:
 
     mismatch: float = 0.001
     peak_gb: float = 30.0
+    weights: bytes = b"weights"
     names: list[str] = field(default_factory=list)
 
     def __call__(self, context: Context, name: str, *overrides: str, recipe: str = "on_policy_distill") -> Run:
         self.names.append(name)
         config = compose([f"+recipe={recipe}", *overrides])
         output = context.scratch / name
-        for directory in ("checkpoints/latest", "model/adapter"):
+        for directory in ("checkpoints/step_4/actor", "model/adapter"):
             (output / directory).mkdir(parents=True)
+        rank = output / "checkpoints" / "step_4" / "actor" / "rank_0.safetensors"
+        rank.write_bytes(self.weights)
+        files = {"actor/rank_0.safetensors": Sum(7, hashlib.sha256(b"weights").hexdigest())}
+        write(Saved(rank.parents[1], "step", State(4), {}, "", "bfloat16", {}, files))
         steps = [{"step": i, "distill/loss": 2 - i / 10, "mismatch/kl": self.mismatch, "timing_s/step": 2.5,
                   **{f"timing_s/{stage}": 0.5 for stage in ("generate", "score", "update", "sync")},
                   "memory/actor/peak_gb": self.peak_gb} for i in range(1, config.trainer.total_steps + 1)]  # fmt: skip
         (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
         accuracy = {"before": {"val/accuracy": 0.2}, "after": {"val/accuracy": 0.9}, "teacher": {"val/accuracy": 0.95}}
         (output / "summary.json").write_text(json.dumps({**accuracy, "wall_s": 30.0}))
-        text = {"nccl": "by nccl", "both": "by ipc", "colocation": "take turns on their GPUs"}.get(name, "")
+        ways = {"nccl": "by nccl (", "object_store": "by object_store (", "colocation": "take turns on their GPUs"}
+        text = ways.get(name, "by ipc (")
+        output.with_suffix(".txt").write_text(text)
         return Run(output, text, steps, 40.0, 60.0)
 
 
@@ -232,6 +242,19 @@ def test_a_sampler_that_has_other_weights_than_the_trainer_fails_every_run(
     recorded.mismatch = 0.3
     with pytest.raises(AssertionError, match=r"mismatch/kl|disagree"):
         check(name, 2, tmp_path)
+
+
+def test_a_damaged_checkpoint_fails_colocation(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.weights = b"wrights"
+    with pytest.raises(AssertionError, match=r"no checkpoint is intact; .*its sum differs"):
+        check("colocation", 1, tmp_path)
+
+
+def test_runs_whose_weights_went_the_same_way_are_not_compared(recorded: Recorded, tmp_path: Path) -> None:
+    check("eager", 1, tmp_path)
+    (tmp_path / "eager.txt").write_text("weights go by object_store (weights.transfer=auto)")
+    with pytest.raises(AssertionError, match="the weights of eager did not go by ipc"):
+        check("transfers", 1, tmp_path)
 
 
 def test_more_memory_than_the_peer_fails_w1(recorded: Recorded, tmp_path: Path) -> None:

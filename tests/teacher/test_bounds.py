@@ -20,7 +20,7 @@ import zmq
 from gkd.teacher import wire
 from gkd.teacher.address import Key, secure_client
 from gkd.teacher.client import Score, TeacherClient
-from gkd.teacher.connections import Bounds
+from gkd.teacher.connections import Bounds, Connection
 from tests.teacher.conftest import Process, Running, a_score
 from tests.teacher.table import KEY, TableEngine, expected
 
@@ -122,6 +122,16 @@ def test_answers_larger_than_the_bound_come_one_after_the_other(serve: Serve, co
     for request, future in [(r, client.submit(r)) for r in requests]:
         np.testing.assert_array_equal(future.result(30).ids, expected(request).ids)
     assert client.counts.get("retried", 0) == 0
+
+
+def test_a_kernel_that_counts_no_bytes_costs_no_client_its_connection(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "_counter", lambda connection, offset: 0)
+    running = serve(bounds=Bounds(unread_s=0.3, unread_bytes=4096))
+    client = connect(running.server.address, request_timeout_s=30.0)
+    served_for(client, 1.5)
+    assert not {name for name in running.server.counts if name.startswith("cut_")}
 
 
 def test_heartbeats_that_nobody_reads_are_cut_off(serve: Serve, dealer: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from gkd.teacher import tail
 from gkd.teacher.tail import _with_tails, tail_logprobs, tails_instead_of_ranks, tails_of
 
 
@@ -43,6 +44,18 @@ def test_tails_equal_sums_in_float64(rest: float) -> None:
         assert (exact > 1e-9).all() and (exact < 1e-6).all()
         subtracted = 1 - torch.log_softmax(logits.float(), -1).gather(-1, top).exp().sum(-1)
         assert ((subtracted - exact).abs() / exact).max() > 0.1, "this is what a difference from 1 gives"
+
+
+def test_rows_are_summed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = peaked(50, 1000, 15.0).float()
+    top = logits.topk(5).indices
+    whole, shapes = tail_logprobs(logits, top), []
+    scatter = torch.Tensor.scatter
+    monkeypatch.setattr(torch.Tensor, "scatter", lambda x, *rest: shapes.append(x.shape) or scatter(x, *rest))
+    monkeypatch.setattr(tail, "AT_ONCE_BYTES", 12 * 4000)
+    torch.testing.assert_close(tail_logprobs(logits, top), whole)
+    assert [n for n, _ in shapes] == [12, 12, 12, 12, 2]
+    assert tail_logprobs(logits[:0], top[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("normalised", [True, False])

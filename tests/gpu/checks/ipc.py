@@ -26,6 +26,7 @@ def pushes(context: Context) -> None:
     mine, other = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_receive, args=(other,), daemon=True)
     process.start()
+    other.close()  # so that the end of that process is seen here
     device = torch.device("cuda:0")
     tensors = {f"{i}.weight": torch.randn(ROWS, COLUMNS, device=device, dtype=torch.bfloat16) for i in range(TENSORS)}
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())

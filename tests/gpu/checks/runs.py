@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from gkd.checkpoint import newest_intact
 from tests.gpu.checks.context import Context, require
 from tests.gpu.checks.program import SMALL_TASK, SMALLER_TASK, Run, run
 
@@ -44,20 +45,22 @@ def colocation(context: Context) -> None:
     overrides = (*ONE_GPU, *EAGER, "cluster.take_turns=true", "trainer.save_every=2", "trainer.total_steps=4")
     result = run(context, "colocation", *_task(context), *overrides)
     _agrees(context, result)
-    latest = result.output / "checkpoints" / "latest"
-    require(latest.exists(), "no checkpoint was written")
+    saved, damaged = newest_intact(result.output / "checkpoints")
+    require(saved is not None and not damaged, f"no checkpoint is intact; damaged are {damaged}")
     require("take turns on their GPUs" in result.text, "no group took turns")
 
 
 def transfers(context: Context) -> None:
     """The same run by the object store as by ipc: equal seeds, losses that differ by what rounding makes of them."""
-    other = context.scratch / "eager" / "summary.json"  # that of the check before, where it ended well
-    if other.exists():
-        first = Run(other.parent, "", _steps(other.parent), 0.0, None)
+    other = context.scratch / "eager"
+    if (other / "summary.json").exists():  # of the check before, which ended well
+        first = Run(other, other.with_suffix(".txt").read_text(errors="replace"), _steps(other), 0.0, None)
     else:
         first = _ten_steps(context, "ipc", *EAGER, "weights.transfer=ipc")
     second = _ten_steps(context, "object_store", *EAGER, "weights.transfer=object_store")
     _agrees(context, second)
+    for way, result in (("ipc", first), ("object_store", second)):
+        require(f"by {way} (" in result.text, f"the weights of {result.output.name} did not go by {way}")
     pairs = [(a["distill/loss"], b["distill/loss"]) for a, b in zip(first.steps, second.steps, strict=True)]
     apart = [abs(a - b) / abs(b) for a, b in pairs]
     context.note(first_step_apart=apart[0], mean_apart=sum(apart) / len(apart))
