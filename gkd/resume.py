@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gkd.checkpoint import Saved, newest_intact
+from gkd.checkpoint import Saved, complete, newest_intact, step_of
 from gkd.config import Config
 from gkd.data.tokenizer import check_causal_lm
 from gkd.durable import replace
@@ -47,9 +47,14 @@ def finished(config: Config, output: Path) -> str | None:
     except ConfigError as error:
         log.warning("the run has done all its %d steps, but its student is not all there: %s", steps, error)
         return None
+    there = complete(output / "checkpoints")
+    further = (
+        f"a larger trainer.total_steps would go on after step {step_of(there[-1])}, from {there[-1]}"
+        if there
+        else f"it left no checkpoint, so more steps are a run of their own, with model.path={model}"
+    )
     return (
-        f"the run in {output} is finished: all {steps} steps are done and the trained student is in {model}; "
-        "a larger trainer.total_steps would go on with it"
+        f"the run in {output} is finished: all {steps} steps are done and the trained student is in {model}; {further}"
     )
 
 
