@@ -15,6 +15,7 @@ from gkd import checkpoint
 from gkd.actor.applied import mean
 from gkd.actor.group import ActorGroup
 from gkd.checkpoint import RANKS, Cause, Saved, State
+from gkd.cluster.failure import one_line
 from gkd.cluster.group import Pending, gather, is_done, settle
 from gkd.config import Config
 from gkd.durable import Sum, reason
@@ -93,7 +94,7 @@ class Checkpoints:
                 self._complete(warn=False)
             elif step == 0:
                 return  # nothing was trained yet
-        except (RunFailed, OSError) as error:
+        except Exception as error:  # what ends the run is on its way, and must not be hidden by another error
             log.warning("no checkpoint of the last step could be written: %s", self._why(error))
         if self._newest:
             path = self.directory / f"step_{self._newest}"
@@ -166,7 +167,9 @@ class Checkpoints:
             log.warning("%s%s", text, "" if self._ending else "; the run goes on")
 
     def _why(self, error: Exception) -> str:
-        return reason(error, self.directory) if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError):
+            return reason(error, self.directory)
+        return str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {one_line(error)}"
 
     def _forget(self, newest: int) -> None:
         """Delete all but the newest ones: of those by time what is not among the newest of all.

@@ -187,6 +187,22 @@ def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.
     assert "there is no checkpoint to go on from" in text
 
 
+def test_no_error_while_a_run_is_saved_hides_what_ended_it(
+    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> Applied:
+        raise ValueError("Ray is\nnot there")
+
+    writer, actor = checkpoints(load(SAME), tmp_path), Actor(1)
+    monkeypatch.setattr(actor, "applied", gone)
+    writer.train(State(1, row={}))
+    writer.rescue(actor)
+    assert told.messages == [
+        "no checkpoint of the last step could be written: ValueError: Ray is not there",
+        "there is no checkpoint to go on from",
+    ]
+
+
 def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
     tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
@@ -353,10 +369,12 @@ def test_a_finished_run_is_said_to_be(tmp_path: Path, told: pytest.LogCaptureFix
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=20)).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    assert finished(load(SAME), tmp_path) == (
-        f"the run in {tmp_path} is finished: all 10 steps are done and the trained student is in {tmp_path / 'model'}; "
-        "a larger trainer.total_steps would go on with it"
-    )
+    done = f"the run in {tmp_path} is finished: all 10 steps are done and the trained student is in {tmp_path}/model; "
+    own = f"it left no checkpoint, so more steps are a run of their own, with model.path={tmp_path}/model"
+    assert finished(load(SAME), tmp_path) == done + own
+    write(load(SAME), tmp_path, 8)
+    more = f"a larger trainer.total_steps would go on after step 8, from {tmp_path}/checkpoints/step_8"
+    assert finished(load(SAME), tmp_path) == done + more
     assert finished(load({"trainer": {"total_steps": 11}}), tmp_path) is None
     with pytest.raises(ConfigError, match=r"has done 10 steps, more than trainer.total_steps=9"):
         finished(load({"trainer": {"total_steps": 9}}), tmp_path)
