@@ -244,6 +244,24 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
     assert differences(saved, load({**resumed, "actor": {"lr": 1e-5}})) == ""
 
 
+def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_path: Path) -> None:
+    def run(directory: str, **reward: object) -> Config:
+        models = {"model": {"path": "/student"}, "teacher": {"model": {"path": "/teacher"}}}
+        data = {"train_files": [f"{directory}/train.jsonl"], "val_files": [f"{directory}/val.jsonl"]}
+        trainer = {"total_steps": 10, "save_every": 1}
+        return load({"trainer": trainer, **models, "data": data, "reward": reward})
+
+    write(run("/here"), tmp_path, 5)
+    changed = run("/there", timeout_s=60.0, workers=4, max_failed_share=0.5)
+    assert differences(find(changed, tmp_path), changed) == (
+        "goes on with other settings: data.train_files ['/here/train.jsonl'] -> ['/there/train.jsonl'], "
+        "data.val_files ['/here/val.jsonl'] -> ['/there/val.jsonl'], reward.max_failed_share 0.2 -> 0.5, "
+        "reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
+    )
+    with pytest.raises(ConfigError, match=r"reward\.length\.wanted=None, this is 3"):
+        find(run("/here", length={"wanted": 3}), tmp_path)
+
+
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
