@@ -56,7 +56,8 @@ class Checkpoints:
     def train(self, state: State) -> None:
         """From now on the actor may hold the weights of this step, whose row is not written yet."""
         self._keep(state)
-        if self._writing is not None and is_done(self._writing.calls):
+        writing = self._writing
+        if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
             self._complete()
 
     def after(self, actor: ActorGroup, state: State) -> None:
@@ -140,7 +141,11 @@ class Checkpoints:
             return
         saved = writing.saved
         try:
-            written: list[tuple[str, Sum]] = gather([writing.calls], max(0.0, writing.deadline - time.monotonic()))[0]
+            left = max(0.0, writing.deadline - time.monotonic())
+            if not left and not is_done(writing.calls):
+                limit = self.config.trainer.save_timeout_s
+                raise RunFailed(f"it was not on the disk after {limit:g} s (trainer.save_timeout_s)")
+            written: list[tuple[str, Sum]] = gather([writing.calls], left)[0]
             files = {f"{RANKS}/{name}": found for name, found in written}
             state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
             checkpoint.write(replace(saved, files=files, state=state))

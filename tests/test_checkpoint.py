@@ -187,6 +187,20 @@ def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.
     assert "there is no checkpoint to go on from" in text
 
 
+def test_one_that_takes_too_long_is_given_up_and_said(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    """As on a disk that does not answer: training goes on, and without a word nobody would know what is missing."""
+    writer = checkpoints(load({"trainer": {"save_minutes": 1e-9, "save_timeout_s": 0.1}}), tmp_path)
+    writer.after(Actor(1, until=tmp_path / "written"), State(1))
+    time.sleep(0.2)
+    writer.train(State(2, row={}))
+    (tmp_path / "written").touch()
+    assert told.messages == [
+        "the checkpoint of step 1 could not be written: it was not on the disk after 0.1 s (trainer.save_timeout_s); "
+        "the run goes on"
+    ]
+    assert not names(tmp_path)
+
+
 def test_no_error_while_a_run_is_saved_hides_what_ended_it(
     tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
