@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -14,7 +13,7 @@ from gkd.algorithms.top_k import top_k_wanted
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.rollout.group import RolloutGroup
-from gkd.sample import Judging, Prompt, Record, Request, Sampling
+from gkd.sample import Judging, Prompt, Record, Request, Sampling, seed_of
 
 Item = TypeVar("Item")
 
@@ -77,8 +76,3 @@ def responses_wanted(config: Config, prompts: Sequence[Prompt], step: int, first
         for place, prompt in enumerate(prompts, start=first)
         for index in range(config.rollout.n)
     ]
-
-
-def seed_of(*place: int) -> int:
-    """A 31-bit seed from a place in the run, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=4).digest()) >> 1

@@ -134,7 +134,7 @@ def _newest_checkpoint(output: Path) -> str:
     """What a run that was stopped leaves."""
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):  # no file, or one that is damaged
         return "there is no checkpoint"
     return f"checkpoint: {newest} (trainer.output_dir={output} trainer.resume=true goes on)"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gkd.checkpoint import Saved, newest_intact
+from gkd.checkpoint import Saved, complete, newest_intact, step_of
 from gkd.config import Config
 from gkd.data.tokenizer import check_causal_lm
 from gkd.durable import replace
@@ -19,7 +19,13 @@ log = logging.getLogger("gkd")
 _SAME = (
     "actor.lora", "algorithm", "builtin", "data", "model", "reward", "rollout.n", "trainer.batch_size", "trainer.seed",
 )  # fmt: skip
-"""Settings that a run must go on with."""
+"""Settings that a run must go on with, but for those of :data:`_FREE`."""
+
+_FREE = (
+    "data.train_files", "data.val_files", "reward.judge.api_key_env", "reward.judge.retries", "reward.judge.slow_s",
+    "reward.judge.timeout_s", "reward.judge.url", "reward.max_failed_share", "reward.timeout_s", "reward.workers",
+)  # fmt: skip
+"""Where files are, whose prompts are compared, and how rewards are computed: a run may have ended for want of time."""
 
 _OWN = ("trainer.output_dir", "trainer.resume", "plan")
 """Settings that say nothing of what a run does."""
@@ -47,9 +53,14 @@ def finished(config: Config, output: Path) -> str | None:
     except ConfigError as error:
         log.warning("the run has done all its %d steps, but its student is not all there: %s", steps, error)
         return None
+    there = complete(output / "checkpoints")
+    further = (
+        f"a larger trainer.total_steps would go on after step {step_of(there[-1])}, from {there[-1]}"
+        if there
+        else f"it left no checkpoint, so more steps are a run of their own, with model.path={model}"
+    )
     return (
-        f"the run in {output} is finished: all {steps} steps are done and the trained student is in {model}; "
-        "a larger trainer.total_steps would go on with it"
+        f"the run in {output} is finished: all {steps} steps are done and the trained student is in {model}; {further}"
     )
 
 
@@ -69,7 +80,7 @@ def find(config: Config, output: Path) -> Saved:
         log.warning("%s is damaged and left out: %s", path, why)
     here, there = _flat(config.model_dump(mode="json")), _flat(saved.config)
     for key in sorted({*here, *there}):
-        if _is_of(key, _SAME) and here.get(key) != there.get(key):
+        if _is_of(key, _SAME) and not _is_of(key, _FREE) and here.get(key) != there.get(key):
             raise ConfigError(
                 f"trainer.resume=true: {saved.path} was made with {key}={there.get(key)}, this is {here.get(key)}"
             )

@@ -15,6 +15,7 @@ from gkd import checkpoint
 from gkd.actor.applied import mean
 from gkd.actor.group import ActorGroup
 from gkd.checkpoint import RANKS, Cause, Saved, State
+from gkd.cluster.failure import one_line
 from gkd.cluster.group import Pending, gather, is_done, settle
 from gkd.config import Config
 from gkd.durable import Sum, reason
@@ -55,7 +56,8 @@ class Checkpoints:
     def train(self, state: State) -> None:
         """From now on the actor may hold the weights of this step, whose row is not written yet."""
         self._keep(state)
-        if self._writing is not None and is_done(self._writing.calls):
+        writing = self._writing
+        if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
             self._complete()
 
     def after(self, actor: ActorGroup, state: State) -> None:
@@ -93,7 +95,7 @@ class Checkpoints:
                 self._complete(warn=False)
             elif step == 0:
                 return  # nothing was trained yet
-        except (RunFailed, OSError) as error:
+        except Exception as error:  # what ends the run is on its way, and must not be hidden by another error
             log.warning("no checkpoint of the last step could be written: %s", self._why(error))
         if self._newest:
             path = self.directory / f"step_{self._newest}"
@@ -139,7 +141,11 @@ class Checkpoints:
             return
         saved = writing.saved
         try:
-            written: list[tuple[str, Sum]] = gather([writing.calls], max(0.0, writing.deadline - time.monotonic()))[0]
+            left = max(0.0, writing.deadline - time.monotonic())
+            if not left and not is_done(writing.calls):
+                limit = self.config.trainer.save_timeout_s
+                raise RunFailed(f"it was not on the disk after {limit:g} s (trainer.save_timeout_s)")
+            written: list[tuple[str, Sum]] = gather([writing.calls], left)[0]
             files = {f"{RANKS}/{name}": found for name, found in written}
             state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
             checkpoint.write(replace(saved, files=files, state=state))
@@ -166,7 +172,9 @@ class Checkpoints:
             log.warning("%s%s", text, "" if self._ending else "; the run goes on")
 
     def _why(self, error: Exception) -> str:
-        return reason(error, self.directory) if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError):
+            return reason(error, self.directory)
+        return str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {one_line(error)}"
 
     def _forget(self, newest: int) -> None:
         """Delete all but the newest ones: of those by time what is not among the newest of all.

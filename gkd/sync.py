@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.failure import WorkerDied
@@ -37,6 +38,7 @@ class WeightSync:
                       for i in range(0, len(workers), self._span)]  # fmt: skip
         self._group: tuple[int, list[int]] | None = None
         """Actor rank 0's process, and the engines that are in the NCCL group with it."""
+        self._end = 0.0  # of the push under way (time.monotonic)
 
     def push(self) -> None:
         """Send the current weights. Raises RunFailed when that fails or takes longer than ``weights.timeout_s``."""
@@ -45,14 +47,14 @@ class WeightSync:
         if self.config.weights.transfer == "object_store":
             self.rollout.receive(self.actor.publish(), limit)
             return
-        end = time.monotonic() + limit
-        self._push_pieces(lambda: max(0.0, end - time.monotonic()))
+        self._end = time.monotonic() + limit
+        self._push_pieces(lambda: max(0.0, self._end - time.monotonic()))
 
     def _push_pieces(self, left: Callable[[], float]) -> None:
         version, limit = self.actor.version, self.config.weights.timeout_s
         about = f"weights version {version} (weights.timeout_s={limit:g})"
         nccl = self.config.weights.transfer == "nccl"
-        self.rollout.tell("halt", version, timeout_s=left(), what=f"becoming idle for {about}")
+        self._tell("halt", version, left=left, what=f"becoming idle for {about}")
         if nccl and self._group != self._members():
             self._meet(left, about)
         opening = [(version, packs) for packs in self._packing()]
@@ -63,11 +65,19 @@ class WeightSync:
                 sending = self.actor.group.only([0]).submit("send_piece", what=f"sending piece {piece.number + 1}")
                 self._together([sending, self._engines("take", piece, what=what)], left, what)
             else:
-                self.rollout.tell("take", piece, timeout_s=left(), what=what)
-        told = self.rollout.tell("serve_version", version, timeout_s=left(), what=f"serving {about}")
+                self._tell("take", piece, left=left, what=what)
+        told = self._tell("serve_version", version, left=left, what=f"serving {about}")
         for engine, served in told.items():
             if served != version:
                 raise RunFailed(f"{self.rollout.group.reports[engine]} serves weights {served} instead of {version}")
+
+    def _tell(self, method: str, *args: object, left: Callable[[], float], what: str) -> dict[int, Any]:
+        """Call ``method`` of every living engine. The push has the time again that was waited for one that was lost."""
+        began, alive = time.monotonic(), len(self.rollout.alive)
+        answers = self.rollout.tell(method, *args, timeout_s=left(), what=what)
+        if len(self.rollout.alive) < alive:
+            self._end += time.monotonic() - began
+        return answers
 
     def _packing(self) -> list[bool]:
         """Whose pieces engines take: by NCCL rank 0's, by IPC those of every rank that shares its GPU with an engine.

@@ -187,6 +187,36 @@ def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.
     assert "there is no checkpoint to go on from" in text
 
 
+def test_one_that_takes_too_long_is_given_up_and_said(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    """As on a disk that does not answer: training goes on, and without a word nobody would know what is missing."""
+    writer = checkpoints(load({"trainer": {"save_minutes": 1e-9, "save_timeout_s": 0.1}}), tmp_path)
+    writer.after(Actor(1, until=tmp_path / "written"), State(1))
+    time.sleep(0.2)
+    writer.train(State(2, row={}))
+    (tmp_path / "written").touch()
+    assert told.messages == [
+        "the checkpoint of step 1 could not be written: it was not on the disk after 0.1 s (trainer.save_timeout_s); "
+        "the run goes on"
+    ]
+    assert not names(tmp_path)
+
+
+def test_no_error_while_a_run_is_saved_hides_what_ended_it(
+    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> Applied:
+        raise ValueError("Ray is\nnot there")
+
+    writer, actor = checkpoints(load(SAME), tmp_path), Actor(1)
+    monkeypatch.setattr(actor, "applied", gone)
+    writer.train(State(1, row={}))
+    writer.rescue(actor)
+    assert told.messages == [
+        "no checkpoint of the last step could be written: ValueError: Ray is not there",
+        "there is no checkpoint to go on from",
+    ]
+
+
 def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
     tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
@@ -226,6 +256,24 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
         "goes on with other settings: actor.lr 1e-05 -> 1e-06, rollout.temperature 1 -> 0.5"
     )
     assert differences(saved, load({**resumed, "actor": {"lr": 1e-5}})) == ""
+
+
+def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_path: Path) -> None:
+    def run(directory: str, **reward: object) -> Config:
+        models = {"model": {"path": "/student"}, "teacher": {"model": {"path": "/teacher"}}}
+        data = {"train_files": [f"{directory}/train.jsonl"], "val_files": [f"{directory}/val.jsonl"]}
+        trainer = {"total_steps": 10, "save_every": 1}
+        return load({"trainer": trainer, **models, "data": data, "reward": reward})
+
+    write(run("/here"), tmp_path, 5)
+    changed = run("/there", timeout_s=60.0, workers=4, max_failed_share=0.5)
+    assert differences(find(changed, tmp_path), changed) == (
+        "goes on with other settings: data.train_files ['/here/train.jsonl'] -> ['/there/train.jsonl'], "
+        "data.val_files ['/here/val.jsonl'] -> ['/there/val.jsonl'], reward.max_failed_share 0.2 -> 0.5, "
+        "reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
+    )
+    with pytest.raises(ConfigError, match=r"reward\.length\.wanted=None, this is 3"):
+        find(run("/here", length={"wanted": 3}), tmp_path)
 
 
 def _flip(path: Path) -> None:
@@ -353,10 +401,12 @@ def test_a_finished_run_is_said_to_be(tmp_path: Path, told: pytest.LogCaptureFix
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=20)).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    assert finished(load(SAME), tmp_path) == (
-        f"the run in {tmp_path} is finished: all 10 steps are done and the trained student is in {tmp_path / 'model'}; "
-        "a larger trainer.total_steps would go on with it"
-    )
+    done = f"the run in {tmp_path} is finished: all 10 steps are done and the trained student is in {tmp_path}/model; "
+    own = f"it left no checkpoint, so more steps are a run of their own, with model.path={tmp_path}/model"
+    assert finished(load(SAME), tmp_path) == done + own
+    write(load(SAME), tmp_path, 8)
+    more = f"a larger trainer.total_steps would go on after step 8, from {tmp_path}/checkpoints/step_8"
+    assert finished(load(SAME), tmp_path) == done + more
     assert finished(load({"trainer": {"total_steps": 11}}), tmp_path) is None
     with pytest.raises(ConfigError, match=r"has done 10 steps, more than trainer.total_steps=9"):
         finished(load({"trainer": {"total_steps": 9}}), tmp_path)

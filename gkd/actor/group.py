@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gkd.actor.applied import Applied, mean
@@ -40,6 +41,7 @@ class ActorGroup:
         self._restart, self.turns = restart, turns or Turns()
         self._loaded = False
         self._budget = self._told = config.actor.max_tokens_per_micro_batch
+        self._writing: Pending | None = None  # files of a checkpoint, by the present processes
 
     def submit_build(self) -> Pending:
         """Start building every rank, without a model yet."""
@@ -131,6 +133,9 @@ class ActorGroup:
         """
         log.warning("memory ran out on one of the actor's GPUs; its processes are started again")
         limit = self.config.cluster.start_timeout_s
+        if self._writing is not None:  # a checkpoint, which would end with them
+            with suppress(RunFailed):  # late, which is known to those who wait for it
+                settle(self._writing, self.config.trainer.save_timeout_s)
         kept = self.group.submit_control("keep", what="handing on what the ranks have")
         settle(kept, limit)
         self.group = self._restart()
@@ -195,7 +200,8 @@ class ActorGroup:
 
     def write_staged(self, directory: str) -> Pending:
         """Start writing what :meth:`stage` copied; each rank returns the name and the sum of its file."""
-        return self.group.submit_control("write_staged", directory, what=f"writing {directory}")
+        self._writing = self.group.submit_control("write_staged", directory, what=f"writing {directory}")
+        return self._writing
 
     def load_state(self, files: Sequence[str], step: int) -> None:
         """Go on with what the ranks wrote after ``step``, in whatever number they were."""

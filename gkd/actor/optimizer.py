@@ -34,3 +34,9 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
     ]
     beta1, beta2 = settings.betas
     return torch.optim.AdamW(groups, lr=learning_rate(settings, 0, 1), betas=(beta1, beta2))
+
+
+def n_updates(optimizer: torch.optim.Optimizer) -> int:
+    """Steps that it has done, those before a checkpoint included."""
+    state: dict[str, torch.Tensor] = next(iter(optimizer.state.values()), {})
+    return int(state.get("step", 0))

@@ -26,7 +26,8 @@ class Staging:
         self.device = device
         self.applied: Applied | None = None
         self.rows: tuple[Metrics, ...] = ()
-        self._updated: torch.cuda.Event | None = None
+        self.updated: torch.cuda.Event | None = None
+        """Recorded when the weights were last changed, for copies on another stream."""
         self._part: Part | None = None
         self._writes = threading.Lock()
 
@@ -36,15 +37,14 @@ class Staging:
 
     def end(self, step: int, row: Metrics, final: bool) -> None:
         """They are those after one more update of ``step``, the ``final`` one or not, with the metrics ``row``."""
-        self.rows = (*self.rows, row)
-        if final:
-            self.set(Applied(step, self.rows))
+        rows = (*self.rows, row)
+        self.set(Applied(step, rows) if final else None, () if final else rows)
 
     def set(self, applied: Applied | None, rows: tuple[Metrics, ...] = ()) -> None:
         """The weights are now others."""
         if self.device.type == "cuda":
-            self._updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._updated.record()
+            self.updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.updated.record()
         self.applied, self.rows = applied, rows
 
     def copy(self, optimizer: Optimizer) -> Applied | None:
@@ -54,7 +54,7 @@ class Staging:
         """
         if (applied := self.applied) is None:
             return None
-        part = part_of(optimizer, self.device, self._updated)
+        part = part_of(optimizer, self.device, self.updated)
         if self.applied is not applied:  # an update came in between
             return None
         self._part = part

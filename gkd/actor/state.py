@@ -33,7 +33,7 @@ _SHARDS = "shards"
 
 
 @torch.no_grad()
-def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Event | None = None) -> Part:
+def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Event | None) -> Part:
     """What one rank holds, copied. No collective: for ranks that are in the middle of one that never ends.
 
     ``updated`` is recorded after the last optimizer step.

@@ -22,7 +22,7 @@ from gkd.actor.applied import Applied, Metrics
 from gkd.actor.balance import pack
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.model import load, shard
-from gkd.actor.optimizer import adamw, learning_rate
+from gkd.actor.optimizer import adamw, learning_rate, n_updates
 from gkd.actor.packing import collate
 from gkd.actor.pretrained import write_pretrained
 from gkd.actor.staging import Staging
@@ -35,7 +35,7 @@ from gkd.durable import Sum
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed
 from gkd.losses.targets import check_targets
 from gkd.observability.memory import memory_here
-from gkd.sample import Lesson, Scored
+from gkd.sample import Lesson, Scored, seed_of
 from gkd.vllm_engine import Device
 from gkd.weights import ipc, nccl, object_store
 from gkd.weights.pieces import Packer, Piece
@@ -189,6 +189,8 @@ class ActorWorker:
         if self._away:
             raise RunFailed(f"actor rank {self.rank} was asked to compute while its weights had left the GPU to others")
         self.optimizer.zero_grad(set_to_none=True)
+        # Dropout depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
+        torch.manual_seed(seed_of(self.config.trainer.seed, n_updates(self.optimizer), self.rank))
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
@@ -207,7 +209,7 @@ class ActorWorker:
 
     def keep(self) -> Kept:
         """What a new process in place of this one needs; also while this rank waits in a collective."""
-        part = part_of(self.optimizer, self.device)
+        part = part_of(self.optimizer, self.device, self.staging.updated)
         return Kept(part, self._old, self._reference, self.staging.applied, self.staging.rows)
 
     def take_over(self, kept: Kept) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.report import Report
 from gkd.errors import RunFailed
+
+KILL_S = 20.0
+"""Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,15 @@ class Group:
         return explain(error, str(self.reports[rank]))
 
     def end(self, rank: int) -> None:
-        """End a worker that hangs. Ray asks it to end, which a process that is stopped does not do: it is killed."""
-        ray.kill(self.workers[rank], no_restart=True)
+        """End a worker that hangs, and its children, which may hold GPUs and wait for each other there.
+
+        Ray asks a process to end, which one that is stopped does not do: it is killed.
+        """
         report = self.reports[rank]
         there = NodeAffinitySchedulingStrategy(report.node_id, soft=False)
-        _kill.options(num_cpus=0, scheduling_strategy=there).remote(report.pid)
+        killing = _kill.options(num_cpus=0, scheduling_strategy=there).remote(report.pid)
+        ray.wait([killing], timeout=KILL_S)  # before Ray ends it: then nobody knows whose children they were
+        ray.kill(self.workers[rank], no_restart=True)
 
     def pending(self, what: str, refs: Sequence[Any]) -> Pending:
         """Calls under way, one a worker; wait with :func:`gather`."""
@@ -119,10 +125,19 @@ class Group:
 
 @ray.remote(max_retries=0)  # type: ignore[untyped-decorator]
 def _kill(pid: int) -> None:
-    """Kill a worker of Ray's on this node, unless it has ended."""
-    with suppress(OSError):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
-            os.kill(pid, signal.SIGKILL)
+    """Kill a worker of Ray's on this node and its children, unless it has ended."""
+    kill_worker(pid)
+
+
+def kill_worker(pid: int) -> None:
+    """Kill process ``pid`` with its children, if it is a worker of Ray's."""
+    with suppress(OSError, psutil.NoSuchProcess):
+        if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            return
+        worker = psutil.Process(pid)
+        for process in (worker, *worker.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def gather(

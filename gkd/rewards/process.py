@@ -82,8 +82,9 @@ class RewardProcess:
         # A process that is stopped reads nothing, and a long completion would be waited for here.
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_TIMEOUT_S, 0))
-        self._process = context.Process(target=_serve, args=(theirs, self._settings.model_dump()), name="reward")
-        self._process.start()
+        process = context.Process(target=_serve, args=(theirs, self._settings.model_dump()), name="reward")
+        process.start()
+        self._process = process  # from now on another thread may end it
         theirs.close()  # so that reading ends when the process does
         self._greeted = False
 

@@ -21,6 +21,7 @@ from gkd.actor.group import ActorGroup
 from gkd.actor.staging import Staging
 from gkd.actor.state import part_of, write_part
 from gkd.checkpoint import Saved, State
+from gkd.cluster.group import Pending
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.export import main as export
@@ -64,9 +65,13 @@ def student(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("lora", [{}, {"r": 4}])
+@pytest.mark.parametrize("lora", [{}, {"r": 4, "dropout": 0.5}])
 def test_a_checkpoint_goes_from_two_ranks_to_one_and_back_and_is_exported(
-    lora: dict[str, int], processes: dict[int, Ranks], student: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    lora: dict[str, float],
+    processes: dict[int, Ranks],
+    student: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings, run = config(lora=lora), tmp_path / "run"
     two, one = (processes[world].become(str(student), settings) for world in (2, 1))
@@ -157,7 +162,7 @@ def test_a_copy_that_an_update_came_into_is_none(monkeypatch: pytest.MonkeyPatch
     def part_while_training(*_: object) -> Any:
         staging.begin()
         staging.end(4, {"loss": 1.0}, final=True)
-        return part_of(optimizer, torch.device("cpu"))
+        return part_of(optimizer, torch.device("cpu"), None)
 
     monkeypatch.setattr("gkd.actor.staging.part_of", part_while_training)
     assert staging.copy(optimizer) is None
@@ -171,10 +176,33 @@ def test_a_copy_that_an_update_came_into_is_none(monkeypatch: pytest.MonkeyPatch
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    part = part_of(optimizer, torch.device("cpu"))
+    part = part_of(optimizer, torch.device("cpu"), None)
     missing = tmp_path / "missing" / "rank_00000.safetensors"
     with pytest.raises(RunFailed, match=rf"^no such file or directory: {missing}$"):
         write_part(model, optimizer, part, missing)
+
+
+def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def restart() -> Any:
+        done.append("restart")
+        return ranks
+
+    def settle(call: Pending, timeout_s: float) -> None:
+        done.append(call.what)
+
+    ranks: Any = SimpleNamespace(
+        submit_control=lambda method, *_, what: Pending(what, (), ()), call_each=lambda *_, **__: None
+    )
+    actor = ActorGroup(ranks, config(), "", restart)
+    monkeypatch.setattr("gkd.actor.group.settle", settle)
+    monkeypatch.setattr("gkd.actor.group.gather", lambda *_: None)
+    monkeypatch.setattr(actor, "submit_build", lambda: None)
+    monkeypatch.setattr(actor, "load", lambda: None)
+    actor.write_staged("/there")
+    actor._start_again()
+    assert done == ["writing /there", "handing on what the ranks have", "restart"]
 
 
 def test_ranks_that_are_at_different_steps_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

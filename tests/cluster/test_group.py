@@ -2,13 +2,15 @@
 
 import os
 import re
+import signal
+import subprocess
 import time
 
 import pytest
 import ray
 
 from gkd.cluster.failure import WorkerDied, explain
-from gkd.cluster.group import gather
+from gkd.cluster.group import gather, kill_worker
 from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
 from gkd.cluster.session import connect
@@ -129,3 +131,23 @@ def test_children_of_workers_end_with_the_session(cluster):
         (child,) = actor.call("spawn_child", timeout_s=30)
         assert alive(child)
     assert eventually(lambda: not alive(child))
+
+
+def test_a_worker_is_killed_with_its_children_and_nobody_else_is():
+    """As parts of an engine on several GPUs, which wait for each other in a collective for good."""
+    family = "sleep 1000 & sleep 1000 & echo $!; wait"
+    worker = subprocess.Popen(["bash", "-c", f"exec -a ray::toy bash -c '{family}'"], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(["sleep", "1000"])
+    try:
+        child = int(worker.stdout.readline())
+        worker.send_signal(signal.SIGSTOP)
+        kill_worker(other.pid)
+        kill_worker(worker.pid)
+        assert worker.wait(30) == -signal.SIGKILL
+        assert eventually(lambda: not alive(child))
+        assert other.poll() is None
+        kill_worker(worker.pid)  # it is gone already
+    finally:
+        kill_worker(worker.pid)
+        other.kill()
+        other.wait()

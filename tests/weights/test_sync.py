@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gkd.actor.group import ActorGroup
 from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
+from gkd.cluster.turns import Turns
 from gkd.config import Config, load
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
@@ -196,3 +198,29 @@ def test_who_does_not_answer_is_named_with_the_version(
         system.push(4)
     assert "\n" not in str(caught.value)
     end(engines)
+
+
+def test_an_engine_that_hangs_takes_no_time_from_the_others() -> None:
+    """All that a push may take is waited for it; what comes after that has as much time as if it had not been there."""
+    limits: list[float] = []
+
+    def tell(method: str, *_: Any, timeout_s: float, what: str) -> dict[int, int]:
+        if method == "halt" and len(rollout.alive) == 2:
+            time.sleep(timeout_s)
+            rollout.alive.remove(1)
+        limits.append(timeout_s)
+        return dict.fromkeys(rollout.alive, 3)
+
+    def call(*_: Any, timeout_s: float, what: str) -> list[None]:
+        limits.append(timeout_s)
+        return [None]
+
+    config = settings("ipc", timeout_s=0.5)
+    engines = tuple(reports("rollout", *ENGINE_GPUS["ipc"]))
+    rollout: Any = SimpleNamespace(alive=[0, 1], tell=tell, turns=Turns(), group=SimpleNamespace(reports=engines))
+    ranks = SimpleNamespace(call=call, call_each=call, reports=tuple(reports("actor", "GPU-0")))
+    actor: Any = SimpleNamespace(version=3, group=ranks)
+    WeightSync(actor, rollout, engines, config).push()
+    assert rollout.alive == [0]
+    assert len(limits) == 4  # halt, open_push, next_piece, serve_version
+    assert all(limit > 0.25 for limit in limits), limits
