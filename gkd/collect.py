@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 from gkd.algorithms.advantages import groups_that_differ
-from gkd.algorithms.lessons import groups_of, rewards_of
+from gkd.algorithms.lessons import groups_of, require_rewards, rewards_of
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
@@ -23,7 +23,9 @@ def collect(config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_
 
     With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
     ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups, evenly
-    among the others.
+    among the others. A group whose rewards failed is one of them, so failures are counted over all that was sampled.
+
+    Raises RunFailed as :func:`gkd.algorithms.lessons.require_rewards`.
     """
     judging = judging_wanted(config, vocab_size)
     batch, rounds = config.trainer.batch_size, config.algorithm.dynamic_sampling.max_rounds
@@ -40,6 +42,7 @@ def collect(config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_
             (useful if group in differ else spare).append([record for _, record in neighbours])
         if len(useful) == batch:
             break
+    require_rewards(config, [record for group in useful + spare for record in group])
     return [record for group in spread(useful, spare[: batch - len(useful)]) for record in group]
 
 

@@ -10,7 +10,7 @@ import pytest
 from gkd.collect import collect, judging_wanted, responses_wanted
 from gkd.config import Config, load
 from gkd.data.prompts import PromptStream
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 from gkd.sample import Judging, Prompt, Record, Request
 
 PROMPTS = [Prompt(i, np.array([i], np.int32), str(i)) for i in range(100)]
@@ -123,6 +123,16 @@ def test_a_group_that_a_failed_reward_leaves_equal_is_sampled_again() -> None:
         return "ValueError: no" if request.prompt.id % 3 == 0 and request.index else 1.0 - request.index
 
     assert all(i % 3 for i in collected(grpo(20), Engines(worth)))
+
+
+def test_rewards_that_fail_on_what_is_sampled_again_count() -> None:
+    """Otherwise a function that fails on half of the prompts would only make every step take twice as long."""
+
+    def worth(request: Request) -> float | str:
+        return "ValueError: no" if request.prompt.id % 2 else 1.0 - request.index
+
+    with pytest.raises(RunFailed, match=r"reward accuracy failed on \d+ of \d+ samples, .*ValueError: no"):
+        collected(grpo(20), Engines(worth))
 
 
 def test_the_teacher_and_what_was_sampled_are_at_one_temperature() -> None:

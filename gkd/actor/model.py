@@ -181,7 +181,6 @@ def load(
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _without_dropout(lm)
     files = FileNames(lm, {name: tuple(value.shape) for name, value in _named(_empty(config))})
-    adapted = lora is not None and lora.r is not None
     if lora is not None and adapted:
         from gkd.actor.lora import add_adapter  # imports peft, a second of every start
 

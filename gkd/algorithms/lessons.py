@@ -90,21 +90,33 @@ def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
     for name, own in zip(config.reward.functions, short, strict=True):
         given = [record.rewards[name] for record in records]
         values = [value for value in given if not isinstance(value, str)]
-        reasons = [reason for reason in given if isinstance(reason, str)]
         label = name if short.count(own) > 1 or own == "mean" else own  # val/reward/mean is that of them all
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
         took = [record.reward_s[name] for record in records if name in record.reward_s]
         if took:
             metrics[f"reward/{label}/seconds"] = float(np.mean(took))
-        metrics[f"reward/{label}/failed"] = len(reasons) / len(given)
-        if not reasons:
-            continue
-        told = f"reward {name} failed on {len(reasons)} of {len(given)} samples, for example: {reasons[0]}"
-        if len(reasons) > config.reward.max_failed_share * len(given):
-            raise RunFailed(f"{told} (reward.max_failed_share={config.reward.max_failed_share:g})")
-        log.warning(told)
+        metrics[f"reward/{label}/failed"] = (len(given) - len(values)) / len(given)
+        if failures := _failures(config, name, given):
+            log.warning(failures)
     return metrics
+
+
+def require_rewards(config: Config, records: Sequence[Record]) -> None:
+    """Raise RunFailed where a function failed on more than ``reward.max_failed_share`` of the records."""
+    for name in config.reward.functions:
+        _failures(config, name, [record.rewards[name] for record in records])
+
+
+def _failures(config: Config, name: str, given: Sequence[float | str]) -> str | None:
+    """On how many samples a function failed and why, in one line; None where on none. Raises as require_rewards."""
+    reasons = [reason for reason in given if isinstance(reason, str)]
+    if not reasons:
+        return None
+    found = f"reward {name} failed on {len(reasons)} of {len(given)} samples, for example: {reasons[0]}"
+    if len(reasons) > config.reward.max_failed_share * len(given):
+        raise RunFailed(f"{found} (reward.max_failed_share={config.reward.max_failed_share:g})")
+    return found
 
 
 def validation_rewards(config: Config, records: Sequence[Record]) -> dict[str, float]:

@@ -27,7 +27,8 @@ _END = re.compile(
 )
 _FINAL_NUMBER = re.compile(
     rf"(?<![\w.])(?<![0-9]:)(?<![\^_])(?<![\^_]\{{)"
-    rf"(?:(?<![\w)\]}}])-)?{SYMBOL}?-?(?:{UNSIGNED}){FRACTION}(?!:[0-9])(?:\s?\\?%)?"
+    rf"(?:(?<![\w)\]}}])-)?{SYMBOL}?-?(?:[0-9]+\s(?=[0-9]+\s?/\s?[0-9]))?"
+    rf"(?:{UNSIGNED}){FRACTION}(?!:[0-9])(?:\s?\\?%)?"
 )
 _DENIED = re.compile(r"(?:\bnot|n't|\bnever)(?:\s+be)?\s+\S{0,2}$", re.IGNORECASE)
 _MATH_SPAN = re.compile(
@@ -70,6 +71,8 @@ def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: 
 
 
 def _after_reasoning(text: str) -> str:
+    """What follows the reasoning, as far as it is looked at, with one kind of minus sign."""
+    text = text.replace("\N{MINUS SIGN}", "-")
     _, closing, after = text.rpartition("</think>")
     if closing:
         return after[-TAIL:]
