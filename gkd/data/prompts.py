@@ -64,14 +64,15 @@ def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | 
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 (hex) of prompts as they are used: tokens, answers, teachers and order."""
+    """SHA-256 (hex) of prompts as they are used: tokens, also as the teacher sees them, answers, teachers and order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        parts = [prompt.token_ids] if prompt.answer_ids is None else [prompt.token_ids, prompt.answer_ids]
-        described = [prompt.id, prompt.answer, prompt.teacher, *map(len, parts)]
-        digest.update(json.dumps(described).encode())
+        parts = (prompt.token_ids, prompt.answer_ids, prompt.teacher_ids)
+        lengths = [None if part is None else len(part) for part in parts]
+        digest.update(json.dumps([prompt.id, prompt.answer, prompt.teacher, *lengths]).encode())
         for part in parts:
-            digest.update(part.astype(np.int32).tobytes())
+            if part is not None:
+                digest.update(part.astype(np.int32).tobytes())
     return digest.hexdigest()
 
 

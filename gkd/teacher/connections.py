@@ -107,6 +107,15 @@ class Connection:
         return int(_COUNTER.unpack_from(info, offset)[0])
 
 
+def _descriptors(wanted: int) -> int:
+    """How many descriptors this process may have open, after asking for ``wanted``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
 class Connections:
     """The connections of ``router``, a ROUTER socket that is not bound yet. All of it is used by one thread."""
 
@@ -117,7 +126,7 @@ class Connections:
         self._partial_bytes = bounds.partial_bytes + (1 + unread_messages) * largest_request
         self._by_fd: dict[int, Connection] = {}
         # Each takes two descriptors; half of all are left to the engine.
-        self._most = min(bounds.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._most = min(bounds.connections, _descriptors(4 * bounds.connections) // 4)
 
     def of(self, fd: int) -> Connection | None:
         """The connection that ZeroMQ reads from descriptor ``fd``."""
