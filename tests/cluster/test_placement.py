@@ -40,9 +40,9 @@ def test_thirty_two_gpus_on_four_nodes_are_placed_quickly(cluster):
     few, _ = _timed(configuration(4, 2, 2))
     seconds, placement = _timed(configuration(8, {"n_gpus_per_node": 8, "nnodes": 2}, 8))
     assert seconds < 60
-    # Four times as many took 3.0 to 4.4 times as long: Ray has some processes ready, which few profit from more. With
-    # something done for every pair of workers it would be 16 times.
-    assert seconds < 1.5 * 4 * few
+    # Four times as many took 3.0 to 4.4 times as long, 6.3 beside other tests: Ray has some processes ready, which few
+    # profit from more. With something done for every pair of workers it would be 16 times.
+    assert seconds < 3 * 4 * few
     assert len({uuid for r in placement.reports for uuid in r.gpu_uuids}) == 32
     rollout = placement.groups["rollout"].reports
     assert [int(r.ray_gpu_ids[0]) for r in rollout] == [*range(8), *range(8)]
