@@ -57,7 +57,7 @@ def _verify(argv: list[str]) -> int:
     arguments = _arguments(argv)
     from gkd.cluster.placement import PlacementFault, laid_out, place
     from gkd.cluster.session import connect
-    from gkd.compose import compose
+    from gkd.config.compose import compose
 
     simulate = [] if arguments.simulate_gpus is None else [f"cluster.simulate_gpus={arguments.simulate_gpus}"]
     config = compose([*arguments.overrides, *simulate])

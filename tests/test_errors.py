@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd import main
+from gkd.cli import train as main
 from gkd.cluster.deadline import within
 from gkd.errors import ConfigError, RunFailed, Stopped, guarded
 

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from gkd.actor import attention
 from gkd.actor.head import Head
-from gkd.actor.packing import MicroBatch
 from gkd.actor.quantize import dequantized, loading, packed_parameters, quantized
 from gkd.config import Lora
-from gkd.data.checkpoint import class_of, exact_attention, has_plain_attention
+from gkd.data.model_info import class_of, exact_attention, has_plain_attention
 from gkd.errors import ConfigError
+from gkd.losses.micro_batch import MicroBatch
 from gkd.weights.file_names import FileNames
 
 Result = TypeVar("Result")

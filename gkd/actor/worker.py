@@ -23,20 +23,20 @@ from gkd.actor.balance import pack
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.model import load, shard
 from gkd.actor.optimizer import adamw, learning_rate, n_updates
-from gkd.actor.packing import collate
 from gkd.actor.pretrained import write_pretrained
 from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
-from gkd.algorithms.objective import logprobs, objective
 from gkd.cluster.failure import one_line
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.config import Algorithm, Config, Loss
 from gkd.durable import Sum
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed
+from gkd.inference.vllm_engine import Device
+from gkd.losses.micro_batch import collate
+from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets
 from gkd.observability.memory import memory_here
-from gkd.sample import Lesson, Scored, seed_of
-from gkd.vllm_engine import Device
+from gkd.types import Lesson, Scored, seed_of
 from gkd.weights import ipc, nccl, object_store
 from gkd.weights.pieces import Packer, Piece
 

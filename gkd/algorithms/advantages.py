@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkd.config import Overlong
-from gkd.sample import Record
+from gkd.types import Record
 
 EPSILON = 1e-4  # beside a group's standard deviation, so that equal rewards give 0 and not noise
 

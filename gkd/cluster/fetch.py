@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from gkd.cluster.failure import explain
 from gkd.errors import RunFailed
-from gkd.sample import Record, Scored
+from gkd.types import Record, Scored
 
 
 def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gkd.cluster.layout import Node, asks_of, solve
-from gkd.compose import CONF_DIR
 from gkd.config import Config, Engine, load, parse_gpus
+from gkd.config.compose import CONF_DIR
 from gkd.config.file import read_yaml
 
 LAYOUTS = {4: "4gpu", 3: "3gpu", 2: "2gpu", 1: "single_gpu"}

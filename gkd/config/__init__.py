@@ -1,6 +1,6 @@
 """Every setting of a run: its name, type, default and meaning.
 
-Hydra composes the tree (:mod:`gkd.compose`); this package turns the result into typed, frozen objects once, and
+Hydra composes the tree (:mod:`gkd.config.compose`); this package turns the result into typed, frozen objects once, and
 everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so checking a configuration is instant.
 """
 

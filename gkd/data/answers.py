@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gkd.data.checkpoint import Checkpoint
+from gkd.data.model_info import Checkpoint
 from gkd.errors import ConfigError
-from gkd.sample import Prompt
+from gkd.types import Prompt
 
 _CONTENT = "gkd"  # of the assistant's turn that is rendered to see what follows it
 

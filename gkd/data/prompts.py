@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gkd.config import Data
 from gkd.data.reader import Row, read_rows
 from gkd.errors import ConfigError
-from gkd.sample import Prompt
+from gkd.types import Prompt
 
 TOKENISED_AT_ONCE = 1000
 LENGTHS_COUNTED = 2  # a prompt of more tokens than so many times the limit is counted no further

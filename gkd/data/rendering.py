@@ -14,7 +14,7 @@ import numpy as np
 
 from gkd.data.prompts import PromptSet
 from gkd.errors import ConfigError
-from gkd.sample import Int32, Prompt, teacher_of
+from gkd.types import Int32, Prompt, teacher_of
 
 COMPARED = 64  # prompts of a file that are compared
 SHOWN, BEFORE = 120, 40  # characters of a text in an error, and how many of them precede the first difference
@@ -89,7 +89,7 @@ class Renderer:
 def check_same_prompts(prompts: Sequence[Prompt], teachers: Mapping[str, Renderer]) -> None:
     """Compare the first of ``prompts`` with what the teacher of each would have made of them.
 
-    ``teachers``: by name, see :func:`gkd.sample.teacher_of`. Raises ConfigError, showing both texts, at the first that
+    ``teachers``: by name, see :func:`gkd.types.teacher_of`. Raises ConfigError, showing both texts, at the first that
     differs.
     """
     for name, teacher in teachers.items():

@@ -93,7 +93,7 @@ def _address(asked: str | None) -> str:
 
 def _require_recipe(overrides: Sequence[str]) -> None:
     """Raise ConfigError for a run that would end at once; it does so here sooner and more visibly."""
-    from gkd.compose import compose, groups
+    from gkd.config.compose import compose, groups
 
     if compose(overrides).recipe == "none":
         names = ",".join(groups()["recipe"])
@@ -101,7 +101,7 @@ def _require_recipe(overrides: Sequence[str]) -> None:
 
 
 def _submit(jobs: Jobs, overrides: Sequence[str], follow: bool) -> int:
-    from gkd.compose import compose
+    from gkd.config.compose import compose
     from gkd.launch.package import pack
     from gkd.launch.paths import settle
 

@@ -71,7 +71,7 @@ def sampled_reverse_kl(token_log_q: Tensor, token_log_p: Tensor) -> Tensor:
     expectation over y is the gradient of KL(Q||P) at that position, the earlier tokens given: the derivative of
     the log q inside the estimate itself has expectation 0. The ratio q / q.detach() carries the gradient and is 1, so
     the same number serves as loss and as metric. It is for y drawn from Q; y drawn from other weights, or by an engine
-    that computes otherwise, is weighted outside (:mod:`gkd.algorithms.off_policy`).
+    that computes otherwise, is weighted outside (:mod:`gkd.losses.off_policy`).
     """
     log_ratio = (token_log_q - token_log_p.clamp(min=MIN_LOGPROB)).detach()
     return log_ratio * (token_log_q - token_log_q.detach()).exp()

@@ -17,7 +17,7 @@ ABSENT_TAIL = math.log(torch.finfo(torch.float32).eps)
 
 @dataclass(frozen=True, slots=True)
 class PositionTargets:
-    """What the teacher says at N positions; :class:`gkd.sample.Target` of many samples end to end.
+    """What the teacher says at N positions; :class:`gkd.types.Target` of many samples end to end.
 
     ``token_ids`` [N]: the response tokens. ``teacher_token_logprobs`` [N]: their log-probabilities under the teacher.
     ``ids`` [N, K] and ``logprobs`` [N, K]: the teacher's K most likely tokens, distinct, in any order. K is 0 where

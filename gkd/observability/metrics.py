@@ -12,7 +12,7 @@ from typing import Any, Self, TextIO
 
 import numpy as np
 
-from gkd.sample import Record
+from gkd.types import Record
 
 _NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What some programs take for the end of a line, and halves of surrogate pairs, which no file can hold."""

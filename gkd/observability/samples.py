@@ -7,7 +7,7 @@ from typing import Any
 
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.observability.metrics import JsonLines
-from gkd.sample import Record, Scored
+from gkd.types import Record, Scored
 
 FETCH_TIMEOUT_S = 60.0
 

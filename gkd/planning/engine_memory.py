@@ -1,7 +1,7 @@
 """Memory of one GPU of a vLLM engine: rollout, teacher, reference; and how many sequences its cache holds.
 
 vLLM takes ``gpu_memory_utilization`` of a card: weights, the largest activations of a step, CUDA graphs, and all that
-is left for the key-value cache. What this project adds lies outside that share (gkd.teacher.scoring, gkd.weights).
+is left for the key-value cache. What this project adds lies outside that share (gkd.inference, gkd.weights).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 CONTEXT, GRAPHS = 0.6 * GIB, 0.5 * GIB  # CUDA's context with kernels, and captured graphs: as seen with such models
 PROCESS = 1.2 * GIB  # an engine's process on a CPU: Python, torch and vLLM
 PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
-RESULT_BYTES, LOGIT_BYTES, ROW_BYTES, ENTRY_BYTES = 2 * GIB, GIB, 2 * GIB, 12  # gkd.teacher.scoring
+RESULT_BYTES, LOGIT_BYTES, ROW_BYTES, ENTRY_BYTES = 2 * GIB, GIB, 2 * GIB, 12  # gkd.inference.vllm_scorer
 F32 = 4
 
 

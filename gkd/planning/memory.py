@@ -88,7 +88,7 @@ def group_memory(subject: Subject, group: str, pool: Pool) -> GroupMemory:
 
 
 def _reward_model(subject: Subject, pool: Pool) -> GroupMemory:
-    """A forward pass of as many sequences as are judged at a time, and the weights (gkd.teacher.rating)."""
+    """A forward pass of as many sequences as are judged at a time, and the weights (gkd.inference.classifier)."""
     shape, c, settings = subject.models.of("reward_model"), subject.compute, subject.config.reward_model
     tokens = settings.max_num_seqs * min(settings.max_model_len, subject.work().longest)
     width = max(layers.width for layers in shape.layers)

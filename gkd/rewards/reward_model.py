@@ -1,6 +1,6 @@
 """The reward ``reward_model``: what is put before the model that gives it.
 
-It is asked like the teacher, over ZeroMQ (:class:`gkd.teacher.requests.Rate`), so requests have deadlines and go to
+It is asked like the teacher, over ZeroMQ (:class:`gkd.scoring.requests.Rate`), so requests have deadlines and go to
 another replica when one does not answer.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.sample import Int32, Prompt
+from gkd.types import Int32, Prompt
 
 
 def tokens_of(prompt: Prompt, response_ids: Int32, response: str, tokenizer: Any, same_tokenizer: bool) -> Int32:

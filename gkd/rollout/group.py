@@ -18,7 +18,7 @@ from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import RecordStream
-from gkd.sample import Job, Judging, Record, Request, Scored
+from gkd.types import Job, Judging, Record, Request, Scored
 from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")

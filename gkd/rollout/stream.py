@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError
 
-from gkd.sample import Record
+from gkd.types import Record
 
 GET_TIMEOUT_S = 1.0
 """Records are a few numbers and come with the message that they are there; large ones, of another node, come later."""

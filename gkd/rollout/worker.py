@@ -16,14 +16,14 @@ from gkd.cluster.failure import WorkerHangs, one_line
 from gkd.config import REWARD_MODEL, Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import RunFailed
+from gkd.inference.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
+from gkd.inference.vllm_engine import Follower, Span, engine_arguments, start_llm
 from gkd.observability.memory import memory_here
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
-from gkd.rollout.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
-from gkd.sample import Job, Record, Sample, Scored, Target, teacher_of
-from gkd.teacher.client import Rate, Score, TeacherClient
-from gkd.vllm_engine import Follower, Span, engine_arguments, start_llm
+from gkd.scoring.client import Rate, Score, TeacherClient
+from gkd.types import Job, Record, Sample, Scored, Target, teacher_of
 from gkd.weights import object_store
 from gkd.weights.pieces import Piece
 
@@ -330,11 +330,11 @@ def _engine(config: Config, spec: EngineSpec, span: Span | None) -> SamplingEngi
     if config.rollout.engine == "hf":
         import torch
 
-        from gkd.rollout.hf import HFEngine
+        from gkd.inference.hf import HFEngine
 
         dtype = getattr(torch, config.model.dtype_on(spec.device))
         return HFEngine(spec.model_path, spec.model, spec.device, dtype, config.rollout.max_num_seqs)
-    from gkd.rollout.vllm import VLLMEngine
+    from gkd.inference.vllm import VLLMEngine
 
     return VLLMEngine(start_llm(_arguments(config, spec, span), spec.device), spec.model, spec.device)
 

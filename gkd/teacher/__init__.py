@@ -1,1 +1,1 @@
-"""Scoring samples with the teacher: an engine behind a ZeroMQ server, and the client that asks it."""
+"""``python -m gkd.teacher.serve``; what it does is in gkd.cli and gkd.scoring."""

@@ -16,7 +16,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from gkd.sample import Lesson, Prompt, Record, Request, Sample, Sampling, Scored, Target
+from gkd.types import Lesson, Prompt, Record, Request, Sample, Sampling, Scored, Target
 
 VOCAB = 40
 SHAPE = {

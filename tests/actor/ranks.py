@@ -9,7 +9,7 @@ from gkd.actor.balance import share
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Config, load
-from gkd.sample import Lesson, Scored
+from gkd.types import Lesson, Scored
 from gkd.weights import object_store
 from tests.actor import models
 

@@ -1,7 +1,7 @@
 """Whole steps of TRL's trainers and of the actor on the same samples: loss, gradient norm, weights after the step.
 
 TRL's own code does all but the sampling: prompts, rewards, advantages, loss, clipping, AdamW. Here it is
-:func:`gkd.algorithms.lessons.lessons_of`, the token weights of the driver, and the real worker.
+:func:`gkd.algorithms.training_samples.lessons_of`, the token weights of the driver, and the real worker.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import ray
 import torch
 
 from gkd.algorithms.aggregation import token_weights
-from gkd.algorithms.lessons import lessons_of
+from gkd.algorithms.training_samples import lessons_of
 from gkd.config import Config, load
-from gkd.sample import Prompt, Record, Request, Sample, Sampling, Scored, Target
+from gkd.types import Prompt, Record, Request, Sample, Sampling, Scored, Target
 from tests.actor import models
 from tests.actor.ranks import Ranks
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gkd.actor.model import Student, load, write_model
-from gkd.actor.packing import collate
 from gkd.config import Lora
-from gkd.data.checkpoint import Checkpoint
-from gkd.rollout.hf import HFEngine
-from gkd.sample import Sample, Sampling, Scored
+from gkd.data.model_info import Checkpoint
+from gkd.inference.hf import HFEngine
+from gkd.losses.micro_batch import collate
+from gkd.types import Sample, Sampling, Scored
 from gkd.weights.file_names import FileNames
 from gkd.weights.pieces import buckets
 from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
-from tests.rollout.test_engines import requests, run, worst_difference
+from tests.inference.test_engines import requests, run, worst_difference
 
 PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon"}
 DESCRIBED = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)

@@ -21,13 +21,13 @@ from transformers import (
 from gkd.actor.lora import without_adapter
 from gkd.actor.model import Student, load
 from gkd.actor.quantize import quantized
-from gkd.algorithms.objective import objective
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
-from gkd.sample import Lesson
+from gkd.losses.objective import objective
+from gkd.types import Lesson
 from tests.actor import models
 from tests.actor.ranks import Ranks, config, put
-from tests.actor.test_packing import micro_batch
+from tests.losses.test_micro_batch import micro_batch
 
 FAMILIES = ["llama", "qwen2 tied", "gpt2", "qwen3 moe"]
 

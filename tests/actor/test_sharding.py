@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.model import Student, load, shard
-from gkd.actor.packing import MicroBatch
 from gkd.actor.worker import ActorWorker
-from gkd.algorithms.objective import objective
-from gkd.compose import compose
 from gkd.config import Algorithm, Lora, Rollout
-from gkd.vllm_engine import Device
+from gkd.config.compose import compose
+from gkd.inference.vllm_engine import Device
+from gkd.losses.micro_batch import MicroBatch
+from gkd.losses.objective import objective
 from tests.actor import models
-from tests.actor.test_packing import micro_batch
+from tests.losses.test_micro_batch import micro_batch
 
 
 @pytest.fixture(scope="module")

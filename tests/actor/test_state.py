@@ -15,14 +15,14 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gkd import checkpoint
 from gkd.actor.applied import Applied
 from gkd.actor.group import ActorGroup
 from gkd.actor.staging import Staging
 from gkd.actor.state import part_of, write_part
-from gkd.checkpoint import Saved, State
 from gkd.cluster.group import Pending
 from gkd.config import Config
+from gkd.driver import checkpoint
+from gkd.driver.checkpoint import Saved, State
 from gkd.errors import RunFailed
 from gkd.export import main as export
 from tests.actor import models

@@ -37,7 +37,7 @@ from gkd.cluster import gpu, reaper
 from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
 from gkd.cluster.session import connect
-from gkd.compose import compose
+from gkd.config.compose import compose
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {8: "8gpu", 16: "2x8gpu", 32: "4x8gpu"}

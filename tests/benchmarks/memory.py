@@ -36,10 +36,10 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
     from gkd.actor.balance import pack
     from gkd.actor.model import load
     from gkd.actor.optimizer import adamw
-    from gkd.actor.packing import collate
-    from gkd.algorithms.objective import objective
     from gkd.config import Actor, Algorithm, Lora, Rollout
-    from gkd.sample import Prompt, Request, Sample, Sampling, Scored, Target
+    from gkd.losses.micro_batch import collate
+    from gkd.losses.objective import objective
+    from gkd.types import Prompt, Request, Sample, Sampling, Scored, Target
 
     rng = np.random.default_rng(0)
     n, length, k = options.sequences, options.length, 64

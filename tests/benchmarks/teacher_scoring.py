@@ -30,12 +30,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gkd.config import Teacher
-from gkd.data.checkpoint import Checkpoint
-from gkd.teacher.address import Key
-from gkd.teacher.client import Score, TeacherClient
-from gkd.teacher.scoring import VllmEngine
-from gkd.teacher.server import TeacherServer
-from gkd.vllm_engine import environment, installed_device
+from gkd.data.model_info import Checkpoint
+from gkd.inference.vllm_engine import environment, installed_device
+from gkd.inference.vllm_scorer import VllmEngine
+from gkd.scoring.address import Key
+from gkd.scoring.client import Score, TeacherClient
+from gkd.scoring.server import TeacherServer
 
 
 def make_model(path: str, options: argparse.Namespace) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gkd.cluster.layout import Ask, Node, asks_of, choose_devices, solve
 from gkd.cluster.nearest import nearest, require_fit
-from gkd.compose import compose, groups
 from gkd.config import GROUPS
+from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from gkd.cluster import session
 from gkd.cluster.layout import Node, asks_of, idle_nodes, solve
 from gkd.cluster.session import _plan_private
 from gkd.cluster.sharing import shared
-from gkd.compose import compose
 from gkd.config import Config
+from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.require import turns_needed
 from gkd.planning.subject import models_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gkd.cluster.group import Group
 from gkd.cluster.report import Report
 from gkd.cluster.turns import Turns
-from gkd.startup import waves
+from gkd.driver.startup import waves
 
 
 @dataclass

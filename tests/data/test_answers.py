@@ -12,10 +12,10 @@ from tokenizers import AddedToken
 
 from gkd.config import load
 from gkd.data.answers import turn_end, with_answers, with_turn_end
-from gkd.data.checkpoint import Checkpoint
+from gkd.data.model_info import Checkpoint
+from gkd.driver.inputs import find_inputs
 from gkd.errors import ConfigError
-from gkd.inputs import find_inputs
-from gkd.sample import Prompt
+from gkd.types import Prompt
 from tests.data.models import TEMPLATE, WORDS, save_model, word_tokenizer
 
 MODEL = Checkpoint(vocabulary=len(WORDS) + 1, positions=None, eos_ids=[1], n_tokens=len(WORDS) + 1)

@@ -15,7 +15,7 @@ from gkd.config import Data
 from gkd.data.prompts import PromptSet, PromptStream, load_prompts
 from gkd.data.sorting import make_tokenizer
 from gkd.errors import ConfigError
-from gkd.sample import Prompt
+from gkd.types import Prompt
 from tests.data.models import TEMPLATE, WORDS, word_tokenizer
 
 A, B, C = (WORDS.index(letter) for letter in "abc")

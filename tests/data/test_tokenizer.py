@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.data.checkpoint import Checkpoint
+from gkd.data.model_info import Checkpoint
 from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, resolve_model, tokenizer_hash
 from gkd.errors import ConfigError
 from tests.data.models import WORDS, save_model, word_tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gkd.compose import compose
+from gkd.config.compose import compose
 from tests.e2e.conftest import ROOT, SMALL, environment
 
 pytestmark = pytest.mark.e2e
@@ -117,13 +117,13 @@ def test_what_it_prints(finished: tuple[Path, str]) -> None:
 
 def test_the_test_script_runs_the_checks_and_passes_arguments_on() -> None:
     done = subprocess.run(
-        ["./launch/test.sh", "--collect-only", "-q", "tests/test_config.py"],
+        ["./launch/test.sh", "--collect-only", "-q", "tests/config/test_config.py"],
         cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment(), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All checks passed" in done.stdout  # ruff
     assert "no issues found" in done.stdout  # mypy
-    assert "tests/test_config.py" in done.stdout
+    assert "tests/config/test_config.py" in done.stdout
     assert "installing" not in done.stdout  # a second start installs nothing
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gkd.checkpoint import Saved, State, write
-from gkd.compose import compose
+from gkd.config.compose import compose
 from gkd.doctor.devices import Gpus
+from gkd.driver.checkpoint import Saved, State, write
 from gkd.durable import Sum
 from gkd.errors import ConfigError
 from tests.gpu import acceptance

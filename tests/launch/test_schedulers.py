@@ -17,7 +17,7 @@ import ray
 import yaml
 from jsonschema import Draft202012Validator
 
-from gkd.compose import compose
+from gkd.config.compose import compose
 from tests.e2e.conftest import ROOT, environment
 from tests.e2e.on_a_cluster.conftest import marked
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.compose import compose
+from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.launch import jobs as jobs_module
 from gkd.launch import package as package_module

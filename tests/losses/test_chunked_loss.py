@@ -37,7 +37,7 @@ class Head(torch.nn.Linear):
 
 
 def chunked_loss(hidden, head, targets, loss, chunk, weights):
-    """The weighted sum of a loss as :mod:`gkd.algorithms.objective` forms it, and the diagnostics."""
+    """The weighted sum of a loss as :mod:`gkd.losses.objective` forms it, and the diagnostics."""
 
     def of(logits, start):
         found = position_losses(logits, targets.rows(start, start + len(logits)), loss)

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from gkd.actor.balance import pack
 from gkd.actor.model import Student, load
 from gkd.actor.optimizer import adamw
-from gkd.actor.packing import collate
-from gkd.algorithms.objective import objective
 from gkd.config import Config
-from gkd.sample import Prompt, Request, Sample, Sampling, Scored, Target
+from gkd.losses.micro_batch import collate
+from gkd.losses.objective import objective
+from gkd.types import Prompt, Request, Sample, Sampling, Scored, Target
 from tests.planning.tensor_bytes import TensorBytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from gkd.compose import compose
+from gkd.config.compose import compose
 from gkd.planning import cards
 from gkd.planning.subject import Subject, models_of, nodes_of
 

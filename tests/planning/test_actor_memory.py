@@ -139,7 +139,7 @@ def test_what_autograd_saves_is_counted_to_a_percent() -> None:
             storages[storage._cdata] = storage
         return tensor
 
-    from gkd.actor.packing import collate
+    from gkd.losses.micro_batch import collate
 
     scored = samples([LENGTH] * N, RESPONSE, model.vocab_size, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gkd.compose import compose
 from gkd.config import Config
+from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.advice import advice, by_memory, shortage, together
 from gkd.planning.memory import memory_of

@@ -1,4 +1,4 @@
-"""Memory of vLLM engines: the arithmetic by hand. A real engine's is compared in tests/rollout/test_engines.py."""
+"""Memory of vLLM engines: the arithmetic by hand. A real engine's is compared in tests/inference/test_engines.py."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_an_engine_without_room_for_one_sequence_does_not_fit() -> None:
 
 
 def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
-    """Ids of 8 bytes and values of 4, twice; a large K has smaller steps (gkd.teacher.scoring)."""
-    from gkd.data.checkpoint import Checkpoint
-    from gkd.teacher.scoring import ROW_BYTES, scoring_arguments
+    """Ids of 8 bytes and values of 4, twice; a large K has smaller steps (gkd.inference.vllm_scorer)."""
+    from gkd.data.model_info import Checkpoint
+    from gkd.inference.vllm_scorer import ROW_BYTES, scoring_arguments
 
     for k, tokens in ((512, None), (32_768, ROW_BYTES // (24 * 32_769))):
         s = subject(*DISTIL, f"data.val_top_k={k}")

@@ -14,12 +14,12 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import Qwen2Config
 
-from gkd.compose import compose
 from gkd.config import Builtin, settings
+from gkd.config.compose import compose
 from gkd.data.builtin import recipes
 from gkd.data.warmup import new_model
+from gkd.driver.inputs import find_inputs
 from gkd.errors import ConfigError
-from gkd.inputs import find_inputs
 from gkd.observability.metrics import JsonLines
 from gkd.plan import main
 from gkd.planning.cards import card_named

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from gkd.compose import compose
 from gkd.config import Lora
+from gkd.config.compose import compose
 from gkd.errors import ConfigError
+from gkd.inference.classifier import ClassifierEngine
 from gkd.planning import cards
 from gkd.planning.adapters import adapter_weights
 from gkd.planning.advice import advice
 from gkd.planning.memory import memory_of
 from gkd.planning.subject import Subject, models_of
-from gkd.teacher.rating import ClassifierEngine
 from tests.planning.tensor_bytes import TensorBytes
 
 FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.card=h100-80gb"]

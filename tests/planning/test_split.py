@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cluster.layout import Node, asks_of, solve
-from gkd.compose import compose
+from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.memory import memory_of
 from gkd.planning.pipeline import step_of

@@ -20,7 +20,7 @@ from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
-from gkd.sample import Judging, Prompt, Request, Sampling
+from gkd.types import Judging, Prompt, Request, Sampling
 from tests.cluster.conftest import alive, eventually
 from tests.weights.reports import reports
 

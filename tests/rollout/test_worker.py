@@ -10,11 +10,11 @@ import pytest
 
 from gkd.config import load
 from gkd.data.answers import with_turn_end
-from gkd.data.checkpoint import Checkpoint
+from gkd.data.model_info import Checkpoint
 from gkd.data.tokenizer import load_tokenizer
-from gkd.rollout.engine import EngineSpec
+from gkd.inference.engine import EngineSpec
 from gkd.rollout.worker import RolloutWorker
-from gkd.sample import Job, Judging, Prompt, Request, Sampling, Scored
+from gkd.types import Job, Judging, Prompt, Request, Sampling, Scored
 from tests.data.models import WORDS, save_model
 
 A, B, TURN_END = (WORDS.index(word) for word in ("a", "b", "d"))

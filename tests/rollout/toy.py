@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from gkd.config import Config
-from gkd.data.checkpoint import Checkpoint
+from gkd.data.model_info import Checkpoint
+from gkd.inference.engine import EngineSpec, Finished
 from gkd.rollout import worker as rollout_worker
-from gkd.rollout.engine import EngineSpec, Finished
-from gkd.sample import Request
+from gkd.types import Request
 
 
 class ToyEngine:

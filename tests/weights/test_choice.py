@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.actor.worker import ActorWorker
-from gkd.compose import compose
+from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.weights.choice import choose
 from tests.weights.reports import reports

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from gkd.actor.model import load
-from gkd.data.checkpoint import Checkpoint
-from gkd.sample import Sampling
-from gkd.vllm_engine import environment
-from gkd.vllm_support import why_not_on_a_cpu
+from gkd.data.model_info import Checkpoint
+from gkd.inference.vllm_engine import environment
+from gkd.inference.vllm_support import why_not_on_a_cpu
+from gkd.types import Sampling
 from gkd.weights.pieces import buckets
 from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
-from tests.rollout.test_engines import requests, run, small_engine, worst_difference
+from tests.inference.test_engines import requests, run, small_engine, worst_difference
 
 pytestmark = pytest.mark.vllm
 
@@ -110,7 +110,7 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
 
 def engine_of(llm: Any) -> Any:
     """A sampling engine around vLLM's."""
-    from gkd.rollout.vllm import VLLMEngine
+    from gkd.inference.vllm import VLLMEngine
 
     return VLLMEngine(llm, Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS))
 

@@ -19,14 +19,14 @@ from gkd.cluster.gpu import nvml_uuids
 from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
-from gkd.data.checkpoint import Checkpoint
-from gkd.rollout.engine import EngineSpec
+from gkd.data.model_info import Checkpoint
+from gkd.driver.weight_sync import WeightSync
+from gkd.inference.engine import EngineSpec
+from gkd.inference.vllm_engine import environment, installed_device
 from gkd.rollout.group import RolloutGroup
-from gkd.sample import Judging, Sampling
-from gkd.sync import WeightSync
-from gkd.vllm_engine import environment, installed_device
+from gkd.types import Judging, Sampling
 from gkd.weights.choice import choose
-from tests.rollout.test_engines import EOS, N_TOKENS, SHAPE, make, requests, worst_difference
+from tests.inference.test_engines import EOS, N_TOKENS, SHAPE, make, requests, worst_difference
 from tests.weights.reports import report
 
 pytestmark = pytest.mark.vllm

@@ -18,9 +18,9 @@ from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.cluster.turns import Turns
 from gkd.config import Config, load
+from gkd.driver.weight_sync import WeightSync
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
-from gkd.sync import WeightSync
 from tests.weights.reports import reports
 
 # By ipc engines are on the actor's GPUs, the other way round.

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gkd.data.checkpoint import Checkpoint
+from gkd.data.model_info import Checkpoint
 from gkd.errors import RunFailed
-from gkd.rollout.engine import GpuReceiver
-from gkd.sample import Sampling
-from gkd.vllm_engine import environment
+from gkd.inference.engine import GpuReceiver
+from gkd.inference.vllm_engine import environment
+from gkd.types import Sampling
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Packer, Piece
-from tests.rollout.test_engines import EOS, N_TOKENS, SHAPE, make, requests, run, small_engine, worst_difference
+from tests.inference.test_engines import EOS, N_TOKENS, SHAPE, make, requests, run, small_engine, worst_difference
 
 pytestmark = pytest.mark.vllm
 
@@ -47,7 +47,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     os.environ.update(environment("cpu"))
     from vllm import LLM
 
-    from gkd.rollout.vllm import VLLMEngine
+    from gkd.inference.vllm import VLLMEngine
     from gkd.weights import vllm_plugin
 
     path: Path = tmp_path_factory.mktemp("model")

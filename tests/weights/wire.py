@@ -20,11 +20,11 @@ from torch import Tensor
 
 from gkd.actor.worker import ActorWorker
 from gkd.config import Config
-from gkd.data.checkpoint import Checkpoint
+from gkd.data.model_info import Checkpoint
 from gkd.errors import RunFailed
+from gkd.inference.engine import EngineSpec, Finished
 from gkd.rollout import worker as rollout_worker
-from gkd.rollout.engine import EngineSpec, Finished
-from gkd.sample import Request
+from gkd.types import Request
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Packer, Piece, unpack
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gkd.checkpoint import complete
+from gkd.driver.checkpoint import complete
 from tests.e2e.conftest import Run
 
 pytestmark = pytest.mark.e2e

@@ -20,14 +20,14 @@ MOST = {"float32": (2e-4, 2e-3), "bfloat16": (0.08, 0.6)}  # mean and largest di
 def rows(context: Context) -> None:
     """K = 0, 64 and the whole vocabulary, at two temperatures: the numbers, their order and their sum."""
     from gkd.config import Teacher
-    from gkd.data.checkpoint import Checkpoint
-    from gkd.vllm_engine import environment
+    from gkd.data.model_info import Checkpoint
+    from gkd.inference.vllm_engine import environment
 
     device = "cpu" if context.rehearsal else "cuda"
     os.environ.update(environment(device))  # type: ignore[arg-type]
     path = context.scratch / "rows"
     _make(path, device)
-    from gkd.teacher.scoring import VllmEngine
+    from gkd.inference.vllm_scorer import VllmEngine
 
     dtype = "float32" if context.rehearsal else "bfloat16"
     settings = Teacher(max_model_len=LENGTH, gpu_memory_utilization=0.3, enforce_eager=True, kv_cache_gb=1)
@@ -51,7 +51,7 @@ def rows(context: Context) -> None:
 
 def _worst(engine: Any, sequences: Any, logits: Any, top_k: int, temperature: float) -> tuple[float, float]:
     """Mean and largest difference to ``logits`` [S, L, V], already divided, without the rows that are left out."""
-    from gkd.teacher.requests import Score
+    from gkd.scoring.requests import Score
 
     kept = VOCABULARY - LEFT_OUT
     exact = logits[..., :kept].log_softmax(-1).numpy()

@@ -1,0 +1,80 @@
+"""``python -m gkd.export RUN [--step N] OUT``: write a checkpoint of a run as a Hugging Face model directory.
+
+RUN is the run's output directory, OUT a directory that holds nothing yet. Without --step it is the newest checkpoint
+that is intact. An adapter is merged into the weights, and written to OUT/adapter as well. Needs neither Ray nor a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gkd.config import Lora
+from gkd.driver.checkpoint import Damaged, Saved, complete, newest_intact, read_intact, step_of
+from gkd.errors import ConfigError, Parser, guarded
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("python -m gkd.export", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="output directory of a run")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to write; it must not hold anything")
+    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint; the newest unless given")
+    options = parser.parse_args(arguments)
+    out: Path = options.out.absolute()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
+    saved = chosen(options.run / "checkpoints", options.step)
+    export(saved, out)
+    print(f"step {saved.state.step} of {options.run} is in {options.out}")
+    return 0
+
+
+def chosen(directory: Path, step: int | None) -> Saved:
+    """The checkpoint of ``step`` in ``directory``, or the newest intact one.
+
+    Raises ConfigError when there is none, or when the one of that step is damaged.
+    """
+    there = complete(directory)
+    if not there:
+        raise ConfigError(f"there is no complete checkpoint in {directory}")
+    if step is None:
+        saved, damaged = newest_intact(directory)
+        for path, why in damaged.items():
+            print(f"{path} is damaged and left out: {why}", file=sys.stderr)
+        if saved is None:
+            raise ConfigError(f"every checkpoint in {directory} is damaged")
+        return saved
+    path = directory / f"step_{step}"
+    if path not in there:
+        steps = ", ".join(str(step_of(other)) for other in there)
+        raise ConfigError(f"--step {step}: {directory} has no complete checkpoint of it; there are those of {steps}")
+    try:
+        return read_intact(path)
+    except Damaged as error:
+        raise ConfigError(f"--step {step}: {path} is damaged: {error}") from None
+
+
+def export(saved: Saved, out: Path) -> None:
+    """Write a checkpoint as a Hugging Face model directory ``out``, as the run itself writes its student.
+
+    Raises ConfigError where the model that was trained is not where it was.
+    """
+    import torch
+
+    from gkd.actor.model import load
+    from gkd.actor.pretrained import write_pretrained
+    from gkd.actor.state import load_state
+    from gkd.data.tokenizer import check_causal_lm
+
+    base = check_causal_lm(saved.model, "the model that was trained")
+    lora, dtype = Lora.model_validate(saved.config["actor"]["lora"]), getattr(torch, saved.dtype)
+    student = load(base, lora=lora, dtype=dtype)
+    load_state(student, None, saved.rank_files)
+    with torch.no_grad():
+        write_pretrained(student, base, lora, dtype, out, writes=True)

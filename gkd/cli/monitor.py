@@ -1,0 +1,119 @@
+"""``python -m gkd.monitor [RUN_DIR] [--every SECONDS]``: memory of this machine's GPUs, and how a run is doing.
+
+For each GPU: name, compute capability, total memory, what the run's groups on it have allocated and reserved, what is
+free, how often their allocators had to start over or gave up, and advice. Without a GPU it says so and shows the
+memory of the run's processes by group. What the groups hold is what they themselves said at the run's last step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from gkd.errors import ConfigError, Parser, guarded
+from gkd.observability.hardware import Card, cards, host_free_gb, resident_gb
+from gkd.observability.progress import clock, console
+from gkd.observability.run_files import RunFiles
+
+FULL = 0.95  # share of a GPU's memory beyond which there is advice
+FIGURES = ("allocated_gb", "reserved_gb", "peak_gb", "alloc_retries", "ooms")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print once, or again and again; returns the exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("python -m gkd.monitor", description=__doc__)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR", help="output directory of a run")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="show again and again, until Ctrl-C")
+    options = parser.parse_args(arguments)
+    if options.every is not None and not options.every > 0:
+        raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
+    run = None if options.run is None else RunFiles(options.run)
+    out = console()
+    if options.every is None:
+        out.print(view(run))
+        return 0
+    _follow(run, options.every, out)
+    return 0
+
+
+def _follow(run: RunFiles | None, every: float, out: Console) -> None:
+    with Live(view(run), console=out, auto_refresh=False) as live:
+        while run is None or not run.finished:
+            time.sleep(every)
+            live.update(view(run), refresh=True)
+
+
+def view(run: RunFiles | None) -> RenderableType:
+    """Everything there is to show now."""
+    found = cards()
+    parts: list[RenderableType] = [_gpus(found, run)] if found else ["this machine has no GPU"]
+    if run is not None:
+        if not found:
+            parts.append(_processes(run))
+        parts.append(progress_line(run))
+    return Group(*parts)
+
+
+def _gpus(found: Sequence[Card], run: RunFiles | None) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("GPU", "name", "capability", "total", "free", "group", *FIGURES, "advice"):
+        table.add_column(title.removesuffix("_gb"), justify="right" if title in FIGURES else "left", no_wrap=True)
+    last = {} if run is None else run.last
+    for card in found:
+        groups = [] if run is None else run.groups_on(card.uuid)
+        told = [{figure: last.get(f"memory/{group}/{figure}") for figure in FIGURES} for group in groups]
+        row = [str(card.index), card.name, card.capability, f"{card.total_gb:.1f}", f"{card.free_gb:.1f}"]
+        row.append(", ".join(groups))
+        for figure in FIGURES:
+            known = [value for one in told if (value := one[figure]) is not None]
+            row.append(f"{sum(known):.1f}" if known and figure.endswith("_gb") else f"{sum(known):g}" if known else "")
+        table.add_row(*row, advice(card, groups, last))
+    return table
+
+
+def advice(card: Card, groups: Sequence[str], last: Mapping[str, float]) -> str:
+    """What to change on a GPU that is short of memory; empty where it is not."""
+    if any(last.get(f"memory/{group}/ooms", 0) for group in groups) and "actor" in groups:
+        return "memory ran out: lower actor.max_tokens_per_micro_batch, or actor.gradient_checkpointing=true"
+    if any(last.get(f"memory/{group}/alloc_retries", 0) for group in groups):
+        return "the allocator had to start over: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if card.free_gb < (1 - FULL) * card.total_gb:
+        engines = [group for group in groups if group in ("rollout", "teacher", "reference")]
+        return f"nearly full: lower {engines[0]}.gpu_memory_utilization" if engines else "nearly full"
+    return ""
+
+
+def _processes(run: RunFiles) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("group", "processes here", "memory", "largest at the last step"):
+        table.add_column(title, justify="left" if title == "group" else "right")
+    for group, pids in run.pids().items():
+        held = [gb for pid in pids if (gb := resident_gb(pid)) is not None]
+        told = run.last.get(f"memory/{group}/process_gb")
+        shown = f"{sum(held):.2f} GB" if held else "ended"
+        table.add_row(group, f"{len(held)} of {len(pids)}", shown, "" if told is None else f"{told:.2f} GB")
+    table.add_row("", "", f"{host_free_gb():.2f} GB free", "")
+    return table
+
+
+def progress_line(run: RunFiles) -> str:
+    """Step, time left, and the figures a user looks at."""
+    if run.finished:
+        return f"{run.path}: finished, {run.step} steps"
+    parts = [f"{run.path}: step {run.step}/{run.total_steps}"]
+    if "timing_s/step" in run.last:
+        parts.append(f"{run.last['timing_s/step']:.2f} s/step")
+        parts.append(f"{clock(run.last['timing_s/step'] * (run.total_steps - run.step))} left")
+    shown = ("reward/mean", "distill/loss", "val/accuracy", "val/reverse_kl", "response/clip_ratio")
+    parts += [f"{name} {run.last[name]:.4g}" for name in shown if name in run.last]
+    return "  ".join(parts)

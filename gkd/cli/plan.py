@@ -1,0 +1,111 @@
+"""``python -m gkd.plan +recipe=grpo model.path=DIR placement=8gpu [OVERRIDES]``: what a layout needs, before it runs.
+
+Memory of each group against its card, seconds of each stage and of a step, and the best split of N GPUs, from the
+models' config.json alone (or ``model.size=7b``). Data need not be named. Exit codes: 0 it fits; 1 it does not; 2 what
+was asked cannot be planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
+from gkd.cluster.layout import idle_nodes
+from gkd.cluster.sharing import shared
+from gkd.config import Config
+from gkd.config.compose import compose
+from gkd.errors import ConfigError, Parser, guarded
+from gkd.planning import cards
+from gkd.planning.cards import Card
+from gkd.planning.measured import factors_of
+from gkd.planning.result import plan
+from gkd.planning.subject import Subject, models_of, nodes_of
+from gkd.planning.tables import show
+
+MOST_GPUS = 65_536  # of which the best splits are found in 6 s; more would take minutes
+
+# A plan needs no data; names stand in for those a run would have to be given.
+STAND_INS = {"data.train_files": "[unnamed]", "data.val_files": "[unnamed]", "data.answer_key": "unnamed"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("python -m gkd.plan", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything the tables show")
+    parser.add_argument(
+        "--from", dest="run", metavar="RUN_DIR", help="take timings from an earlier run's metrics.jsonl"
+    )
+    parser.add_argument("--best", type=_n_gpus, metavar="N", help="the three best splits of N GPUs")
+    parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on cards of other sizes")
+    parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main")
+    options = parser.parse_intermixed_args(arguments)
+    config = _as_here(_composed(options.overrides), options.best is not None)
+    subject = Subject(config, models_of(config), _card(config, options.best is not None), nodes_of(config))
+    factors = None
+    if options.run is not None:
+        factors = factors_of(options.run, subject)
+        subject = replace(subject, config=factors.lengths(config))
+    result = plan(subject, factors, options.best, options.by_memory)
+    show(result)
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps(result.json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: {error.strerror}") from None
+    return 0 if all(group.fits for group in result.memory) or result.splits else 1
+
+
+def _n_gpus(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs from 1 to {MOST_GPUS}")
+    return int(text)
+
+
+def _composed(overrides: Sequence[str]) -> Config:
+    """The configuration, with data that nobody has named where a model of one's own is."""
+    named = {override.partition("=")[0].lstrip("+") for override in overrides}
+    if {"model.path", "model.size"} & named:
+        overrides = [*(f"{key}={value}" for key, value in STAND_INS.items() if key not in named), *overrides]
+        if not {"teacher.model.path", "teacher.model.size", "teacher.server_ip"} & named:
+            return _without_teacher(overrides)
+    return compose(overrides)
+
+
+def _without_teacher(overrides: Sequence[str]) -> Config:
+    try:
+        return compose(overrides)
+    except ConfigError as error:
+        if "teacher.model.path (or teacher.server_ip)" not in str(error):
+            raise
+        raise ConfigError("a teacher is asked: name teacher.model.path, or teacher.model.size such as 7b") from None
+
+
+def _as_here(config: Config, best: bool) -> Config:
+    """The layout that a run here would take, where it is this machine's GPUs that are planned for."""
+    if best or config.plan.card is not None or isinstance(config.cluster.simulate_gpus, int):
+        return config
+    return shared(config, idle_nodes([len(real_tokens(os.environ.get(VISIBLE), nvml_uuids()))]))
+
+
+def _card(config: Config, best: bool) -> Card:
+    """The CPU where the run would compute on it: simulated GPUs, by number or because there are no others.
+
+    A card or its memory that is named is another machine's, unless GPUs are to be simulated here.
+    """
+    simulated, plan = config.cluster.simulate_gpus, config.plan
+    asked = best or plan.card is not None
+    if not asked and isinstance(simulated, int):
+        return cards.cpu(config.plan)
+    if not asked and simulated == "auto" and plan.memory_gb is None and not cards.found():
+        return cards.cpu(config.plan)
+    return cards.gpu(config.plan)

@@ -1,0 +1,132 @@
+"""A teacher outside the cluster: ``python -m gkd.teacher.serve teacher.model.path=DIR teacher.server_port=15555``.
+
+Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise. Only
+clients with its key are answered. On loopback that is in ``~/.cache/gkd/teacher.key``; any other address needs
+``teacher.key_file``, of which clients need a copy. Either is made when it does not exist. One engine on the GPUs this
+process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from gkd.errors import ConfigError, Parser, guarded
+
+if TYPE_CHECKING:
+    from gkd.config import Config
+
+# A run names its student and its data together with its teacher; a server has neither.
+_DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none]")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal; returns the exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        "python -m gkd.teacher.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main, whose --settings lists teacher.*")
+    overrides = parser.parse_args(arguments).overrides
+    stop = _Stop()
+    return _serve(composed(overrides), stop)
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """The configuration of a server: defaults of its own come below what a file among the overrides says."""
+    from gkd.config.compose import compose
+    from gkd.config.file import read_yaml
+
+    teachers = [read_yaml(o).get("teacher") for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
+    named = any(isinstance(teacher, dict) and teacher.get("server_ip") for teacher in teachers)
+    return compose([*_DEFAULTS, *([] if named else ["teacher.server_ip=127.0.0.1"]), *overrides])
+
+
+def _serve(config: Config, stop: _Stop) -> int:
+    from gkd.inference.vllm_engine import environment, installed_device
+    from gkd.scoring.address import Key, key_path
+
+    teacher = config.teacher
+    path, host, port = teacher.model.path, teacher.server_ip or "127.0.0.1", teacher.server_port
+    if path is None:
+        raise ConfigError("teacher.model.path is missing: which model is to be served?")
+    if teacher.n_workers > teacher.tensor_parallel_size:
+        raise ConfigError(
+            f"a server has one engine of teacher.tensor_parallel_size={teacher.tensor_parallel_size} GPUs, and "
+            f"{teacher.n_workers} are asked for: start one server for each engine, on ports of their own"
+        )
+    if teacher.chat_template is not None:
+        raise ConfigError("teacher.chat_template is for runs: a server says what its model's tokenizer has")
+    if teacher.nodes_an_engine > 1:
+        raise ConfigError("a server's engine is on one machine: teacher.across_nodes is for a run's own teachers")
+    path_of_key = key_path(teacher, [host])
+    key = Key.load_or_create(path_of_key)
+    _require_free(host, port)
+    from gkd.data.model_info import Checkpoint
+    from gkd.data.rendering import Rendering
+    from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
+    from gkd.inference.vllm_scorer import VllmEngine
+    from gkd.inference.vllm_support import SCORER_REMEDY, require_vllm_runs
+    from gkd.scoring.server import TeacherServer
+
+    directory = check_causal_lm(path, "teacher.model.path")
+    require_vllm_runs(directory, "teacher.model.path", SCORER_REMEDY)
+    tokenizer = load_tokenizer(directory, "teacher.model.path")
+    checkpoint = Checkpoint.read(directory, "teacher.model.path", tokenizer)
+    digest = tokenizer_hash(tokenizer)
+    device = installed_device()
+    os.environ.update(environment(device, config.cluster.cpu_threads))
+    print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
+    engine = VllmEngine(directory, checkpoint, teacher, device, dtype=config.model.dtype_on(device))
+    try:
+        server = TeacherServer(engine, digest, host, port, key, rendering=Rendering.of(tokenizer))
+        limits = engine.limits
+        print(
+            f"teacher ready at {server.address}: {path}, K up to {limits.max_top_k} of {limits.vocabulary}, "
+            f"sequences up to {limits.max_length} tokens, key in {path_of_key}",
+            flush=True,
+        )
+        stop.serving = True
+        server.serve(stop.event)
+    finally:
+        engine.close()
+    return stop.code
+
+
+class _Stop:
+    """Turns signals into the end of the server: at once while it loads, in good order once it serves."""
+
+    def __init__(self) -> None:
+        self.event, self.serving, self.code = threading.Event(), False, 0
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.code = 130 if number == signal.SIGINT else 0
+        self.event.set()
+        if not self.serving:
+            raise SystemExit(self.code)
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raise ConfigError when ``host:port`` cannot be listened on: sooner than after loading a model."""
+    from gkd.scoring.address import endpoint
+
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {error.strerror}") from None

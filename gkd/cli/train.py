@@ -1,0 +1,199 @@
+"""``python -m gkd.main +recipe=on_policy_distill [OVERRIDES]``: compose the configuration, connect to Ray, run.
+
+Exit codes: 0 done; 1 the run failed; 2 what was asked cannot run; 130 and 143 ended by Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import itertools
+import os
+import pwd
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+
+if TYPE_CHECKING:
+    from gkd.config import Config
+
+EPILOG = "--settings lists every setting; --config prints the configuration a command resolves to and ends."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("python -m gkd.main", description=__doc__, epilog=EPILOG)
+    parser.add_argument("--settings", action="store_true", help="list every setting with its meaning")
+    parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
+    options, unknown = parser.parse_known_args(arguments)
+    from gkd.cluster.signals import exit_on_signals
+
+    exit_on_signals()
+    from omegaconf import OmegaConf
+
+    from gkd.config import hint, settings
+    from gkd.config.compose import compose, groups
+
+    if unknown:
+        meant = hint(unknown[0].partition("=")[0], settings())
+        raise ConfigError(f"unknown option {unknown[0]}: settings are written as section.name=value{meant}")
+    if options.settings:
+        for name, meaning in settings().items():
+            print(f"{name:38} {meaning}")
+        for group, choices in groups().items():
+            print(f"{group + '=':38} {', '.join(choices)}")
+        return 0
+    config = compose(options.overrides)
+    if options.config:
+        print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), end="")
+        return 0
+    if config.recipe == "none":
+        raise ConfigError(f"name a recipe: python -m gkd.main +recipe={{{','.join(groups()['recipe'])}}}")
+    run(config)
+    return 0
+
+
+def run(config: Config) -> None:
+    """One run from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind."""
+    from gkd.cluster.session import connect
+    from gkd.driver.inputs import find_inputs
+    from gkd.driver.resume import differences, find, finished, require_same_data
+    from gkd.garbage import uncollected
+    from gkd.observability.progress import console, log_to
+    from gkd.observability.trackers import require_trackers
+
+    started = time.monotonic()
+    out = console()
+    log_to(out)
+    require_trackers(config)
+    _require_home(config.builtin.cache_dir)
+    output = _output_dir(config)
+    claim = _claim(output)
+    try:
+        _require_writable(output)
+        if config.trainer.resume and (text := finished(config, output)) is not None:
+            out.print(text)
+            return
+        saved = find(config, output) if config.trainer.resume else None
+        with uncollected():
+            inputs = find_inputs(config, out.print)
+        if saved is not None:
+            require_same_data(saved, inputs.fingerprints())
+            if changed := differences(saved, config):
+                out.print(changed)
+        out.print("starting Ray and reserving GPUs")
+        with connect(config) as session:
+            from gkd.driver.run import drive
+
+            drive(config, inputs, session, output, out, started, saved)
+    except ConfigError:
+        with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
+            output.rmdir()
+        raise
+    except SystemExit as end:  # a signal, or output that nobody reads any more
+        end.add_note(_newest_checkpoint(output))
+        raise
+    finally:
+        os.close(claim)
+
+
+def _require_home(cache_dir: str | None) -> None:
+    """Give a user whom the system does not know, as in many containers, what libraries look up: a name and a home.
+
+    They keep caches there. Raises ConfigError, naming what to set, where there is no directory for them.
+    """
+    user = os.getuid()
+    try:
+        pwd.getpwuid(user)
+        return
+    except KeyError:
+        os.environ.setdefault("USER", f"uid{user}")
+    if os.environ.get("HOME"):
+        return
+    if cache_dir is None:
+        raise ConfigError(f"user {user} has no home directory for caches: name one with builtin.cache_dir=DIR")
+    os.environ["HOME"] = str(Path(cache_dir).absolute())
+
+
+def _newest_checkpoint(output: Path) -> str:
+    """What a run that was stopped leaves."""
+    try:
+        newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text(encoding="utf-8")
+    except (OSError, ValueError):  # no file, or one that is damaged
+        return "there is no checkpoint"
+    return f"checkpoint: {newest} (trainer.output_dir={output} trainer.resume=true goes on)"
+
+
+def _output_dir(config: Config) -> Path:
+    """Where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
+    from gkd.config import user_path
+
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if config.trainer.output_dir is None:
+        if config.trainer.resume:
+            raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
+        return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
+    if not config.trainer.output_dir.strip():
+        raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
+    path = user_path(config.trainer.output_dir).absolute()
+    held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
+    if config.trainer.resume and not path.is_dir():
+        raise ConfigError(f"trainer.resume=true: there is no run in {path}")
+    if held and not config.trainer.resume:
+        raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
+    return path
+
+
+def _require_writable(path: Path) -> None:
+    """Raise ConfigError where no file can be made: now, and not when the first one is to be written."""
+    try:
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"x")
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(f"trainer.output_dir={path} cannot be written: {error.strerror}") from None
+
+
+def _claim(path: Path) -> int:
+    """Hold ``path`` for this run, until the descriptor is closed or the process ends, however that is.
+
+    Raises ConfigError when another run holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"trainer.output_dir={path}: another run is writing there now") from None
+    except OSError:  # some network file systems have no locks; two runs at once are then up to the user
+        pass
+    return descriptor
+
+
+def _new_directory(path: Path) -> Path:
+    """``path``, or ``path_2`` and so on where other runs began in the same second. Raises ConfigError."""
+    for number in itertools.count(1):
+        own = path if number == 1 else path.with_name(f"{path.name}_{number}")
+        try:
+            own.mkdir(parents=True)
+            return own
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"trainer.output_dir={own} cannot be made: {error.strerror}") from None
+    raise AssertionError("itertools.count ends")

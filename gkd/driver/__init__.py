@@ -1,0 +1,1 @@
+"""One run from checked configuration to summary."""

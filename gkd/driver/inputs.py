@@ -1,0 +1,188 @@
+"""Models and data of a run, found and checked before Ray starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
+from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
+from gkd.data.answers import turn_end, with_answers, with_turn_end
+from gkd.data.builtin import prepare_builtin
+from gkd.data.model_info import Checkpoint
+from gkd.data.prompts import PromptSet, fingerprint, load_prompts
+from gkd.data.tokenizer import (
+    check_causal_lm,
+    check_reward_model,
+    check_same_tokenizer,
+    load_tokenizer,
+    tokenizer_hash,
+)
+from gkd.errors import ConfigError
+from gkd.inference.vllm_support import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
+from gkd.rewards.registry import resolve
+from gkd.scoring.prompting import teacher_prompts
+from gkd.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Directories of the student and, by group, of the models that score; tokenized prompts; what they share.
+
+    ``model`` describes the student; ``max_length`` is the number of tokens that a prompt and its response may have
+    together.
+    """
+
+    student: str
+    judges: dict[str, str]
+    tokenizer: Any
+    tokenizer_hash: str
+    train: PromptSet
+    val: PromptSet
+    model: Checkpoint
+    max_length: int
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of the prompts that are trained and validated on, for a run that goes on."""
+        return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts)}
+
+
+def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
+    """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
+    _require_known(config)
+    student, judges, train, val = _found(config, say)
+    if config.asks_reference:
+        judges["reference"] = _reference(config, student)
+    tokenizer = load_tokenizer(student)
+    models = {"student": Checkpoint.read(student, "model.path", tokenizer)}
+    for name in judges:
+        models[name] = Checkpoint.read(judges[name], f"{name.partition(':')[0]}.model.path")
+    own = models["student"]
+    _require_engines_run(config, student, judges)
+    if config.actor.lora.r is not None:
+        from gkd.actor.lora import require_adaptable  # imports torch and peft
+
+        require_adaptable(student, config.actor.lora)
+    if own.n_tokens > own.vocabulary:
+        raise ConfigError(
+            f"model.path={student}: its tokenizer has ids up to {own.n_tokens - 1}, the model {own.vocabulary} rows"
+        )
+    max_length = _max_length(config, models)
+    data = config.data.model_copy(update={"max_prompt_length": max_length - config.rollout.max_response_length})
+    train_prompts = load_prompts(train, data, tokenizer)
+    val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
+    _require_known_teachers(config, [*train_prompts.prompts, *val_prompts.prompts])
+    if config.algorithm.needs_teacher:
+        teachers = {name: path for name, path in judges.items() if name.startswith("teacher")}
+        sets = {"train": train_prompts, "val": val_prompts}
+        sets = teacher_prompts(config.teacher, teachers, tokenizer, sets, data.max_prompt_length)
+        train_prompts, val_prompts = sets["train"], sets["val"]
+    for name, found in (("train", train_prompts), ("val", val_prompts)):
+        if found.n_too_long:
+            left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
+            say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
+    if config.reward_model.model.path is not None and config.asks_reward_model:
+        judges["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
+    if config.algorithm.needs_teacher:
+        for wanted in (top_k_wanted, top_k_for_validation):
+            wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
+    _require_answers(config, train_prompts)
+    end = turn_end([*train_prompts.prompts, *val_prompts.prompts], tokenizer)
+    own = with_turn_end(own, end)
+    if config.algorithm.on_policy_share < 1:
+        answered = with_answers(train_prompts.prompts, tokenizer, own, end, config.rollout.max_response_length)
+        train_prompts = replace(train_prompts, prompts=answered)
+    return Inputs(
+        student,
+        judges,
+        tokenizer,
+        tokenizer_hash(tokenizer),
+        train_prompts,
+        val_prompts,
+        own,
+        max_length,
+    )
+
+
+def _require_known(config: Config) -> None:
+    """Raise ConfigError for rewards that cannot be imported, and for models of which only the size is given."""
+    for name in config.reward.functions:
+        if name != REWARD_MODEL:
+            resolve(name, config.reward)
+    for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
+        if model.size is not None:
+            raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
+
+
+def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
+    """Raise ConfigError for a prompt that is for a teacher that there is not."""
+    for prompt in prompts:
+        if prompt.teacher is not None and prompt.teacher not in config.teacher.models:
+            raise ConfigError(
+                f"data.teacher_key={config.data.teacher_key}: a prompt is for the teacher {prompt.teacher!r}; "
+                f"teacher.models has {', '.join(config.teacher.models)}"
+            )
+
+
+def _require_engines_run(config: Config, student: str, judges: dict[str, str]) -> None:
+    """Raise ConfigError for a model that vLLM is to run and cannot."""
+    if config.rollout.engine == "vllm":
+        require_vllm_runs(student, "model.path", STUDENT_REMEDY)
+    for name, path in judges.items():
+        group, _, teacher = name.partition(":")
+        setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
+        require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
+
+
+def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
+    """Directory of the student, those of the models that score by group, training and validation files."""
+    if config.uses_builtin_task:
+        made = prepare_builtin(config, say)
+        judges = {} if made.teacher is None else {"teacher": made.teacher}
+        return made.student, judges, made.train_files, made.val_files
+    assert config.model.path is not None
+    student = check_causal_lm(config.model.path, "model.path")
+    judges = {}
+    if config.teacher.model.path is not None:
+        judges["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
+    for name, path in config.teacher.models.items():
+        judges[f"teacher:{name}"] = check_causal_lm(path, f"teacher.models.{name}")
+    for teacher in judges.values():
+        check_same_tokenizer(student, teacher)
+    return student, judges, config.data.train_files, config.data.val_files
+
+
+def _require_answers(config: Config, found: PromptSet) -> None:
+    """Raise ConfigError where a prompt that is trained on lacks the answer that it is judged by or learned from."""
+    judging = [name for name in config.reward.functions if name in NEED_ANSWERS and config.algorithm.policy_weight]
+    why = f"reward.functions={judging[0]} compares with it" if judging else "it is to be learned from"
+    lacking = [prompt for prompt in found.prompts if not (prompt.answer or "").strip()]
+    if lacking and (judging or config.algorithm.on_policy_share < 1):
+        raise ConfigError(
+            f"data.answer_key={config.data.answer_key}: {len(lacking)} of {len(found.prompts)} training prompts have "
+            f"no answer, and {why}; the first is row {lacking[0].id + 1} of data.train_files"
+        )
+
+
+def _reference(config: Config, student: str) -> str:
+    """Directory of the reference: the student's, where the user names none."""
+    if config.reference.model.path is None:
+        return student
+    path = check_causal_lm(config.reference.model.path, "reference.model.path")
+    check_same_tokenizer(student, path, "reference.model.path")
+    return path
+
+
+def _max_length(config: Config, models: dict[str, Checkpoint]) -> int:
+    """max_prompt_length + max_response_length, or as many positions as student and teacher both have."""
+    length, shortest = config.data.max_prompt_length + config.rollout.max_response_length, ""
+    for name, model in models.items():
+        if model.positions is not None and model.positions < length:
+            length, shortest = model.positions, name
+    if length <= config.rollout.max_response_length:
+        raise ConfigError(
+            f"rollout.max_response_length={config.rollout.max_response_length} leaves no room for a prompt: "
+            f"the {shortest} has {length} positions"
+        )
+    return length

@@ -1,0 +1,226 @@
+"""One run inside a connected Ray: place, start, validate, train, save, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from gkd.cluster.placement import Placement, PlacementFault, laid_out, place
+from gkd.cluster.session import Session
+from gkd.cluster.table import print_table
+from gkd.config import Config
+from gkd.config.learning_rate import doubts
+from gkd.driver.checkpoint import Saved, State
+from gkd.driver.inputs import Inputs
+from gkd.driver.resume import cut
+from gkd.driver.saving import Checkpoints
+from gkd.driver.startup import start, with_transfer
+from gkd.driver.trainer import Parts, RunLog, train
+from gkd.errors import ConfigError
+from gkd.observability import report
+from gkd.observability.metrics import JsonLines, finite
+from gkd.observability.progress import Progress
+from gkd.observability.samples import SampleLog
+from gkd.observability.trackers import MetricsLog, Trackers
+from gkd.planning.require import require_memory, turns_needed
+from gkd.planning.subject import models_of
+
+log = logging.getLogger("gkd")
+
+
+def drive(
+    config: Config,
+    inputs: Inputs,
+    session: Session,
+    output: Path,
+    out: Console,
+    started_s: float,
+    saved: Saved | None = None,
+) -> None:
+    """Everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``) is when the run began.
+
+    ``saved`` is the checkpoint that it goes on from.
+    """
+    asked, config = config, laid_out(config)
+    _write(config, output)
+    placement = _placed(config, session, output)
+    config = with_transfer(_with_turns(config, placement), placement.groups)
+    _write(config, output)  # once more, with what the placement decided
+    out.print(step_text(config), soft_wrap=True)
+    _comment(config, placement)
+    with (
+        Progress(out, config.trainer.total_steps) as progress,
+        Trackers(config, output, _first_step(saved)) as trackers,
+    ):
+        progress.doing("loading models")
+        system = start(config, inputs, placement)
+        files = output / "metrics.jsonl", output / "samples.jsonl"
+        first = 0
+        if saved is not None:
+            first = saved.state.step
+            cut(files[0], saved.state.logged)
+            cut(files[1], first)
+            (output / "summary.json").unlink(missing_ok=True)  # of an end that is not the end any more
+        with MetricsLog(files[0], trackers) as metrics, JsonLines(files[1]) as sampled:
+            samples = SampleLog(sampled, config.trainer.n_logged_samples, _decoder(inputs))
+            checkpoints = Checkpoints(asked, output, started_s, inputs.fingerprints(), first)
+            run_log = RunLog(metrics, samples, progress, checkpoints)
+            state, after = _trained(config, system.parts, run_log, saved, output / "model")
+        for client in system.teachers.values():
+            client.close()
+    wall_s = state.wall_s + time.monotonic() - started_s
+    summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s)
+    report.write(summary, output)
+    report.show(summary, output, _next_command(config, output), out)
+    checkpoints.finish()
+
+
+def _write(config: Config, output: Path) -> None:
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
+
+
+def _first_step(saved: Saved | None) -> int:
+    return 0 if saved is None else saved.state.logged + 1
+
+
+def _trained(
+    config: Config, parts: Parts, log: RunLog, saved: Saved | None, model: Path
+) -> tuple[State, dict[str, float]]:
+    """Train, from a checkpoint where there is one, and write the student to ``model``.
+
+    Returns where it began and the last validation.
+    """
+    state = _first(parts, log) if saved is None else _restored(config, parts, log, saved)
+    try:
+        after = train(config, parts, log, state)
+        parts.actor.save(str(model))
+        log.checkpoints.wait()
+        return state, after
+    except BaseException:
+        log.checkpoints.rescue(parts.actor)
+        raise
+
+
+def step_text(config: Config) -> str:
+    """What one step is made of, and the settings that memory depends on, in one line."""
+    actor, prompts, n = config.actor, config.trainer.batch_size, config.rollout.n
+    samples = prompts * n
+    updates = actor.update_epochs * -(-samples // (actor.mini_batch_size or samples))
+    parts = [
+        f"a step: {prompts:,} prompts x {n} = {samples:,} samples, {updates} update{'s' * (updates != 1)}",
+        f"prompts up to {config.data.max_prompt_length:,} and responses up to {config.rollout.max_response_length:,} "
+        "tokens",
+        f"micro-batches of {actor.max_tokens_per_micro_batch:,} tokens",
+        f"learning rate {actor.lr:g}",
+    ]
+    if actor.gradient_checkpointing:
+        parts.append("gradient checkpointing")
+    if actor.lora.r is not None:
+        parts.append(f"LoRA r={actor.lora.r}" + (f" over {actor.lora.quantize}" if actor.lora.quantize else ""))
+    if actor.offload_optimizer:
+        parts.append("optimizer in the host's memory")
+    return "; ".join(parts)
+
+
+def _comment(config: Config, placement: Placement) -> None:
+    """Say what was decided about importance weights, and warn of a learning rate that cannot work."""
+    device = placement.groups["actor"].reports[0].device
+    decided = config.algorithm_on(device).correction.level
+    if config.algorithm.correction.level == "auto" and decided is not None:
+        log.info(
+            "engine and trainer can differ in how they compute: importance weights by %s correct for it "
+            "(algorithm.correction.level=auto)", decided,
+        )  # fmt: skip
+    if text := doubts(config):
+        log.warning(text)
+
+
+def _first(parts: Parts, log: RunLog) -> State:
+    """Validate the student as it comes."""
+    log.progress.doing("validating")
+    before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
+    log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
+    log.progress.say(
+        f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
+    )
+    return State(before=before, teacher=teacher)
+
+
+def _restored(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
+    """Have the actor, the engines and the order of prompts go on from a checkpoint."""
+    log.progress.doing(f"reading {saved.path}")
+    parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)
+    parts.prompts.restore(saved.state.prompts)
+    parts.sync.push()
+    log.progress.say(f"going on after step {saved.state.step} from {saved.path}")
+    return saved.state
+
+
+def _placed(config: Config, session: Session, output: Path) -> Placement:
+    """Place the groups; the table is shown and placement.json written also when the check fails."""
+    try:
+        placement = place(config, session)
+    except PlacementFault as fault:
+        print_table(fault.placement.reports)
+        fault.placement.write_json(output / "placement.json")
+        raise
+    print_table(placement.reports)
+    placement.write_json(output / "placement.json")
+    return placement
+
+
+def _with_turns(config: Config, placement: Placement) -> Config:
+    """``config`` with cluster.take_turns decided.
+
+    Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
+    """
+    turns = _check_memory(config, placement)
+    if turns:
+        engines = ", ".join(config.on_the_actors_gpus())
+        log.info("actor and %s take turns on their GPUs (cluster.take_turns=%s)", engines, config.cluster.take_turns)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"take_turns": turns})})
+
+
+def _check_memory(config: Config, placement: Placement) -> bool:
+    """Raise ConfigError for a layout that cannot fit; returns whether groups take turns."""
+    asked = config.cluster.take_turns is True
+    reports = placement.reports
+    sizes = {
+        group: min(found)
+        for group in placement.groups
+        if (found := [r.gpu_bytes for r in reports if r.group == group and r.gpu_bytes is not None])
+    }
+    if not sizes and len({report.node_id for report in reports}) > 1:
+        return asked  # whose memory groups on CPUs have depends on which of them are on one machine
+    try:
+        models = models_of(config)
+    except ConfigError as error:
+        log.info("whether the layout fits into memory is not known: %s", error)
+        return asked
+    if notes := [shape.note for shape in (models.student, models.teacher) if shape is not None and shape.note]:
+        log.info("whether the layout fits into memory is not known: %s", notes[0])
+        return asked
+    nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    require_memory(config, models, sizes or None, [n for n in nodes if n])
+    return asked or turns_needed(config, models, sizes or None)
+
+
+def _decoder(inputs: Inputs) -> Callable[[list[int]], str]:
+    return lambda ids: inputs.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _next_command(config: Config, output: Path) -> str:
+    """What a user would try after this run: the own data after the built-in task, the trained student after that."""
+    if not config.uses_builtin_task:
+        return f"go on from here: the same command with model.path={output / 'model'}"
+    teacher = "teacher.model.path=DIR " if config.algorithm.needs_teacher else ""
+    return (
+        f"your own models and data: python -m gkd.main +recipe={config.recipe} model.path=DIR {teacher}"
+        "data.train_files=[train.jsonl] data.val_files=[test.jsonl] data.prompt_key=question data.answer_key=answer"
+    )

@@ -1,0 +1,177 @@
+"""The groups whose models judge samples, teacher, reference and reward model: started alike, asked alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+
+from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
+from gkd.cluster.engines import Engines
+from gkd.cluster.group import Group, Pending
+from gkd.cluster.turns import SLACK_S
+from gkd.config import Config, RewardModel, Scorer
+from gkd.data.tokenizer import tokenizer_hash
+from gkd.driver.inputs import Inputs
+from gkd.inference.vllm_engine import environment
+from gkd.scoring.address import Key, external_addresses, external_key
+from gkd.scoring.worker import JudgeSpec
+
+NAMES = ("teacher", "reference", "reward_model")
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """The engines of every group that judges, by name, and the key their sockets need.
+
+    ``local``: they and all that ask them are on one machine, so that nobody else need reach them.
+    """
+
+    config: Config
+    inputs: Inputs
+    key: Key
+    engines: dict[str, Engines] = field(default_factory=dict)
+    local: bool = True
+
+    @staticmethod
+    def of(config: Config, inputs: Inputs, groups: Mapping[str, Group], rollout: Group) -> Judges:
+        """The judging groups among ``groups``. Raises ConfigError where the user's key cannot be read."""
+        limit = config.cluster.start_timeout_s
+        found: dict[str, Engines] = {}
+        for name in NAMES:
+            if name in groups:
+                settings = _settings(config, name)
+                tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
+                found[name] = Engines.of(groups[name], tensor_parallel, limit)
+        asked = (rollout, *(engines.leaders for engines in found.values()))
+        ips = {report.ip for group in asked for report in group.reports} | {ray.util.get_node_ip_address()}
+        return Judges(config, inputs, _key(config), found, len(ips) == 1)
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The engines' leaders, by group."""
+        return {name: engines.leaders for name, engines in self.engines.items()}
+
+    def builds(self) -> dict[str, Callable[[], list[Pending]]]:
+        """By group, how to start loading its models."""
+        return {name: partial(self._build, name, engines) for name, engines in self.engines.items()}
+
+    def _build(self, name: str, engines: Engines) -> list[Pending]:
+        group, settings, models = engines.leaders, _settings(self.config, name), self._models(name)
+        if isinstance(settings, Scorer):
+            # A server of this run's own takes exactly the sequences this run has, and gives the K it asks for; less
+            # memory is set aside for them.
+            longest = settings.max_model_len or self.inputs.max_length
+            settings = settings.model_copy(update={"max_model_len": longest, "max_top_k": max(1, self._top_k(name))})
+        args = [
+            (
+                settings,
+                JudgeSpec(
+                    self.config.model.dtype_on(report.device),
+                    self.inputs.judges[models[rank % len(models)]],
+                    report.device,
+                    self._tokenizer(name),
+                    "127.0.0.1" if self.local else report.ip,
+                    self.key,
+                    name in self.sleeping(),
+                ),
+            )
+            for rank, report in enumerate(group.reports)
+        ]
+        threads = environment(group.reports[0].device, self.config.cluster.cpu_threads)
+        if name == "reward_model":
+            return [group.submit_build("gkd.scoring.worker:RewardModelWorker", args, environment=threads)]
+        return engines.submit_build(
+            "gkd.scoring.worker:TeacherWorker", "gkd.scoring.worker:teacher_follower", args, threads
+        )
+
+    def sleeping(self) -> list[str]:
+        """Groups that give their memory to the actor while it works."""
+        turns = self.config.cluster.take_turns is True
+        return [name for name in self.groups if turns and name in self.config.on_the_actors_gpus()]
+
+    def give_back(self) -> None:
+        """Have the engines on the actor's GPUs leave these to it."""
+        self._all_do("give_back", "giving memory back")
+
+    def take_back(self) -> None:
+        """Have them be as before."""
+        self._all_do("take_back", "taking memory again")
+
+    def _all_do(self, method: str, what: str) -> None:
+        limit = self.config.weights.timeout_s
+        for name in self.sleeping():
+            # One that died is missed where it is asked to judge.
+            self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, what=what, keep_deaths=True)
+
+    def _models(self, name: str) -> list[str]:
+        """Which of ``inputs.judges`` the engines of a group serve, dealt out in turn."""
+        return sorted(model for model in self.inputs.judges if model.partition(":")[0] == name)
+
+    def _tokenizer(self, name: str) -> str:
+        own = self.inputs.tokenizer_hash
+        return tokenizer_hash(self.inputs.judges[name]) if name == "reward_model" else own
+
+    def serve(self) -> dict[str, Pending]:
+        """Have the servers answer, by model; the calls end only when one fails."""
+        return {model: group.submit("serve", what="serving") for model, group in self._by_model().items()}
+
+    def _by_model(self) -> dict[str, Group]:
+        """The engines of every model."""
+        return {
+            model: group.only(range(place, len(group), len(self._models(name))))
+            for name, group in self.groups.items()
+            for place, model in enumerate(self._models(name))
+        }
+
+    def asking(self, n_clients: int) -> dict[str, dict[str, Any]]:
+        """By model, arguments of the clients of each, :class:`gkd.scoring.client.TeacherClient`.
+
+        ``n_clients`` of them ask.
+        """
+        limit = self.config.cluster.start_timeout_s
+        addresses = {model: group.control("address", timeout_s=limit) for model, group in self._by_model().items()}
+        if self.config.algorithm.needs_teacher and "teacher" not in self.groups:
+            addresses["teacher"] = external_addresses(self.config.teacher)
+        return {model: self._arguments(model, found, n_clients) for model, found in addresses.items()}
+
+    def _top_k(self, name: str) -> int:
+        """The largest K that a group is asked for."""
+        vocabulary = self.inputs.model.vocabulary
+        if name != "teacher":
+            return 0
+        return max(top_k_wanted(self.config, vocabulary), top_k_for_validation(self.config, vocabulary))
+
+    def _arguments(self, model: str, addresses: list[str], n_clients: int) -> dict[str, Any]:
+        name = model.partition(":")[0]
+        settings, vocabulary = _settings(self.config, name), self.inputs.model.vocabulary
+        rates = name == "reward_model"  # in its own tokens
+        return {
+            "addresses": addresses,
+            "tokenizer_hash": self._tokenizer(name),
+            "top_k": self._top_k(name),
+            "vocabulary": None if rates else vocabulary,
+            "max_length": None if rates else self.inputs.max_length,
+            "key": self.key,
+            "n_clients": n_clients,
+            "request_timeout_s": settings.request_timeout_s,
+            "max_attempts": settings.max_attempts,
+            "heartbeat_s": settings.heartbeat_s,
+        }
+
+
+def _settings(config: Config, name: str) -> Scorer | RewardModel:
+    if name == "reward_model":
+        return config.reward_model
+    return config.teacher if name == "teacher" else config.reference
+
+
+def _key(config: Config) -> Key:
+    """The user's key, which an external teacher has as well; without one, a key of this run's own."""
+    teacher = config.teacher
+    if config.algorithm.needs_teacher and teacher.server_ip is not None:
+        return external_key(teacher)
+    return Key.generate() if teacher.key_file is None else Key.load(teacher.key_file)

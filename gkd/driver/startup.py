@@ -1,0 +1,123 @@
+"""From checked inputs to running groups: starts all of them at the same time, then connects them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from gkd.actor.group import ActorGroup
+from gkd.cluster.engines import Engines
+from gkd.cluster.group import Group, Pending, gather
+from gkd.cluster.placement import Placement
+from gkd.cluster.turns import Turns
+from gkd.config import Config
+from gkd.data.prompts import PromptStream
+from gkd.driver.inputs import Inputs
+from gkd.driver.scorers import Judges
+from gkd.driver.trainer import Parts
+from gkd.driver.validation import Validation
+from gkd.driver.weight_sync import WeightSync
+from gkd.inference.engine import EngineSpec
+from gkd.inference.vllm_engine import environment, require_device
+from gkd.rollout.group import RolloutGroup
+from gkd.scoring.client import TeacherClient
+from gkd.weights.choice import choose
+
+log = logging.getLogger("gkd")
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Running parts, and how to ask the teachers, by name; none where none is needed."""
+
+    parts: Parts
+    teachers: dict[str, TeacherClient]
+
+
+def start(config: Config, inputs: Inputs, placement: Placement) -> System:
+    """Build every worker, load every model, connect rollout to teacher and reference.
+
+    ``config`` is what :func:`with_transfer` returned.
+    Raises ConfigError where student and teacher do not fit together, RunFailed where a worker does not come up.
+    """
+    limit, groups = config.cluster.start_timeout_s, placement.groups
+    _require_engines_run(config, groups)
+    engines = Engines.of(groups["rollout"], config.rollout.tensor_parallel_size, limit)
+    rollout = engines.leaders
+    turns = Turns()
+    actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), turns)
+    judges = Judges.of(config, inputs, groups, rollout)
+    builds: dict[str, Callable[[], list[Pending]]] = {
+        "actor": lambda: [actor.submit_build()],
+        "rollout": partial(_build_rollout, config, inputs, engines),
+        **judges.builds(),
+    }
+    for wave in waves({name: groups[name] for name in builds}):
+        gather([call for name in wave for call in builds[name]()], limit)
+    followers = [found.bind() for found in (engines, *judges.engines.values())]
+    asking, serving = judges.asking(len(rollout)), judges.serve()
+    teachers = {name: TeacherClient(**how) for name, how in asking.items() if name.startswith("teacher")}
+    for client in teachers.values():
+        client.connect()
+    rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
+    rollout_group = RolloutGroup(rollout, config, serving, turns, followers, placement.session.require_control)
+    if config.cluster.take_turns is True:
+        turns.actor, turns.judging = actor, [judges]
+        turns.sampling = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
+    sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
+    actor.load()
+    if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
+        sync.push()
+    validation = Validation(config, inputs, rollout_group, actor, teachers)
+    stream = PromptStream(inputs.train.prompts, config.trainer.seed)
+    n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
+    measured = tuple(judges.groups.values())
+    parts = Parts(stream, rollout_group, actor, sync, validation, measured, n_gpus, inputs.model.vocabulary)
+    return System(parts, teachers)
+
+
+def waves(groups: Mapping[str, Group]) -> list[list[str]]:
+    """Which groups may start at the same time: those on one GPU one after the other, as vLLM measures what is free.
+
+    Simulated GPUs have nothing that could be measured; and the actor takes no memory before it loads.
+    """
+    found: list[list[str]] = [[]]
+    for name, group in groups.items():
+        own = {uuid for r in group.reports if r.device == "cuda" and name != "actor" for uuid in r.gpu_uuids}
+        for wave in found:
+            others = {uuid for other in wave for r in groups[other].reports for uuid in r.gpu_uuids if other != "actor"}
+            if not own & others:
+                wave.append(name)
+                break
+        else:
+            found.append([name])
+    return found
+
+
+def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:
+    """Raise ConfigError where vLLM is to run on a device that the installed build is not for."""
+    without_vllm = {"actor", "reward_model", *(["rollout"] if config.rollout.engine == "hf" else [])}
+    for report in [report for name, group in groups.items() if name not in without_vllm for report in group.reports]:
+        require_device(report.device, str(report))
+
+
+def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
+    """The configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that cannot."""
+    wanted = config.weights.transfer
+    way = choose(wanted, config.rollout.engine, groups["actor"].reports, groups["rollout"].reports)
+    log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
+
+
+def _build_rollout(config: Config, inputs: Inputs, engines: Engines) -> list[Pending]:
+    group = engines.leaders
+    args = [
+        (config, EngineSpec(inputs.student, inputs.model, inputs.max_length, rank, report.device))
+        for rank, report in enumerate(group.reports)
+    ]
+    threads = environment(group.reports[0].device, config.cluster.cpu_threads)
+    return engines.submit_build(
+        "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower", args, threads
+    )

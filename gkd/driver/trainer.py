@@ -1,0 +1,104 @@
+"""The training loop: sample, score, update, send the weights back, over and over."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from gkd.actor.group import ActorGroup
+from gkd.algorithms.training_samples import lessons_of
+from gkd.cluster.group import Group
+from gkd.cluster.memory import MemoryReports
+from gkd.config import Config
+from gkd.data.prompts import PromptStream
+from gkd.driver.checkpoint import State
+from gkd.driver.collect import collect
+from gkd.driver.saving import Checkpoints
+from gkd.driver.validation import Validation
+from gkd.driver.weight_sync import WeightSync
+from gkd.observability import metrics as measured
+from gkd.observability.metrics import JsonLines
+from gkd.observability.progress import Progress
+from gkd.observability.samples import SampleLog
+from gkd.observability.watch import Watcher
+from gkd.rollout.group import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything the loop drives, started and holding the same weights."""
+
+    prompts: PromptStream
+    rollout: RolloutGroup
+    actor: ActorGroup
+    sync: WeightSync
+    validation: Validation
+    judges: tuple[Group, ...]
+    n_gpus: int
+    vocab_size: int
+    reports: MemoryReports = field(default_factory=MemoryReports)
+
+    def memory(self) -> dict[str, float]:
+        """memory/* of every group."""
+        return self.reports.read([self.actor.group, self.rollout.living, *self.judges])
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """Where the loop tells what it did."""
+
+    metrics: JsonLines
+    samples: SampleLog
+    progress: Progress
+    checkpoints: Checkpoints
+
+
+def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, float]:
+    """Run the steps up to ``trainer.total_steps`` after ``start`` and the validations; returns the last validation.
+
+    A step is counted, logged, validated and saved only after the actor has been updated and the engines serve its
+    weights. Where the run ends after the update and before that, a checkpoint has what is left to do.
+    """
+    watcher = Watcher(config)
+    state = start if start.row is None else _log(config, parts, log, watcher, start)
+    for step in range(start.step + 1, config.trainer.total_steps + 1):
+        started, clock = time.monotonic(), time.time()
+        records = collect(config, parts.prompts, parts.rollout, parts.vocab_size, step)
+        lessons, row = lessons_of(config, records)
+        log.samples.write(step, records)
+        sampled = time.monotonic()
+        row |= measured.of_batch(records, parts.actor.version) | measured.of_stages(
+            clock, records, clock + sampled - started
+        )
+        state = replace(state, step=step, prompts=parts.prompts.state(), row=measured.finite(row))
+        log.checkpoints.train(state)
+        row |= parts.actor.update(lessons, step)
+        updated = time.monotonic()
+        parts.sync.push()
+        done = time.monotonic()
+        row |= {"timing_s/update": updated - sampled, "timing_s/sync": done - updated, "timing_s/step": done - started}
+        row |= throughput(sum(r.n_tokens for r in records), done - started, parts.n_gpus)
+        row |= parts.memory()
+        state = replace(state, row=measured.finite(row))
+        log.checkpoints.train(state)
+        state = _log(config, parts, log, watcher, state)
+        log.checkpoints.after(parts.actor, state)
+    return state.validated
+
+
+def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: State) -> State:
+    """Validate, if it is time, and write the metrics of a step that is trained and pushed."""
+    step, row, validated = state.step, dict(state.row or {}), state.validated
+    if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
+        validated = measured.finite(parts.validation.run())
+        row |= validated
+    log.metrics.write({"step": step, "epoch": parts.prompts.epoch, **row})
+    log.progress.step(step, row)
+    watcher.look(step, row)
+    return replace(state, validated=validated, row=None)
+
+
+def throughput(n_tokens: int, seconds: float, n_gpus: int) -> dict[str, float]:
+    """perf/*: prompt and response tokens a second, also by each of all groups' GPUs, simulated ones included."""
+    rate = n_tokens / seconds
+    return {"perf/tokens_per_second": rate, "perf/tokens_per_second_per_gpu": rate / n_gpus}

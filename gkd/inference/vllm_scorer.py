@@ -1,0 +1,255 @@
+"""A vLLM engine that scores.
+
+vLLM gives, with ``prompt_logprobs=K``, one row of K + 1 entries for every prompt token but the first: the token itself,
+then the K most likely ones in falling order (the token once more when it is among them). Response rows are therefore
+the last R, and a Target is a slice of them. Five things are not as one would expect:
+
+- ``flat_logprobs`` still takes the rows apart number by number, into Python lists, for every prompt token; see
+  :meth:`VllmEngine._tap`.
+- Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.inference.vllm_engine.SetShape` divides the
+  logits themselves.
+- Scored requests never read the prefix cache (their rows would be missing), so it is off.
+- The probability of all other tokens is in no row; :mod:`gkd.inference.tail` puts it where vLLM puts ranks.
+- One token has to be sampled, and needs room, though nobody reads it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gkd.config import Scorer
+from gkd.data.model_info import Checkpoint
+from gkd.errors import ConfigError, RunFailed
+from gkd.inference.tail import tails_instead_of_ranks, tails_of
+from gkd.inference.vllm_engine import GIB, Device, SetShape, Shape, Span, engine_arguments, sleep, start_llm, wake
+from gkd.scoring.requests import Answer, Generate, Limits, Refused, Request, Score
+from gkd.types import Target
+
+if TYPE_CHECKING:
+    import torch
+
+RESULT_BYTES = 2 * GIB  # results of requests in the engine, prompt rows included; not part of vLLM's own budget
+LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
+ROW_BYTES = 2 * GIB  # top K of all tokens of one step on a GPU, in parts and put together; not in vLLM's budget either
+ENTRY_BYTES = 8 + 4  # an id and a log-probability there
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in vLLM, and the tensors of its rows as they come, prefill chunk by chunk."""
+
+    request: Request
+    bytes: int
+    rows: list[Any] = field(default_factory=list)
+
+
+def scoring_arguments(
+    path: str,
+    checkpoint: Checkpoint,
+    settings: Scorer,
+    device: Device,
+    dtype: Literal["float32", "bfloat16"],
+    sleeps: bool = False,
+    span: Span | None = None,
+    max_num_batched_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Arguments of vLLM for an engine that scores. Raises ConfigError for sequences longer than the model takes."""
+    longest = settings.max_model_len
+    if longest is not None and checkpoint.positions is not None and longest > checkpoint.positions:
+        raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {checkpoint.positions} positions")
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = _batched_tokens(checkpoint, settings, device)
+    return engine_arguments(
+        path,
+        device,
+        settings,
+        dtype=dtype,
+        max_model_len=None if longest is None else longest + 1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=False,
+        sleeps=sleeps,
+        span=span,
+    )
+
+
+def _batched_tokens(checkpoint: Checkpoint, settings: Scorer, device: Device) -> int | None:
+    """Tokens of one step whose logits, or top K, fit into memory that vLLM does not plan; None: vLLM's own number."""
+    if device == "cpu":
+        most = 4096
+        fitting = LOGIT_BYTES // (4 * checkpoint.vocabulary)
+    else:
+        most = 8192  # vLLM's own, twice that on a large card
+        fitting = ROW_BYTES // (2 * ENTRY_BYTES * (min(settings.max_top_k, checkpoint.vocabulary) + 1))
+        if fitting >= 2 * most:
+            return None
+    return max(settings.max_num_seqs, 256, min(most, fitting))
+
+
+class VllmEngine:
+    """Scores and continues token sequences with the model in ``path``; an engine as in requests.Engine.
+
+    ``checkpoint`` describes that model. Requests of one temperature, vocabulary and K run together; others wait until
+    those are done. ``sleeps``: it will be asked to. The process' environment is that of
+    :func:`gkd.inference.vllm_engine.environment`. Raises ConfigError when ``settings.max_model_len`` is more than the
+    model has, RunFailed when vLLM does not start on it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        checkpoint: Checkpoint,
+        settings: Scorer,
+        device: Device,
+        *,
+        dtype: Literal["float32", "bfloat16"],
+        max_num_batched_tokens: int | None = None,
+        sleeps: bool = False,
+        span: Span | None = None,
+    ) -> None:
+        arguments = scoring_arguments(path, checkpoint, settings, device, dtype, sleeps, span, max_num_batched_tokens)
+        self._device = device
+        try:
+            self.llm_engine = start_llm(arguments, device).llm_engine
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise RunFailed(
+                f"the teacher's engine did not start on {path}: {type(error).__name__}: {reason}"
+            ) from error
+        self.llm_engine.collective_rpc(tails_instead_of_ranks)
+        self._stop_ids = checkpoint.eos_ids
+        self.limits = Limits(
+            model=path,
+            vocabulary=checkpoint.vocabulary,
+            max_top_k=min(settings.max_top_k, checkpoint.vocabulary),
+            max_length=self.llm_engine.model_config.max_model_len - 1,
+            capacity=settings.max_num_seqs,
+        )
+        self._shape, self._top_k = Shape(), 0
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._running: dict[int, _Running] = {}
+
+    def add(self, key: int, request: Request) -> None:
+        """Take on a request that passed ``limits.check``."""
+        self._waiting.append((key, request))
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self._waiting or self._running)
+
+    def step(self) -> Iterator[tuple[int, Answer | Refused]]:
+        """One forward pass; the keys and answers of requests that it finished."""
+        yield from self._admit()
+        for output in self.llm_engine.step():
+            if not output.finished:
+                continue
+            key = int(output.request_id)
+            running = self._running.pop(key)
+            if isinstance(running.request, Score):
+                whole = self.limits.width(running.request) == self.limits.rows(running.request)
+                yield key, _target(running.request, running.rows, whole)
+            else:
+                yield key, np.asarray(output.outputs[0].token_ids, np.int32)
+
+    def sleep(self) -> None:
+        """Leave the GPU to others, while idle."""
+        sleep(self.llm_engine, self._device)
+
+    def wake(self) -> None:
+        """Be as before."""
+        wake(self.llm_engine, self._device)
+
+    def close(self) -> None:
+        """Give back memory and processes."""
+        self.llm_engine.engine_core.shutdown()
+
+    def _admit(self) -> Iterator[tuple[int, Refused]]:
+        """Hand to vLLM what may run now, in order, so that no temperature waits for ever."""
+        while self._waiting:
+            key, request = self._waiting[0]
+            if self._running and not self._fits(request):
+                return
+            self._waiting.popleft()
+            try:
+                self._start(key, request)
+            except ValueError as error:
+                yield key, Refused("bad_request", " ".join(str(error).split()))
+
+    def _fits(self, request: Request) -> bool:
+        """Whether ``request`` may join those that run: same shape and K, and memory for its results."""
+        if not isinstance(request, Score):
+            return True  # greedy: no temperature and no result to speak of
+        # On a GPU vLLM takes the largest K of a step for all its rows, and the tail is what that leaves out.
+        if (Shape(request.temperature, request.vocabulary), self.limits.width(request)) != (self._shape, self._top_k):
+            return False
+        return sum(running.bytes for running in self._running.values()) + self._bytes(request) <= RESULT_BYTES
+
+    def _bytes(self, request: Score) -> int:
+        return (len(request.prompt_ids) + len(request.response_ids)) * (self.limits.width(request) + 1) * 8
+
+    def _start(self, key: int, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        if isinstance(request, Generate):
+            params = SamplingParams(
+                temperature=0.0, max_tokens=request.max_tokens, stop_token_ids=self._stop_ids, detokenize=False
+            )
+            self.llm_engine.add_request(str(key), tokens_input(request.prompt_ids.tolist()), params)
+            self._running[key] = _Running(request, 0)
+            return
+        assert isinstance(request, Score), "limits.check lets nothing else through"
+        shape = Shape(request.temperature, request.vocabulary)
+        if shape != self._shape:
+            self.llm_engine.apply_model(SetShape(shape))
+            self._shape = shape
+        self._top_k = self.limits.width(request)
+        ids = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=self._top_k,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        internal = self.llm_engine.add_request(str(key), tokens_input(ids), params)
+        self._running[key] = running = _Running(request, self._bytes(request))
+        self._tap(internal, running.rows)
+
+    def _tap(self, internal: str, rows: list[Any]) -> None:
+        """Have the tensors of a request's rows put into ``rows`` instead of being taken apart.
+
+        vLLM would append every number to a Python list, four appends an entry, before anybody could slice.
+        """
+        processor = self.llm_engine.output_processor.request_states[internal].logprobs_processor
+        assert callable(processor._update_prompt_logprobs), "vLLM has changed"
+        processor._update_prompt_logprobs = rows.append
+
+
+def _target(request: Score, chunks: list[Any], whole: bool) -> Target:
+    """The Target of a scored request from vLLM's LogprobsTensors, one of each prefill chunk or of the whole prompt.
+
+    ``whole``: there is no token beyond the top K.
+    """
+    n = len(request.response_ids)
+    ids = _last_rows([chunk.logprob_token_ids for chunk in chunks], n)
+    logprobs = _last_rows([chunk.logprobs for chunk in chunks], n)
+    if not np.array_equal(ids[:, 0], request.response_ids):
+        raise RunFailed("vLLM's rows are not those of the response tokens: this version orders them differently")
+    return Target(
+        np.ascontiguousarray(logprobs[:, 0]),
+        np.ascontiguousarray(ids[:, 1:], np.int32),
+        np.ascontiguousarray(logprobs[:, 1:]),
+        request.temperature,
+        None if whole or not request.top_k else _last_rows([tails_of(chunk) for chunk in chunks], n),
+    )
+
+
+def _last_rows(chunks: list[torch.Tensor], n: int) -> NDArray[Any]:
+    """The last ``n`` rows of tensors [rows, ...] put end to end."""
+    return np.concatenate([chunk.numpy() for chunk in chunks])[-n:] if len(chunks) > 1 else chunks[0].numpy()[-n:]

@@ -1,0 +1,138 @@
+"""Samples laid end to end: one micro-batch, without padding.
+
+Shapes: S sequences, L tokens in all, N response positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gkd.losses.targets import ABSENT_TAIL, PositionTargets
+from gkd.types import Scored
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """S sequences laid end to end.
+
+    token_ids, position_ids: [L]; cu_seqlens [S + 1]: where each sequence starts; rows [N]: index of the token whose
+    hidden state predicts each response token (the token before it); bounds [S + 1]: where each sequence's rows start.
+    Of each response token, [N]: response_ids; weights in the loss; advantages; sampler_logprobs; old_logprobs, those of
+    the weights before the batch's first update, None where that is this one; reference_logprobs, None without a
+    reference. targets are the teacher's, of N positions, None without one.
+
+    S = 0 is allowed: the turn of a rank that has nothing left while the others still do. Such a batch holds one
+    token and no response position.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    rows: Tensor
+    bounds: Tensor
+    response_ids: Tensor
+    weights: Tensor
+    advantages: Tensor
+    sampler_logprobs: Tensor
+    old_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
+    targets: PositionTargets | None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device."""
+
+        def moved(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor | PositionTargets) else value
+
+        return MicroBatch(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
+
+
+def collate(
+    scored: Sequence[Scored],
+    top_k: int | None,
+    weights: Sequence[float],
+    advantages: Sequence[float],
+    old: Sequence[Tensor] | None = None,
+) -> MicroBatch:
+    """Lay samples end to end, each with the weight and the advantage of its tokens and their ``old`` log-probabilities.
+
+    ``top_k`` is the K of their targets, None where they have none; a batch without samples has as well.
+
+    The end token is a response token like the others and has a row; what would follow it has none, so the position
+    after the end carries no loss.
+    """
+    if not scored:
+        return _empty(top_k, old is not None)
+    prompts = [len(s.sample.request.prompt.token_ids) for s in scored]
+    responses = [len(s.sample.response_ids) for s in scored]
+    lengths = [p + r for p, r in zip(prompts, responses, strict=True)]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    rows = [starts[i] + prompts[i] - 1 + np.arange(responses[i]) for i in range(len(scored))]
+    ids = [part for s in scored for part in (s.sample.request.prompt.token_ids, s.sample.response_ids)]
+    references = [s.reference for s in scored if s.reference is not None]
+    assert len(references) in (0, len(scored)), "some samples were put to the reference, others not"
+    response_ids = torch.from_numpy(np.concatenate([s.sample.response_ids for s in scored]).astype(np.int64))
+    return MicroBatch(
+        token_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        max_seqlen=max(lengths),
+        rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
+        bounds=torch.from_numpy(np.concatenate([[0], np.cumsum(responses)])),
+        response_ids=response_ids,
+        weights=_each(weights, responses),
+        advantages=_each(advantages, responses),
+        sampler_logprobs=torch.from_numpy(np.concatenate([s.sample.logprobs for s in scored])),
+        old_logprobs=None if old is None else torch.cat(list(old)),
+        reference_logprobs=torch.from_numpy(np.concatenate(references)) if references else None,
+        targets=None if top_k is None else _targets(scored, response_ids),
+    )
+
+
+def _each(values: Sequence[float], lengths: Sequence[int]) -> Tensor:
+    """One value a sample as one a response token."""
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+
+
+def _targets(scored: Sequence[Scored], response_ids: Tensor) -> PositionTargets:
+    targets = [s.target for s in scored if s.target is not None]
+    assert len(targets) == len(scored), "some samples were put to the teacher, others not"
+    tails = [
+        np.full(len(t.ids), ABSENT_TAIL, np.float32) if t.tail_logprobs is None else t.tail_logprobs for t in targets
+    ]
+    return PositionTargets(
+        token_ids=response_ids,
+        teacher_token_logprobs=torch.from_numpy(np.concatenate([t.token_logprobs for t in targets])),
+        ids=torch.from_numpy(np.concatenate([t.ids for t in targets]).astype(np.int64)),
+        logprobs=torch.from_numpy(np.concatenate([t.logprobs for t in targets])),
+        tail_logprobs=torch.from_numpy(np.concatenate(tails)) if targets[0].ids.shape[1] else None,
+    )
+
+
+def _empty(top_k: int | None, has_old: bool) -> MicroBatch:
+    none = torch.zeros(0)
+    targets = None
+    if top_k is not None:
+        targets = PositionTargets(none.long(), none, none.long().reshape(0, top_k), none.reshape(0, top_k), none)
+    return MicroBatch(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        position_ids=torch.zeros(1, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        max_seqlen=1,
+        rows=none.long(),
+        bounds=torch.zeros(1, dtype=torch.int64),
+        response_ids=none.long(),
+        weights=none,
+        advantages=none,
+        sampler_logprobs=none,
+        old_logprobs=none if has_old else None,
+        reference_logprobs=none,
+        targets=targets,
+    )

@@ -1,0 +1,71 @@
+"""Importance weights: one rule for every loss that is an average over sampled tokens.
+
+A response is sampled by an engine, ``mu``, and learned from by the trainer, ``q``. The two differ where a batch is
+learned from in several updates, where engine and trainer compute differently on the same weights (bfloat16, 4-bit
+weights, other kernels), and where the weights have moved on since. What is to be estimated is an average over tokens of
+q, so each sampled token counts by
+
+    q / mu  =  (q / old) * (old / mu)
+
+with ``old`` the trainer's own probability before the batch's first update. All three are of the distribution that was
+sampled from: softmax(logits / temperature), normalised over the nucleus of ``rollout.top_p``.
+
+- ``q / old``, the ratio of PPO (arXiv 1707.06347), is 1 in the first update of a batch.
+- ``old / mu``, the correction, is ``algorithm.correction``: truncated (Yao et al., "Your Efficient RL Framework
+  Secretly Brings You Off-Policy RL Training", 2025) or masked, and constant. It is 1 where it is off.
+
+Who gets what:
+
+- The policy gradient on rewards: ``q / old`` inside its surrogate, which clips it, times the correction. GSPO's ratio
+  is of the whole response.
+- ``sampled_reverse_kl`` and the penalty to the reference: ``q / old`` of the token as it is, times the correction
+  (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for the penalty).
+- The mask of bad sequences that are far off-policy looks at ``mu``, so at all of the difference.
+- Divergences over the vocabulary (forward_kl, reverse_kl, jsd): nothing. At each position they are summed, not sampled,
+  and GKD (arXiv 2306.13649) takes the text before a position from wherever it comes.
+- The data's own answers, which nobody sampled: only the divergence and the supervised loss, nothing of the above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gkd.config import Algorithm
+from gkd.losses.micro_batch import MicroBatch
+from gkd.losses.policy_gradient import correction, ratio_of
+
+
+@dataclass(frozen=True, slots=True)
+class Importance:
+    """The parts of N tokens' importance weights, each [N] and constant.
+
+    ``old``: log-probabilities before the batch's first update. ``sampler``: the engine's, ``old`` where there is none.
+    ``correction``: old / mu, truncated or masked. ``sampled``: 1, or 0 for tokens of the data's own answers.
+    """
+
+    old: Tensor
+    sampler: Tensor
+    correction: Tensor
+    sampled: Tensor
+
+    def weights(self, log_q: Tensor) -> Tensor:
+        """q / old * old / mu of each token, [N], constant."""
+        return ratio_of(log_q.detach() - self.old) * self.correction
+
+
+def importance(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm) -> Importance:
+    """What a micro-batch's importance weights are made of; ``log_q`` [N] as the trainer has it now.
+
+    ``algorithm.correction.level`` is to be decided already (:meth:`gkd.config.Config.algorithm_on`); where it is still
+    ``auto`` nothing is corrected.
+    """
+    old = log_q.detach() if micro.old_logprobs is None else micro.old_logprobs
+    unknown = micro.sampler_logprobs.isnan()
+    sampler = torch.where(unknown, old, micro.sampler_logprobs)
+    how, factors = algorithm.correction, torch.ones_like(old)
+    if how.level in ("token", "sequence"):
+        factors = correction(old, sampler, micro.bounds, how.level, how.mask, how.cap)
+    return Importance(old, sampler, factors, (~unknown).to(old.dtype))

@@ -1,0 +1,149 @@
+"""Ask the teachers: one client speaks with all replicas, from any thread, without ever waiting on a socket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import overload
+
+from gkd.errors import ConfigError
+from gkd.scoring import wire
+from gkd.scoring.address import Key, host_of
+from gkd.scoring.dispatch import Dispatcher, Patience
+from gkd.scoring.replica import Call
+from gkd.scoring.requests import (
+    FULL_VOCABULARY,
+    Generate,
+    Rate,
+    Request,
+    Score,
+    TeacherRefused,
+    TeacherUnavailable,
+)
+from gkd.scoring.wire import PROTOCOL, Welcome
+from gkd.types import Int32, Target
+
+MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client does not know how many it will ask for
+
+__all__ = [
+    "FULL_VOCABULARY",
+    "Generate",
+    "Rate",
+    "Score",
+    "TeacherClient",
+    "TeacherRefused",
+    "TeacherUnavailable",
+    "Welcome",
+]
+
+
+class TeacherClient:
+    """Sends every request to the replica with the fewest; asks another one when it does not answer.
+
+    ``addresses`` are ``tcp://host:port``. ``tokenizer_hash`` is the student's; ``top_k`` the largest K that will be
+    asked for (``FULL_VOCABULARY`` for all); ``max_length`` the longest prompt and response together, tokens;
+    ``vocabulary`` the student's rows of logits, put into every request that names none; ``n_clients`` how many ask the
+    same teachers at the same time, each its share of what they can hold; ``key`` that of the servers. The times are
+    those of config.Teacher. Raises ConfigError for an address that is none.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        tokenizer_hash: str,
+        top_k: int = 0,
+        *,
+        key: Key,
+        vocabulary: int | None = None,
+        max_length: int | None = None,
+        n_clients: int = 1,
+        request_timeout_s: float = 120.0,
+        max_attempts: int = 3,
+        heartbeat_s: float = 2.0,
+    ) -> None:
+        if not addresses:
+            raise ConfigError("no address of a teacher is known")
+        for address in addresses:
+            host_of(address)
+        self._tokenizer_hash, self._top_k, self._max_length = tokenizer_hash, top_k, max_length
+        self._vocabulary, self._timeout_s = vocabulary, request_timeout_s
+        self._ids = count()
+        patience = Patience(request_timeout_s, max_attempts, heartbeat_s)
+        largest = wire.largest_reply(max_length or MOST_TOKENS, min(top_k, vocabulary or MOST_IDS))
+        self._dispatcher = Dispatcher(list(dict.fromkeys(addresses)), key, patience, n_clients, largest, self._check)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many requests were "retried", answers came "late" and were dropped, and replicas were "lost"."""
+        return dict(self._dispatcher.counts)
+
+    def connect(self, timeout_s: float | None = None) -> dict[str, Welcome]:
+        """Wait until every replica has answered a greeting; returns what each said of itself, by address.
+
+        Raises ConfigError when one does not fit the student, TeacherUnavailable when one has not answered within
+        ``timeout_s`` (None: the time of one request).
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        end = time.monotonic() + timeout_s
+        found: dict[str, Welcome] = {}
+        for address, future in self._dispatcher.greeted.items():
+            try:
+                found[address] = future.result(max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                silent = ", ".join(a for a, f in self._dispatcher.greeted.items() if not f.done())
+                raise TeacherUnavailable(
+                    f"no answer from the teacher at {silent} within {timeout_s:g} s: it is not running, cannot be "
+                    "reached, or has another key"
+                ) from None
+        return found
+
+    @overload
+    def submit(self, request: Score) -> Future[Target]: ...
+    @overload
+    def submit(self, request: Generate) -> Future[Int32]: ...
+    @overload
+    def submit(self, request: Rate) -> Future[float]: ...
+    def submit(self, request: Request) -> Future[Target] | Future[Int32] | Future[float]:
+        """Ask; never blocks. The arrays of the answer cannot be written to.
+
+        The future fails with TeacherRefused when the teacher cannot answer this request (too long, a token it does
+        not know, ...), with TeacherUnavailable when no replica answered, with ConfigError when a replica that has
+        come (back) does not fit the student, and with RunFailed when the client was closed.
+        """
+        if isinstance(request, Score) and request.vocabulary is None and self._vocabulary is not None:
+            request = Score(
+                request.prompt_ids, request.response_ids, request.top_k, request.temperature, self._vocabulary
+            )
+        call = Call(next(self._ids), request, Future(), time.monotonic())
+        self._dispatcher.submit(call)
+        return call.future
+
+    def close(self) -> None:
+        """End the client's thread and its connections; requests under way fail with RunFailed."""
+        self._dispatcher.close()
+
+    def _check(self, address: str, welcome: Welcome) -> None:
+        """Raise ConfigError, naming both sides, when the teacher at ``address`` does not fit the student."""
+        them = f"the teacher {welcome.model} at {address}"
+        if welcome.protocol != PROTOCOL:
+            raise ConfigError(
+                f"{them} speaks protocol {welcome.protocol}, this side {PROTOCOL}: use one version of gkd"
+            )
+        if welcome.tokenizer_hash != self._tokenizer_hash:
+            raise ConfigError(
+                f"the tokenizers of student and teacher differ: the student's has hash {self._tokenizer_hash[:16]}, "
+                f"that of {them} {welcome.tokenizer_hash[:16]}"
+            )
+        vocabulary = min(welcome.vocabulary, self._vocabulary or welcome.vocabulary)
+        if (k := min(self._top_k, vocabulary)) > welcome.max_top_k:
+            raise ConfigError(
+                f"K={k} is wanted (algorithm.loss.top_k, data.val_top_k), {them} gives at most {welcome.max_top_k} "
+                "(teacher.max_top_k)"
+            )
+        if self._max_length is not None and self._max_length > welcome.max_length:
+            raise ConfigError(
+                f"prompt and response may have {self._max_length} tokens, {them} takes at most {welcome.max_length} "
+                "(teacher.max_model_len)"
+            )

@@ -1,0 +1,195 @@
+"""Whose request the engine takes next, and what a server holds for each of its clients, in bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from gkd.errors import RunFailed
+from gkd.scoring.connections import MIB, Bounds, Connection
+from gkd.scoring.requests import Limits, Refused, Request, Score
+
+MAX_QUEUED = 16_384  # requests of one client
+CHATTER_BYTES = MIB  # answers to greetings and heartbeats, and refusals, that one client may leave unread
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request in the queue: who asked, under which id, and until when (``time.monotonic``) the answer is of use.
+
+    ``request_bytes`` and ``answer_bytes``: memory that the one takes and the other is going to.
+    """
+
+    client: bytes
+    id: int
+    deadline: float
+    request: Request
+    request_bytes: int
+    answer_bytes: int
+
+    @staticmethod
+    def of(client: bytes, id: int, deadline: float, request: Request, request_bytes: int, limits: Limits) -> Job:
+        """A job for an engine with ``limits``."""
+        rows, width = 0, 0
+        if isinstance(request, Score):
+            rows, width = len(request.response_ids), limits.width(request)
+        return Job(client, id, deadline, request, request_bytes + 1024, 1024 + rows * (8 + 8 * width))
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """``owed``: bytes of the answers that the engine works on; ``handed``: of all that ZeroMQ was given for it."""
+
+    connection: Connection
+    queue: deque[Job] = field(default_factory=deque)
+    queued: int = 0
+    owed: int = 0
+    handed: int = 0
+    acked: int = 0
+    chatter: int = 0
+    moved: float = field(default_factory=time.monotonic)
+
+    @property
+    def unread(self) -> int:
+        """Bytes handed to ZeroMQ that the client has not taken off the network, as last measured."""
+        return max(0, self.handed - self.acked)
+
+    def measure(self, now: float) -> None:
+        """See how far the client has read."""
+        acked = self.connection.acked
+        if acked is None:
+            acked = self.handed
+        if acked >= self.handed:  # its own protocol sends a little more than it is given
+            self.handed, self.chatter = acked, 0
+        if acked > self.acked or acked >= self.handed:
+            self.acked, self.moved = acked, now
+
+
+class Clients:
+    """Every client's queue, in turns. The engine's thread takes, the socket's thread does everything else.
+
+    ``expired`` is called with jobs whose time is over, from within :meth:`take`.
+    """
+
+    def __init__(self, bounds: Bounds, expired: Callable[[Job], None]) -> None:
+        self._bounds, self._expired = bounds, expired
+        self._clients: dict[bytes, _Client] = {}
+        self._turns: deque[bytes] = deque()  # clients with requests
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def meet(self, id: bytes, connection: Connection) -> None:
+        """Take a client on, if it is new."""
+        with self._changed:
+            if id not in self._clients:
+                self._clients[id] = _Client(connection)
+
+    def forget(self, id: bytes) -> None:
+        """A client has gone; nobody waits for its answers any more."""
+        with self._changed:
+            self._clients.pop(id, None)
+            if id in self._turns:
+                self._turns.remove(id)
+
+    def fail(self, error: BaseException) -> None:
+        """Have :meth:`take` raise RunFailed from now on."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def put(self, job: Job) -> None:
+        """Queue a request. Raises Refused ("busy") where the client has too much in the queue already."""
+        bounds = self._bounds
+        with self._changed:
+            client = self._clients[job.client]
+            queued = client.queued + job.request_bytes
+            crowded = sum(c.queued for c in self._clients.values()) + job.request_bytes > bounds.queued_bytes_in_all
+            most = min(bounds.queued_bytes, bounds.queued_bytes_in_all // len(self._clients) if crowded else queued)
+            if client.queue and (queued > most or len(client.queue) >= MAX_QUEUED):
+                raise Refused("busy", f"{len(client.queue)} of this client's requests are waiting already")
+            if not client.queue:
+                self._turns.append(job.client)
+            client.queue.append(job)
+            client.queued = queued
+            self._changed.notify_all()
+
+    def take(self, room: int, timeout_s: float) -> list[Job]:
+        """Up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first.
+
+        Clients that do not read their answers are passed over. Raises RunFailed after :meth:`fail`.
+        """
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise RunFailed(f"the teacher's socket thread died: {self._failure!r}") from self._failure
+                jobs = self._take(room)
+                left = end - time.monotonic()
+                if jobs or room <= 0 or left <= 0:
+                    return jobs
+                self._changed.wait(left)
+
+    def _take(self, room: int) -> list[Job]:
+        jobs: list[Job] = []
+        passed, now = 0, time.monotonic()
+        in_all = sum(client.owed + client.unread for client in self._clients.values())
+        while len(jobs) < room and passed < len(self._turns):
+            id = self._turns.popleft()
+            client = self._clients[id]
+            job = client.queue[0]
+            held = client.owed + client.unread
+            full = held + job.answer_bytes > self._bounds.unread_bytes
+            crowded = in_all + job.answer_bytes > self._bounds.unread_bytes_in_all
+            if job.deadline > now and held > 0 and (full or crowded):
+                self._turns.append(id)
+                passed += 1
+                continue
+            client.queue.popleft()
+            client.queued -= job.request_bytes
+            if client.queue:
+                self._turns.append(id)
+            if job.deadline <= now:
+                self._expired(job)
+                continue
+            client.owed += job.answer_bytes
+            in_all += job.answer_bytes
+            jobs.append(job)
+            passed = 0
+        return jobs
+
+    def handing(self, id: bytes, size: int, job: Job | None) -> bool:
+        """A message of ``size`` bytes goes out, the answer to ``job`` where there is one. False: there is no client."""
+        with self._changed:
+            client = self._clients.get(id)
+            if client is None:
+                return False
+            client.handed += size
+            if job is None:
+                client.chatter += size
+            else:
+                client.owed -= job.answer_bytes
+            return True
+
+    def measure(self, now: float) -> Iterator[tuple[Connection, str]]:
+        """See who has read how much; connections of those who do not read, with what they do."""
+        with self._changed:
+            clients = list(self._clients.values())
+            for client in clients:
+                client.measure(now)
+            self._changed.notify_all()
+        for client in clients:
+            if (client.unread and now - client.moved > self._bounds.unread_s) or client.chatter > CHATTER_BYTES:
+                yield client.connection, "unread"
+
+    def drain(self) -> list[Job]:
+        """Take out everything."""
+        with self._changed:
+            jobs = [job for client in self._clients.values() for job in client.queue]
+            for client in self._clients.values():
+                client.queue.clear()
+                client.queued = 0
+            self._turns.clear()
+            return jobs

@@ -1,0 +1,256 @@
+"""The server's side of the wire: a ROUTER socket with a thread of its own, and a queue towards the engine.
+
+The thread answers handshakes and heartbeats at once, also while the engine is busy, and refuses at once what no engine
+could answer. What the engine can do waits in the queue with the moment after which nobody wants the answer any more.
+Only peers with the key get as far as sending; what each of them may take up is bounded all the same (see Bounds).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from typing import Any
+
+import zmq
+
+from gkd.data.rendering import Rendering
+from gkd.errors import ConfigError
+from gkd.scoring import wire
+from gkd.scoring.address import Key, endpoint, secure_server
+from gkd.scoring.clients import Clients, Job
+from gkd.scoring.connections import MIB, Bounds, Connection, Connections
+from gkd.scoring.requests import Code, Limits, Refused
+from gkd.scoring.wakeup import Wakeup
+from gkd.scoring.zap import Gatekeeper
+
+UNREAD_MESSAGES = 16  # of one client in ZeroMQ before it stops reading from the network
+MESSAGES_A_TURN = 256
+LINGER_MS = 500
+TICK_S = 0.05
+GRACE_S = 0.2  # clients lose what they have not read yet when a connection ends
+
+
+class Frontend:
+    """Binds ``host:port`` (port 0: a free one, chosen by the bind) and answers for an engine with ``limits``.
+
+    ``rendering``: how the engine's model is prompted, for clients that want to know. Raises ConfigError when the
+    address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        tokenizer_hash: str,
+        host: str,
+        port: int,
+        key: Key,
+        bounds: Bounds,
+        rendering: Rendering | None,
+    ) -> None:
+        self.limits, self.tokenizer_hash, self.session = limits, tokenizer_hash, secrets.token_hex(8)
+        self.counts: Counter[str] = Counter()
+        self._rendering = rendering
+        self._clients = Clients(bounds, self._expired)
+        # Who gets it, the message, and the job that the engine took where it is the answer to one.
+        self._outbox: deque[tuple[bytes, bytes, Job | None]] = deque()
+        self._wakeup, self._closing = Wakeup(), threading.Event()
+        self._next_tick = 0.0
+        self._context = zmq.Context()
+        self._gatekeeper = Gatekeeper(self._context, key)
+        self._socket = _router(self._context, host, key, wire.largest_request(limits.max_length), bounds)
+        self._connections = Connections(self._socket, bounds, wire.largest_request(limits.max_length), UNREAD_MESSAGES)
+        try:
+            self.address = endpoint(host, _bind(self._socket, host, port))
+        except ConfigError:
+            self._release()
+            raise
+        self._thread = threading.Thread(target=self._run, name="teacher-frontend", daemon=True)
+        self._thread.start()
+
+    def take(self, room: int, timeout_s: float) -> list[Job]:
+        """Up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first. Expired ones are refused.
+
+        Raises RunFailed when the thread has died.
+        """
+        return self._clients.take(room, timeout_s)
+
+    def reply(self, job: Job, frame: bytes) -> None:
+        """Send the answer to a job that was taken."""
+        self._post(job.client, frame, job)
+
+    def refuse(self, job: Job, code: Code, message: str) -> None:
+        """Answer a job that was taken with an error."""
+        self.counts[code] += 1
+        self.reply(job, wire.encode(wire.Error(job.id, code, message[:4096])))
+
+    def close(self, code: Code = "stopping", message: str = "the server is stopping") -> None:
+        """Refuse what is queued, send what is to be sent (half a second at most), and give everything back."""
+        if self._closing.is_set():
+            return
+        for job in self._clients.drain():
+            self._refuse_queued(job, code, message)
+        self._closing.set()
+        self._wakeup.set()
+        self._thread.join(5)
+        self._release()
+
+    def _expired(self, job: Job) -> None:
+        self._refuse_queued(job, "expired", "its deadline passed while it waited for the engine")
+
+    def _refuse_queued(self, job: Job, code: Code, message: str) -> None:
+        self.counts[code] += 1
+        self._post(job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None)
+
+    def _post(self, client: bytes, frame: bytes, job: Job | None) -> None:
+        self._outbox.append((client, frame, job))
+        self._wakeup.set()
+
+    def _release(self) -> None:
+        self._socket.close(linger=LINGER_MS)
+        self._connections.close()
+        self._context.destroy(linger=LINGER_MS)
+        self._wakeup.close()
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            for source in (self._socket, self._wakeup.fileno(), self._gatekeeper.socket, self._connections.monitor):
+                poller.register(source, zmq.POLLIN)
+            while not self._closing.is_set():
+                poller.poll(int(TICK_S * 1000))
+                self._wakeup.clear()
+                self._gatekeeper.answer()
+                self._notice()
+                self._send()
+                self._receive()
+                self._police(time.monotonic())
+            self._send()
+            time.sleep(GRACE_S)
+        except BaseException as error:  # the engine's thread raises it from take()
+            self._clients.fail(error)
+
+    def _notice(self) -> None:
+        """Forget the clients whose connections have ended."""
+        for connection in self._connections.update():
+            if connection.client is not None:
+                self._clients.forget(connection.client)
+
+    def _police(self, now: float) -> None:
+        """Cut off peers that are silent, that read nothing, or whose message has no end."""
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_S
+        for offenders in (self._connections.overdrawn(now), self._clients.measure(now)):
+            for connection, why in offenders:
+                self._cut(connection, why)
+
+    def _cut(self, connection: Connection, why: str) -> None:
+        if not connection.is_cut:
+            self.counts[f"cut_{why}"] += 1
+            connection.cut()
+        if connection.client is not None:
+            self._clients.forget(connection.client)
+
+    def _send(self) -> None:
+        while self._outbox:
+            client, frame, job = self._outbox.popleft()
+            if not self._clients.handing(client, len(frame), job):
+                self.counts["client_gone"] += 1
+                continue
+            try:
+                self._socket.send_multipart([client, frame], zmq.NOBLOCK, copy=len(frame) < MIB)
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                self.counts["client_gone"] += 1
+
+    def _receive(self) -> None:
+        # Not for ever: replies wait meanwhile.
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                client = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._socket.recv(copy=False)
+            whole = not message.more
+            while self._socket.rcvmore:
+                self._socket.recv(copy=False)
+            self._received(client, message, whole)
+        self._wakeup.set()
+
+    def _received(self, client: bytes, message: zmq.Frame, whole: bool) -> None:
+        fd = int(message.get(zmq.SRCFD))
+        if self._connections.of(fd) is None:  # it has only just come
+            self._notice()
+        connection = self._connections.of(fd)
+        if connection is None or connection.is_cut:
+            return  # it has gone already
+        connection.message_came(time.monotonic())
+        if connection.client is not None and connection.client != client:
+            # One of the two is a peer that has gone, whose descriptor the other was given.
+            self._clients.forget(connection.client)
+        connection.client = client
+        self._clients.meet(client, connection)
+        if not whole:
+            self._cut(connection, "frames")
+            return
+        answer = self._answer(client, message.bytes)
+        if answer is not None:
+            self._outbox.append((client, wire.encode(answer), None))
+            self._send()
+
+    def _answer(self, client: bytes, frame: bytes) -> wire.Message | None:
+        """What to reply at once; None for a job that went into the queue."""
+        id = None
+        try:
+            body, arrays = wire.decode(frame, wire.MAX_REQUEST_HEADER_BYTES)
+            match body:
+                case wire.Hello():
+                    return self._welcome()
+                case wire.Ping():
+                    return wire.Pong(self.session)
+                case wire.Score() | wire.Generate() | wire.Rate():
+                    id = body.id
+                    request = wire.decode_request(body, arrays)
+                    self.limits.check(request)
+                    deadline = time.monotonic() + body.remaining_s
+                    self._clients.put(Job.of(client, id, deadline, request, len(frame), self.limits))
+                    return None
+            raise wire.WireError(f"{type(body).__name__} is not for a server")
+        except wire.WireError as error:
+            refused = Refused("bad_request", str(error))
+        except Refused as error:
+            refused = error
+        self.counts[refused.code] += 1
+        return wire.Error(id, refused.code, refused.message[:4096])
+
+    def _welcome(self) -> wire.Welcome:
+        limits = self.limits
+        return wire.Welcome(
+            wire.PROTOCOL, self.session, limits.model, self.tokenizer_hash,
+            limits.vocabulary, limits.max_top_k, limits.max_length, limits.capacity, self._rendering,
+        )  # fmt: skip
+
+
+def _router(context: Any, host: str, key: Key, largest_request: int, bounds: Bounds) -> Any:
+    """A ROUTER socket, not bound yet. What it holds for clients to read is counted in bytes, not by it."""
+    socket = context.socket(zmq.ROUTER)
+    socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, UNREAD_MESSAGES
+    socket.router_mandatory = True  # a reply that cannot be delivered is counted, not lost in silence
+    socket.maxmsgsize = largest_request
+    socket.handshake_ivl = int(bounds.greeting_s * 1000)
+    socket.rcvbuf = MIB
+    socket.ipv6 = ":" in host
+    secure_server(socket, key)
+    return socket
+
+
+def _bind(socket: Any, host: str, port: int) -> int:
+    """The port that ``socket`` is bound to. Raises ConfigError."""
+    try:
+        socket.bind(endpoint(host, port) if port else endpoint(host, 0).removesuffix("0") + "*")
+    except zmq.ZMQError as error:
+        raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {error.strerror}") from None
+    return int(socket.last_endpoint.decode().rsplit(":", 1)[1])

@@ -1,0 +1,154 @@
+"""One teacher as the client sees it: a socket, whether it answers, and what it has been asked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from gkd.scoring import wire
+from gkd.scoring.address import Key, secure_client
+from gkd.scoring.requests import Limits, Request
+
+MISSED_BEATS = 3
+RETRY_S = 0.05  # between attempts to greet a server that is not there yet
+BUSY_S = 0.2  # until a server that has too much of this client's in its queue is sent more
+SEND_HWM = 4_096
+# All clients together have so many times its capacity out at one server: enough that it never waits for them, and few
+# enough that the last request is reached in time. All others wait at the clients, where their time does not run.
+OVERBOOKED = 2
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request under way. ``deadline`` is that of its latest attempt; ``history`` says how earlier ones ended."""
+
+    id: int
+    request: Request
+    future: Future[Any]
+    submitted: float
+    attempts: int = 0
+    sent: float = 0.0
+    deadline: float = 0.0
+    last: Replica | None = None
+    history: list[str] = field(default_factory=list)
+
+
+class Replica:
+    """A DEALER socket to one address. It is out until the server has answered a greeting.
+
+    The socket takes messages only while it is connected, and a replica that goes out gets a new one, so that nothing
+    waits in it for a server that is not there, to be asked when nobody wants the answer any more.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        key: Key,
+        heartbeat_s: float,
+        n_clients: int,
+        largest_reply: int,
+    ) -> None:
+        self.address, self._context, self._key, self._heartbeat_s = address, context, key, heartbeat_s
+        self._n_clients, self._largest_reply = n_clients, largest_reply
+        self.busy_until = 0.0
+        self.welcome: wire.Welcome | None = None
+        self.outstanding: dict[int, Call] = {}
+        # Requests that were given up here, and that the server may still be working on.
+        self.abandoned: set[int] = set()
+        self.out_since = time.monotonic()
+        self._missed, self._heard, self._next_beat = 0, True, 0.0
+        self.socket = self._open()
+
+    @property
+    def limits(self) -> Limits:
+        """What the server said of itself when it was greeted."""
+        assert self.welcome is not None, "only of a replica that answers"
+        w = self.welcome
+        return Limits(w.model, w.vocabulary, w.max_top_k, w.max_length, w.capacity)
+
+    @property
+    def load(self) -> int:
+        """Requests it is working on, as far as this client knows."""
+        return len(self.outstanding) + len(self.abandoned)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes another request at once."""
+        if self.welcome is None or time.monotonic() < self.busy_until:
+            return False
+        return self.load < math.ceil(OVERBOOKED * self.welcome.capacity / self._n_clients)
+
+    def greeted(self, welcome: wire.Welcome) -> None:
+        """The server has answered: it is in."""
+        self.welcome = welcome
+
+    def beat(self, now: float) -> bool:
+        """Greet or ping when it is time. False when the replica is to be put out."""
+        if now < self._next_beat:
+            return True
+        self._missed = 0 if self._heard else self._missed + 1
+        if self._missed >= MISSED_BEATS:
+            return False
+        sent = self.send(wire.encode(wire.Ping() if self.welcome else wire.Hello(wire.PROTOCOL)))
+        if not sent and self.welcome:
+            return False  # the connection is gone
+        # While there is no connection nothing is missed; ZeroMQ keeps trying.
+        self._heard = not sent
+        self._next_beat = now + (self._heartbeat_s if sent else RETRY_S)
+        return True
+
+    def reset(self, now: float) -> None:
+        """Put the replica out and start over with a new socket."""
+        if self.welcome is not None:
+            self.out_since = now
+        self.socket.close(linger=0)
+        self.welcome, self._missed, self._heard, self._next_beat = None, 0, True, 0.0
+        self.outstanding.clear()
+        self.abandoned.clear()
+        self.busy_until = 0.0
+        self.socket = self._open()
+
+    def check(self, request: Request, size: int) -> None:
+        """Raise Refused for what is so long, ``size`` bytes, that the server would hang up instead of saying so."""
+        if size > wire.largest_request(self.limits.max_length):
+            self.limits.check(request)
+
+    def send(self, frame: bytes) -> bool:
+        """Send, or say that it is not possible now."""
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._next_beat = 0.0  # find out why at once
+            return False
+        return True
+
+    def receive(self) -> Iterator[bytes]:
+        """Messages that have arrived. Raises WireError for one of several frames, which can have any length."""
+        socket = self.socket
+        while socket is self.socket:  # a message may lead to a reset
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if socket.rcvmore:
+                raise wire.WireError("a message of several frames")
+            self._heard = True
+            yield frame
+
+    def _open(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger, socket.immediate = 0, True
+        socket.sndhwm, socket.rcvhwm = SEND_HWM, SEND_HWM
+        socket.maxmsgsize = self._largest_reply
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
+        socket.ipv6 = "[" in self.address
+        secure_client(socket, self._key)
+        socket.connect(self.address)
+        return socket

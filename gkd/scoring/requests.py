@@ -1,0 +1,183 @@
+"""What a teacher is asked, what it can do, and the interface of the engine that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from gkd.errors import RunFailed
+from gkd.types import Int32, Target
+
+FULL_VOCABULARY = 2**31 - 1
+"""As ``top_k``: every token there is."""
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+
+Code = Literal[
+    "bad_request", "too_long", "out_of_vocabulary", "k_too_large", "expired", "engine", "busy", "stopping"
+]  # fmt: skip
+SAMPLE_CODES: frozenset[Code] = frozenset({"bad_request", "too_long", "out_of_vocabulary", "k_too_large"})
+"""Codes that say something about the sample; another replica would answer the same."""
+
+
+class TeacherUnavailable(RunFailed):
+    """No replica answered a request in the time and the number of attempts it had."""
+
+
+class TeacherRefused(RunFailed):
+    """The teacher cannot answer this request, whichever replica is asked; ``code`` says why."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(code, message)
+        self.code, self.message = code, message
+
+    def __str__(self) -> str:
+        return f"the teacher refused a sample ({self.code}): {self.message}"
+
+
+class Refused(Exception):
+    """On the server's side: a request that is answered with an error."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Ask for the log-probabilities of ``response_ids`` [R] after ``prompt_ids`` [P].
+
+    ``top_k``: how many of the most likely tokens at each response position come with them; 0 is none,
+    ``FULL_VOCABULARY`` (or any number past the vocabulary) all. All are of softmax(logits / ``temperature``).
+    ``vocabulary``: ids from there on are left out and the rest normalised, so that a student with fewer (padded) rows
+    than the teacher is never given an id it does not have; None: the teacher's own vocabulary.
+    """
+
+    prompt_ids: Int32
+    response_ids: Int32
+    top_k: int
+    temperature: float = 1.0
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k < 0 or not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"top_k={self.top_k} and temperature={self.temperature}: expected 0 or more, and a number from "
+                f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Ask for the greedy continuation of ``prompt_ids`` [P]: at most ``max_tokens``, its end token included."""
+
+    prompt_ids: Int32
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Ask a reward model what ``token_ids`` [L] are worth: a prompt with its response, in that model's tokens."""
+
+    token_ids: Int32
+
+
+Request: TypeAlias = Score | Generate | Rate
+Answer: TypeAlias = Target | Int32 | float
+"""To a Score, a Generate, a Rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can be asked: ``vocabulary`` rows of logits, the largest K, the longest sequence in tokens.
+
+    ``capacity`` is the number of requests it works on at the same time. ``rates``: a reward model, which answers
+    :class:`Rate` and nothing else.
+    """
+
+    model: str
+    vocabulary: int
+    max_top_k: int
+    max_length: int
+    capacity: int
+    rates: bool = False
+
+    def width(self, request: Score) -> int:
+        """K of the reply."""
+        return min(request.top_k, self.rows(request))
+
+    def rows(self, request: Score) -> int:
+        """Tokens that ``request`` leaves possible."""
+        return min(self.vocabulary, request.vocabulary or self.vocabulary)
+
+    def check(self, request: Request) -> None:
+        """Raise :class:`Refused` unless this engine can answer ``request``."""
+        if isinstance(request, Rate) != self.rates:
+            raise Refused("bad_request", f"{self.model} is {'a' if self.rates else 'no'} reward model")
+        if isinstance(request, Score):
+            self._check_score(request)
+            return
+        if isinstance(request, Rate):
+            if not len(request.token_ids):
+                raise Refused("bad_request", "there is nothing to rate")
+            self._check_length(len(request.token_ids), "prompt and response have")
+            self._check_ids(request.token_ids, self.vocabulary)
+            return
+        if not len(request.prompt_ids):
+            raise Refused("bad_request", "the prompt is empty")
+        self._check_length(len(request.prompt_ids) + request.max_tokens, "prompt and wanted response have")
+        self._check_ids(request.prompt_ids, self.vocabulary)
+
+    def _check_score(self, request: Score) -> None:
+        if not len(request.prompt_ids) or not len(request.response_ids):
+            raise Refused(
+                "bad_request",
+                f"{len(request.prompt_ids)} prompt and {len(request.response_ids)} response tokens: "
+                "a score needs at least one of each",
+            )
+        self._check_length(len(request.prompt_ids) + len(request.response_ids), "prompt and response have")
+        if (k := self.width(request)) > self.max_top_k:
+            raise Refused("k_too_large", f"K={k}, and this teacher gives at most {self.max_top_k} (teacher.max_top_k)")
+        rows = self.rows(request)
+        self._check_ids(request.prompt_ids, rows)
+        self._check_ids(request.response_ids, rows)
+
+    def _check_length(self, length: int, what: str) -> None:
+        if length > self.max_length:
+            raise Refused("too_long", f"{what} {length} tokens, and this teacher takes at most {self.max_length}")
+
+    @staticmethod
+    def _check_ids(ids: Int32, rows: int) -> None:
+        outside = (ids < 0) | (ids >= rows)
+        if outside.any():
+            at = int(np.argmax(outside))
+            raise Refused("out_of_vocabulary", f"token {ids[at]} at position {at}: the vocabulary has {rows}")
+
+
+class Engine(Protocol):
+    """What answers requests. All of it is called from one thread."""
+
+    @property
+    def limits(self) -> Limits:
+        """What it can be asked."""
+
+    def add(self, key: int, request: Request) -> None:
+        """Take on a request that passed ``limits.check``."""
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+
+    def step(self) -> Iterable[tuple[int, Answer | Refused]]:
+        """Work for a while; the keys and answers of requests that it finished, or could not take on after all."""
+
+    def sleep(self) -> None:
+        """Leave the GPU to others, while idle."""
+
+    def wake(self) -> None:
+        """Be as before."""
+
+    def close(self) -> None:
+        """Give back memory and processes."""

@@ -1,0 +1,137 @@
+"""The teacher's server: takes requests into the engine as they arrive, sends every answer as it is finished."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+
+from gkd.data.rendering import Rendering
+from gkd.errors import RunFailed
+from gkd.scoring import wire
+from gkd.scoring.address import Key
+from gkd.scoring.clients import Job
+from gkd.scoring.connections import Bounds
+from gkd.scoring.frontend import Frontend
+from gkd.scoring.requests import Code, Engine, Refused
+
+IDLE_POLL_S = 0.2
+
+
+class TeacherServer:
+    """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
+
+    Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
+    Whoever has ``key`` may ask, within ``bounds``; ``rendering`` is part of the handshake. Raises ConfigError when the
+    address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer_hash: str,
+        bind_ip: str,
+        port: int,
+        key: Key,
+        *,
+        bounds: Bounds = Bounds(),  # noqa: B008 (it cannot change)
+        rendering: Rendering | None = None,
+    ) -> None:
+        self._engine = engine
+        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key, bounds, rendering)
+        self._jobs: dict[int, Job] = {}
+        self._keys = count()
+        self._asleep = self._ended = False
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
+
+    @property
+    def address(self) -> str:
+        """``tcp://host:port`` to connect to."""
+        return self._frontend.address
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many requests were answered ("answered") and how many were not, by the code of the error."""
+        return dict(self._frontend.counts)
+
+    def serve(self, stop: threading.Event) -> None:
+        """Answer requests on the calling thread until ``stop`` is set, then close; what is unfinished is refused.
+
+        Raises RunFailed when the engine fails, after telling every client that waits.
+        """
+        code: Code = "stopping"
+        message = "the server is stopping"
+        try:
+            while not stop.is_set():
+                self._turn()
+        except Exception as error:
+            code, message = "engine", f"the engine failed: {type(error).__name__}: {error}"
+            if isinstance(error, RunFailed):
+                raise
+            raise RunFailed(
+                f"the teacher's engine at {self.address} failed: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self._ended = True
+            for job in self._jobs.values():
+                self._frontend.refuse(job, code, message)
+            self._jobs.clear()
+            self._frontend.close(code, message)
+
+    def sleep(self) -> Future[None]:
+        """From another thread: have the engine leave its GPU to others once it is idle. Requests wait meanwhile."""
+        return self._when_idle(self._engine.sleep, True)
+
+    def wake(self) -> Future[None]:
+        """From another thread: have it be as before."""
+        return self._when_idle(self._engine.wake, False)
+
+    def _when_idle(self, act: Callable[[], None], asleep: bool) -> Future[None]:
+        done: Future[None] = Future()
+
+        def command() -> None:
+            try:
+                act()
+                self._asleep = asleep
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self._ended:
+            done.set_exception(RunFailed(f"the engine at {self.address} has ended"))
+        else:
+            self._commands.put(command)
+        return done
+
+    def close(self) -> None:
+        """Stop answering and give back the address."""
+        self._frontend.close()
+
+    def _command(self) -> bool:
+        """Do what another thread asked for, if it did; while asleep nothing else can come, so it is waited for."""
+        try:
+            command = self._commands.get(block=self._asleep, timeout=IDLE_POLL_S)
+        except queue.Empty:
+            return False
+        command()
+        return True
+
+    def _turn(self) -> None:
+        if not self._jobs and (self._command() or self._asleep):
+            return
+        room = self._engine.limits.capacity - len(self._jobs)
+        for job in self._frontend.take(room, 0 if self._jobs else IDLE_POLL_S):
+            key = next(self._keys)
+            self._jobs[key] = job
+            self._engine.add(key, job.request)
+        if not self._jobs:
+            return
+        for key, answer in self._engine.step():
+            job = self._jobs.pop(key)
+            if isinstance(answer, Refused):
+                self._frontend.refuse(job, answer.code, answer.message)
+            else:
+                self._frontend.counts["answered"] += 1
+                self._frontend.reply(job, wire.encode_answer(job.id, answer))

@@ -1,0 +1,255 @@
+"""The wire format between teacher and client.
+
+A message is one frame: the length of a msgpack header (uint32), the header, zeros up to a multiple of four bytes, and
+the raw bytes of its arrays, all little-endian. Being one frame, it is bounded by ZMQ_MAXMSGSIZE before anything of it
+is in memory; a message of several frames is none. The header is ``[body, [[dtype, shape], ...]]``, where body is a map
+whose "type" names one of the kinds below. Decoding is strict: unknown kinds or fields, other types, numbers out of
+range, or sizes that are not those of dtype and shape raise :class:`WireError`. Nothing is unpickled, and nothing is
+allocated from a size that a header claims.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from gkd.data.rendering import Rendering
+from gkd.scoring import requests
+from gkd.scoring.requests import Code
+from gkd.types import Float32, Int32, Target
+
+PROTOCOL = 3
+MAX_REQUEST_HEADER_BYTES = 1 << 12
+MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
+
+Array: TypeAlias = NDArray[Any]
+
+_Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Count = Annotated[int, Meta(ge=0, lt=2**31)]
+_Text = Annotated[str, Meta(max_length=4096)]
+_Seconds = Annotated[float, Meta(gt=0, le=1e7)]
+_Temperature = Annotated[float, Meta(ge=requests.MIN_TEMPERATURE, le=requests.MAX_TEMPERATURE)]
+
+
+class WireError(Exception):
+    """Bytes that are no message of this protocol."""
+
+
+class Body(msgspec.Struct, frozen=True, tag=str.lower, forbid_unknown_fields=True):
+    """Base of every kind of message."""
+
+
+class Hello(Body, frozen=True):
+    """Client to server, first: who are you?"""
+
+    protocol: _Count
+
+
+class Welcome(Body, frozen=True):
+    """What serves here. ``session`` differs after every start of the server; ``rendering`` is for clients that have not
+    got the model's files; the rest is as in requests.Limits.
+    """
+
+    protocol: _Count
+    session: _Text
+    model: _Text
+    tokenizer_hash: _Text
+    vocabulary: _Count
+    max_top_k: _Count
+    max_length: _Count
+    capacity: _Count
+    rendering: Rendering | None = None
+
+
+class Ping(Body, frozen=True):
+    """Client to server, every heartbeat."""
+
+
+class Pong(Body, frozen=True):
+    """The answer, given also while the engine is busy."""
+
+    session: _Text
+
+
+class Score(Body, frozen=True):
+    """Score the tokens from position ``n_prompt`` on; see requests.Score. Array: tokens int32 [n_prompt + R].
+
+    ``remaining_s``: seconds from its arrival within which the answer is of use.
+    """
+
+    id: _Id
+    remaining_s: _Seconds
+    n_prompt: _Count
+    top_k: _Count
+    temperature: _Temperature
+    vocabulary: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+
+class Scored(Body, frozen=True):
+    """The answer. Arrays: token_logprobs float32 [R], ids int32 [R, K], logprobs float32 [R, K], tail_logprobs
+    float32 [R], or [0] where there is no tail.
+    """
+
+    id: _Id
+    temperature: _Temperature
+
+
+class Generate(Body, frozen=True):
+    """Continue a prompt greedily. Array: prompt int32 [P]."""
+
+    id: _Id
+    remaining_s: _Seconds
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class Generated(Body, frozen=True):
+    """The answer. Array: response int32 [R]."""
+
+    id: _Id
+
+
+class Rate(Body, frozen=True):
+    """What is this worth? Array: tokens int32 [L]."""
+
+    id: _Id
+    remaining_s: _Seconds
+
+
+class Rated(Body, frozen=True):
+    """The answer; it may not be a finite number."""
+
+    id: _Id
+    value: float
+
+
+class Error(Body, frozen=True):
+    """Why there is no answer; ``id`` is None when the request could not even be read."""
+
+    id: _Id | None
+    code: Code
+    message: _Text
+
+
+Message: TypeAlias = Hello | Welcome | Ping | Pong | Score | Scored | Generate | Generated | Rate | Rated | Error
+
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+# Dtype and number of axes of each kind's arrays.
+_ARRAYS: dict[type[Body], tuple[tuple[np.dtype[Any], int], ...]] = {
+    Score: ((_INT, 1),),
+    Scored: ((_FLOAT, 1), (_INT, 2), (_FLOAT, 2), (_FLOAT, 1)),
+    Generate: ((_INT, 1),),
+    Generated: ((_INT, 1),),
+    Rate: ((_INT, 1),),
+}
+
+_Spec: TypeAlias = tuple[Annotated[str, Meta(max_length=3)], Annotated[list[_Count], Meta(max_length=2)]]
+_Header: TypeAlias = tuple[Message, Annotated[list[_Spec], Meta(max_length=4)]]
+_LENGTH, _ALIGNMENT = struct.Struct("<I"), 4
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+def encode(body: Message, *arrays: Array) -> bytes:
+    """The frame of a message."""
+    expected = _ARRAYS.get(type(body), ())
+    assert [a.ndim for a in arrays] == [ndim for _, ndim in expected], f"{type(body).__name__} has other arrays"
+    plain = [np.ascontiguousarray(a, dtype) for a, (dtype, _) in zip(arrays, expected, strict=True)]
+    header = _encoder.encode((body, [(a.dtype.str, a.shape) for a in plain]))
+    parts = [_LENGTH.pack(len(header)), header, bytes(-len(header) % _ALIGNMENT)]
+    return b"".join([*parts, *(a.data.cast("B") for a in plain if a.size)])  # a view without elements cannot be cast
+
+
+def decode(frame: bytes, max_header_bytes: int = MAX_REPLY_HEADER_BYTES) -> tuple[Message, list[Array]]:
+    """The message in ``frame`` and its arrays, which share the frame's memory and cannot be written to.
+
+    Raises WireError, and nothing else, whatever the frame holds.
+    """
+    length = _LENGTH.unpack_from(frame)[0] if len(frame) >= _LENGTH.size else 0
+    if not 0 < length <= min(max_header_bytes, len(frame) - _LENGTH.size):
+        raise WireError(f"a frame of {len(frame)} bytes with a header of {length}")
+    try:
+        body, specs = _decoder.decode(memoryview(frame)[_LENGTH.size : _LENGTH.size + length])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"unreadable header: {error}") from None
+    expected = _ARRAYS.get(type(body), ())
+    if len(expected) != len(specs):
+        raise WireError(f"{type(body).__name__} has {len(expected)} arrays; {len(specs)} announced")
+    at = _LENGTH.size + length + -length % _ALIGNMENT
+    wanted = at + sum(math.prod(shape) * dtype.itemsize for (dtype, _), (_, shape) in zip(expected, specs, strict=True))
+    arrays = []
+    for (dtype, ndim), (name, shape) in zip(expected, specs, strict=True):
+        if name != dtype.str or len(shape) != ndim:
+            raise WireError(f"{type(body).__name__}: {name} {shape} where {dtype.str} of {ndim} axes belongs")
+        if wanted != len(frame):
+            raise WireError(f"{type(body).__name__}: {len(frame)} bytes where its arrays need {wanted}")
+        arrays.append(np.frombuffer(frame, dtype, math.prod(shape), at).reshape(shape))
+        at += arrays[-1].nbytes
+    if not arrays and wanted != len(frame):
+        raise WireError(f"{type(body).__name__}: {len(frame) - wanted} bytes too many")
+    return body, arrays
+
+
+def largest_request(max_length: int) -> int:
+    """Bytes that a request about ``max_length`` tokens can have."""
+    return _LENGTH.size + MAX_REQUEST_HEADER_BYTES + _ALIGNMENT + 4 * max_length
+
+
+def largest_reply(rows: int, top_k: int) -> int:
+    """Bytes that an answer about ``rows`` tokens with K of ``top_k`` each can have."""
+    return _LENGTH.size + MAX_REPLY_HEADER_BYTES + _ALIGNMENT + rows * (8 + 8 * top_k)
+
+
+def encode_request(id: int, remaining_s: float, request: requests.Request) -> bytes:
+    """The frame that asks for ``request``."""
+    if isinstance(request, requests.Rate):
+        return encode(Rate(id, remaining_s), request.token_ids)
+    if isinstance(request, requests.Generate):
+        return encode(Generate(id, remaining_s, request.max_tokens), request.prompt_ids)
+    body = Score(
+        id, remaining_s, len(request.prompt_ids), request.top_k, float(request.temperature), request.vocabulary
+    )
+    return encode(body, np.concatenate([request.prompt_ids, request.response_ids]))
+
+
+def decode_request(body: Score | Generate | Rate, arrays: Sequence[Array]) -> requests.Request:
+    """The request in a message. Raises WireError."""
+    (tokens,) = arrays
+    if isinstance(body, Rate):
+        return requests.Rate(tokens)
+    if isinstance(body, Generate):
+        return requests.Generate(tokens, body.max_tokens)
+    if body.n_prompt > len(tokens):
+        raise WireError(f"n_prompt={body.n_prompt} of {len(tokens)} tokens")
+    return requests.Score(
+        tokens[: body.n_prompt], tokens[body.n_prompt :], body.top_k, body.temperature, body.vocabulary
+    )
+
+
+def encode_answer(id: int, answer: requests.Answer) -> bytes:
+    """The frame that answers request ``id``."""
+    if isinstance(answer, float):
+        return encode(Rated(id, answer))
+    if isinstance(answer, Target):
+        tails = np.zeros(0, np.float32) if answer.tail_logprobs is None else answer.tail_logprobs
+        return encode(Scored(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs, tails)
+    return encode(Generated(id), answer)
+
+
+def decode_target(body: Scored, arrays: Sequence[Array]) -> Target:
+    """The target in a message. Raises WireError when its arrays do not belong together."""
+    token_logprobs: Float32
+    ids: Int32
+    logprobs: Float32
+    tails: Float32
+    token_logprobs, ids, logprobs, tails = arrays
+    try:
+        return Target(token_logprobs, ids, logprobs, body.temperature, tails if len(tails) else None)
+    except ValueError as error:
+        raise WireError(str(error)) from None

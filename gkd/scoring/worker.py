@@ -1,0 +1,114 @@
+"""One model that judges, of the teacher's, the reference's or the reward model's group, and its server."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+from gkd.config import RewardModel, Scorer
+from gkd.data.model_info import Checkpoint
+from gkd.data.tokenizer import load_tokenizer
+from gkd.errors import RunFailed
+from gkd.inference.vllm_engine import Device, Follower, Span
+from gkd.observability.memory import memory_here
+from gkd.scoring.address import Key
+from gkd.scoring.requests import Engine
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeSpec:
+    """The model that judges, how it runs, and where its server listens. ``sleeps``: it is to give its memory back."""
+
+    dtype: Dtype
+    model_path: str
+    device: Device
+    tokenizer_hash: str
+    bind_ip: str
+    key: Key
+    sleeps: bool = False
+
+
+class JudgeWorker:
+    """Built inside a Ray worker: has an engine and binds a free port of ``bind_ip``.
+
+    The engine belongs to the thread that builds this object and calls :meth:`serve`; other methods may be called from
+    others. Raises ConfigError when there is no usable model, RunFailed when the engine does not start.
+    """
+
+    def __init__(self, engine: Engine, spec: JudgeSpec) -> None:
+        from gkd.scoring.server import TeacherServer
+
+        self._engine = engine
+        self._server = TeacherServer(engine, spec.tokenizer_hash, spec.bind_ip, 0, spec.key)
+
+    def address(self) -> str:
+        """``tcp://host:port`` for clients."""
+        return self._server.address
+
+    def give_back(self, timeout_s: float) -> None:
+        """Have the engine leave its GPU to others once it is idle. Raises RunFailed past the deadline."""
+        self._wait(self._server.sleep(), "give its memory back", timeout_s)
+
+    def take_back(self, timeout_s: float) -> None:
+        """Have it be as before. Raises RunFailed past the deadline."""
+        self._wait(self._server.wake(), "take its memory again", timeout_s)
+
+    def _wait(self, done: Future[None], what: str, timeout_s: float) -> None:
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            who = f"the engine at {self._server.address}"
+            raise RunFailed(f"{who} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
+
+    def memory(self) -> dict[str, float]:
+        """Memory of this engine's process."""
+        return memory_here()
+
+    def serve(self) -> None:
+        """Answer requests for as long as this process lives. Raises RunFailed when the engine fails."""
+        try:
+            self._server.serve(threading.Event())
+        finally:
+            self._engine.close()
+
+
+class TeacherWorker(JudgeWorker):
+    """Scores tokens with the model in ``model_path``, on vLLM."""
+
+    def __init__(self, settings: Scorer, spec: JudgeSpec, span: Span | None = None) -> None:
+        # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
+        from gkd.inference.vllm_scorer import VllmEngine
+
+        path, device = spec.model_path, spec.device
+        found = _checkpoint(path)
+        engine = VllmEngine(path, found, settings, device, dtype=spec.dtype, sleeps=spec.sleeps, span=span)
+        super().__init__(engine, spec)
+
+
+def teacher_follower(settings: Scorer, spec: JudgeSpec, span: Span) -> Follower:
+    """The part on a further node of the engine that a TeacherWorker with these arguments leads."""
+    from gkd.inference.vllm_scorer import scoring_arguments
+
+    path = spec.model_path
+    arguments = scoring_arguments(path, _checkpoint(path), settings, spec.device, spec.dtype, spec.sleeps, span)
+    return Follower(arguments)
+
+
+def _checkpoint(model_path: str) -> Checkpoint:
+    return Checkpoint.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path"))
+
+
+class RewardModelWorker(JudgeWorker):
+    """Rates responses with the classification model in ``model_path``, on transformers."""
+
+    def __init__(self, settings: RewardModel, spec: JudgeSpec) -> None:
+        import torch
+
+        from gkd.inference.classifier import ClassifierEngine
+
+        engine = ClassifierEngine(spec.model_path, settings, spec.device, getattr(torch, spec.dtype))
+        super().__init__(engine, spec)

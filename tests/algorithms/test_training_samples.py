@@ -1,0 +1,141 @@
+"""From rewards to advantages and weights, on the driver."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from gkd.algorithms.advantages import group_advantages, groups_that_differ, overlong_penalty
+from gkd.algorithms.aggregation import token_weights
+from gkd.algorithms.training_samples import lessons_of, rewards_of
+from gkd.config import Config, Reward, load
+from gkd.errors import RunFailed
+from gkd.types import Record
+
+
+def config(**algorithm: object) -> Config:
+    return load(
+        {
+            "algorithm": {"name": "grpo", **algorithm},
+            "rollout": {"n": 2, "max_response_length": 10},
+            "reward": {"functions": ["accuracy", "length"], "weights": [1.0, 0.5], "max_failed_share": 0.5},
+        }
+    )
+
+
+def record(key: int, accuracy: float | str, length: float | str = 0.0, n: int = 5, ended: str = "stop") -> Record:
+    rewards = {"accuracy": accuracy, "length": length}
+    return Record(key, key // 2, key % 2, rewards, 4, n, ended, 0, 0, 0.0, 0.0, 0)
+
+
+def test_advantages_are_within_the_group() -> None:
+    rewards, groups = [1.0, 0.0, 0.5, 3.0, 3.0, 3.0], [0, 0, 0, 1, 1, 1]
+    plain = group_advantages(rewards, groups, divide_by_std=False)
+    assert plain.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    divided = group_advantages(rewards, groups, divide_by_std=True)
+    assert divided[:3].tolist() == pytest.approx((plain[:3] / (statistics.stdev(rewards[:3]) + 1e-4)).tolist())
+    assert divided[3:].tolist() == [0.0] * 3  # equal rewards: nothing to learn, and no division by zero
+    assert groups_that_differ(rewards, groups) == {0}
+    assert group_advantages([2.0], [0], divide_by_std=True).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("reward", [0.1, 1.2, 1 / 3])
+def test_equal_rewards_that_no_binary_number_is_are_equal(reward: float) -> None:
+    """The mean of three times 0.1 is not 0.1."""
+    for n in range(2, 20):
+        assert group_advantages([reward] * n, [0] * n, divide_by_std=True).tolist() == [0.0] * n
+
+
+def test_weights_are_those_of_the_formulas() -> None:
+    lengths, kept = [2, 5, 3], [True, True, False]
+    assert token_weights(lengths, kept, "token_mean", 10) == [1 / 7, 1 / 7, 0.0]
+    # A sample that is left out makes no other count more.
+    assert token_weights(lengths, kept, "sequence_mean", 10) == [1 / 6, 1 / 15, 0.0]
+    assert token_weights(lengths, kept, "constant", 10) == [1 / 30, 1 / 30, 0.0]
+    for how in ("token_mean", "sequence_mean", "constant"):
+        assert token_weights(lengths, [False] * 3, how, 10) == [0.0] * 3
+
+
+def test_rewards_are_weighted_and_what_a_failed_one_is_worth_is_not_known() -> None:
+    records = [record(0, 1.0, 0.5), record(1, "TimeoutError: ", 1.0), record(2, 1.0, "ValueError: ")]
+    assert rewards_of(config(), records) == pytest.approx([1.25, math.nan, math.nan], nan_ok=True)
+    watched_only = config().model_copy(update={"reward": Reward(functions=["accuracy", "length"], weights=[1.0, 0.0])})
+    assert rewards_of(watched_only, records)[2] == 1.0  # one that counts nothing may fail
+
+
+@pytest.mark.parametrize("divide", [False, True])
+def test_a_failed_reward_pushes_no_other_sample(divide: bool) -> None:
+    """The advantages of the others are those of the group without it."""
+    known, nan = [1.0, 0.0, 0.5], math.nan
+    expected = group_advantages(known, [0] * 3, divide).tolist()
+    assert group_advantages([1.0, nan, 0.0, 0.5], [0] * 4, divide).tolist() == [expected[0], 0.0, *expected[1:]]
+    assert group_advantages([1.0, 1.0, 1.0, nan], [0] * 4, divide).tolist() == [0.0] * 4
+    assert group_advantages([nan, 3.0, nan, nan, nan], [0, 0, 0, 1, 1], divide).tolist() == [0.0] * 5
+    assert groups_that_differ([1.0, nan, 1.0, 0.0, nan, nan], [0, 0, 1, 1, 2, 2]) == {1}
+
+
+@pytest.mark.parametrize("name", ["grpo", "on_policy_distill"])
+def test_a_sample_without_a_reward_is_left_out_of_the_loss_on_rewards(name: str) -> None:
+    """A teacher's divergence needs no reward and still counts."""
+    settings = config(name=name, **({"reward_weight": 1.0} if name == "on_policy_distill" else {}))
+    records = [record(0, 1.0), record(1, "ValueError: no"), record(2, 1.0), record(3, 0.0)]
+    lessons, metrics = lessons_of(settings, records)
+    assert [lesson.kept for lesson in lessons] == [True, name == "on_policy_distill", True, True]
+    assert [lesson.advantage for lesson in lessons[:2]] == [
+        0.0,
+        0.0,
+    ]  # the other one is alone in its group
+    assert lessons[2].advantage == -lessons[3].advantage > 0
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["advantage/std"] == pytest.approx(np.std([0.0, lessons[2].advantage, lessons[3].advantage]))
+    permissive = settings.model_copy(update={"reward": settings.reward.model_copy(update={"max_failed_share": 1.0})})
+    lessons, metrics = lessons_of(permissive, [record(i, "ValueError: no") for i in range(4)])
+    assert not any(lesson.advantage for lesson in lessons)
+    assert "reward/mean" not in metrics  # what was not measured is left out
+    assert metrics["reward/accuracy/failed"] == 1.0
+
+
+def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    records = [record(0, 1.0), record(1, "ValueError: no"), record(2, 0.0), record(3, 0.0)]
+    caplog.set_level(logging.WARNING, "gkd")
+    logging.getLogger("gkd").propagate = True
+    _, metrics = lessons_of(config(), records)
+    assert metrics["reward/accuracy/mean"] == pytest.approx(1 / 3)
+    assert metrics["reward/accuracy/failed"] == 0.25
+    assert metrics["reward/equal_groups"] == 1.0
+    assert metrics["advantage/mean"] == pytest.approx(0.0)
+    assert "reward accuracy failed on 1 of 4 samples, for example: ValueError: no" in caplog.text
+
+
+def test_rewards_of_one_name_are_logged_by_themselves() -> None:
+    settings = config().model_copy(update={"reward": Reward(functions=["accuracy", "mine:accuracy", "mine:other"])})
+    rewards = {"accuracy": 1.0, "mine:accuracy": 0.0, "mine:other": 0.5}
+    _, metrics = lessons_of(settings, [Record(i, 0, i, rewards, 4, 5, "stop", 0, 0, 0.0, 0.0, 0) for i in range(2)])
+    assert metrics["reward/accuracy/mean"] == 1.0
+    assert metrics["reward/mine:accuracy/mean"] == 0.0
+    assert metrics["reward/other/mean"] == 0.5
+
+
+def test_too_many_failures_end_the_run() -> None:
+    records = [record(i, "ValueError: no" if i else 1.0) for i in range(4)]
+    with pytest.raises(RunFailed, match=r"reward accuracy failed on 3 of 4 samples, for example: ValueError: no"):
+        lessons_of(config(), records)
+
+
+def test_overlong_responses() -> None:
+    assert [overlong_penalty(n, 10, 4) for n in (3, 6, 8, 10)] == [0.0, 0.0, -0.5, -1.0]
+    records = [record(0, 1.0, n=10, ended="length"), record(1, 0.0, n=6)]
+    assert [lesson.kept for lesson in lessons_of(config(overlong={"action": "mask"}), records)[0]] == [False, True]
+    assert all(lesson.kept for lesson in lessons_of(config(), records)[0])
+    assert rewards_of(config(overlong={"action": "penalty", "buffer": 4}), records) == [0.0, 0.0]
+
+
+def test_distillation_asks_no_rewards() -> None:
+    lessons, metrics = lessons_of(Config(), [Record(0, 0, 0, {}, 4, 5, "stop", 0, 0, 0.0, 0.0, 0)])
+    assert metrics == {}
+    assert (lessons[0].advantage, lessons[0].kept) == (0.0, True)
+    assert np.isfinite(lessons[0].advantage)

@@ -1,0 +1,66 @@
+"""What the monitor says of a run's files; the whole program beside a run is in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gkd.cli.monitor import advice, main, progress_line
+from gkd.errors import ConfigError
+from gkd.observability.hardware import Card, resident_gb
+from gkd.observability.run_files import RunFiles
+
+CARD = Card(0, "GPU-1", "a card", "9.0", 80.0, 30.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFiles:
+    (tmp_path / "config.yaml").write_text("trainer: {total_steps: 10}\n")
+    placed = [{"group": g, "rank": 0, "pid": os.getpid(), "gpu_uuids": ["GPU-1"]} for g in ("actor", "rollout")]
+    (tmp_path / "placement.json").write_text(json.dumps(placed))
+    rows = [{"step": 0, "val/accuracy": 0.25}, {"step": 1, "timing_s/step": 30.0, "distill/loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 2, "timi')
+    return RunFiles(tmp_path)
+
+
+def test_progress_is_that_of_the_last_whole_line(run: RunFiles) -> None:
+    line = progress_line(run)
+    assert "step 1/10  30.00 s/step  4:30 left" in line
+    assert "val/accuracy 0.25" in line
+    (run.path / "summary.json").write_text("{}")
+    assert "finished, 1 steps" in progress_line(run)
+
+
+def test_groups_and_their_processes(run: RunFiles) -> None:
+    assert run.groups_on("GPU-1") == ["actor", "rollout"]
+    assert run.groups_on("GPU-2") == []
+    assert run.pids() == {"actor": [os.getpid()], "rollout": [os.getpid()]}
+    assert resident_gb(os.getpid()) > 0.01
+    assert resident_gb(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("free", "last", "said"),
+    [
+        (30.0, {}, ""),
+        (2.0, {}, "lower rollout.gpu_memory_utilization"),
+        (30.0, {"memory/actor/alloc_retries": 3}, "expandable_segments"),
+        (30.0, {"memory/actor/ooms": 1}, "actor.max_tokens_per_micro_batch"),
+    ],
+)
+def test_advice(free: float, last: dict[str, float], said: str) -> None:
+    card = Card(0, "GPU-1", "a card", "9.0", 80.0, free)
+    found = advice(card, ["actor", "rollout"], last)
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_where_there_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="no run here"):
+        RunFiles(tmp_path)
+    assert main([str(tmp_path)]) == 2
+    assert main(["--every", "0"]) == 2
+    assert len(capfd.readouterr().err.splitlines()) == 2

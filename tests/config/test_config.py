@@ -1,0 +1,262 @@
+"""Settings: what is accepted, and that everything else is one line that names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from gkd.config import Config, parse_gpus, settings
+from gkd.config.compose import compose, groups
+from gkd.errors import ConfigError
+
+OWN = ["model.path=/x", "data.train_files=[a]", "data.val_files=[b]"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("0-1", [0, 1]), ("4,5,6,7", [4, 5, 6, 7]), (7, [7]), ([3, 1], [1, 3]), ("0,2-4", [0, 2, 3, 4]), (None, None)],
+)
+def test_gpu_ranges(value: object, expected: list[int] | None) -> None:
+    assert parse_gpus(value) == expected
+
+
+@pytest.mark.parametrize("value", ["", "a", "3-1", "0,0", "-1", "1.5", "0-", True, [], "0-99999"])
+def test_what_is_no_gpu_range(value: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_gpus(value)
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=12, unique=True))
+def test_every_list_of_gpus_is_read_back(indices: list[int]) -> None:
+    assert parse_gpus(",".join(map(str, indices))) == sorted(indices)
+
+
+def test_every_setting_says_what_it_means() -> None:
+    assert all(meaning for meaning in settings().values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["traner.total_steps=5"], r"unknown setting traner.total_steps \(did you mean trainer.total_steps\?\)"),
+        (["trainer.total_step=5"], r"unknown setting trainer.total_step \(did you mean trainer.total_steps\?\)"),
+        (["+trainer.new=5"], r"unknown setting trainer.new"),
+        (["trainer.total_steps=many"], r"trainer.total_steps=many: input should be a valid integer"),
+        (["actor.lr=inf"], r"actor.lr=inf: .*finite"),
+        (["rollout.timeout_s=nan"], r"rollout.timeout_s=nan: "),
+        (["trainer.seed=99999999999999999999"], r"trainer.seed=99999999999999999999: .*less than"),
+        (["trainer.total_steps=1.5"], r"trainer.total_steps=1.5: "),
+        (["trainer.batch_size=0"], r"trainer.batch_size=0: .*greater than or equal to 1"),
+        (["algorithm.loss.beta=1.5"], r"algorithm.loss.beta=1.5: .*less than or equal to 1"),
+        (["algorithm.loss.name=kl"], r"algorithm.loss.name=kl: .*'forward_kl'.*'sampled_reverse_kl'"),
+        (["trainer.gpus=0-1", "rollout.gpus=1-2"], r"trainer.gpus and rollout.gpus overlap: both name GPU 1"),
+        (["trainer.gpus=0-1", "trainer.n_gpus_per_node=3"], r"trainer.*names 2 GPUs but n_gpus_per_node is 3"),
+        (["rollout.gpus_by_node=[0-3,4-6]"], r"rollout: gpus_by_node has ranges of 4, 3 GPUs: .* as many on each"),
+        (["rollout.gpus_by_node=[0-3,4-7]", "rollout.nnodes=3"], r"4 GPUs on each of 2 nodes but .* nnodes is 3"),
+        (["rollout.gpus_by_node=[0,1]", "rollout.gpus=0"], r"rollout: gpus and gpus_by_node exclude each other"),
+        (["rollout.gpus_by_node=[0]", "rollout.share_with=actor"], r"so leave rollout.gpus_by_node out"),
+        (["trainer.gpus=zero"], r"trainer.gpus=zero: .*a range such as 0-3"),
+        (["teacher.n_gpus_per_node=3", "teacher.tensor_parallel_size=2"], r"teacher.*2 does not divide .*3$"),
+        (
+            ["teacher.n_gpus_per_node=2", "teacher.nnodes=2", "teacher.tensor_parallel_size=4"],
+            r"teacher: tensor_parallel_size=4 does not divide n_gpus_per_node=2; across_nodes=true lets an engine span",
+        ),
+        (
+            ["rollout.nnodes=3", "rollout.tensor_parallel_size=2", "rollout.across_nodes=true"],
+            r"rollout: tensor_parallel_size=2 takes 2 nodes of n_gpus_per_node=1, which does not divide nnodes=3",
+        ),
+        (
+            ["teacher.n_gpus_per_node=2", "teacher.tensor_parallel_size=3", "teacher.across_nodes=true"],
+            r"teacher: tensor_parallel_size=3 does not divide n_gpus_per_node=2$",
+        ),
+        (["+recipe=distill"], r"recipe=distill: no such choice.* there are .*on_policy_distill"),
+        (["placement=9gpu"], r"placement=9gpu: no such choice \(did you mean \dgpu\?\)"),
+        (["rollout.gpus=4,5"], r"rollout.gpus=4,5: one value is expected"),
+        (["model.path=/x"], r"given model.path but not teacher.model.path"),
+        (["teacher.server_ip=127.0.0.1", "teacher.gpus=1"], r"."),
+        (["+recipe=grpo", "rollout.n=1"], r"rollout.n=1: .*differences between rewards"),
+        (["+recipe=grpo", "reward.functions=[acuracy]"], r"no reward acuracy \(did you mean accuracy\?\); there are"),
+        (["+recipe=grpo", "reward.weights=[1,2]"], r"reward.*2 weights for 1 functions"),
+        (["+recipe=grpo", "reward.format.pattern='('"], r"reward.format.pattern=\(: is no regular expression"),
+        (["+recipe=grpo", "teacher.model.path=/x"], r"a teacher is given, but algorithm.name=grpo asks none"),
+        (
+            ["+recipe=grpo", "model.path=/x", "data.train_files=[a]", "data.val_files=[b]"],
+            r"answer_key is not set",
+        ),
+        (
+            [
+                "algorithm.reward_weight=1",
+                "rollout.n=4",
+                "model.path=/x",
+                "teacher.model.path=/x",
+                "data.train_files=[a]",
+                "data.val_files=[b]",
+            ],
+            r"reward.functions is empty",
+        ),
+        (
+            ["rollout.engine=hf", "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2"],
+            r"engine=hf runs on",
+        ),
+        (["+recipe=grpo", "reward.functions=[reward_model]"], r"reward_model.model.path is not set"),
+        (["+recipe=grpo", "reward.functions=[judge]"], r"needs reward.judge.url"),
+        (["+recipe=grpo", "reference.model.path=x"], r"reference.model.path is set, but algorithm.kl.coef=0"),
+        (["rollout.share_with=actor", "trainer.share_with=rollout"], r"circle: .*actor"),
+        (["rollout.share_with=nobody"], r"rollout.share_with=nobody: .*'actor'"),
+        (["rollout.share_with=actor", "rollout.n_gpus_per_node=2"], r"rollout is to have 2 GPUs .* trainer has 1"),
+        (["trainer.gpus=0-1", "rollout.share_with=actor", "rollout.gpus=2"], r"rollout.gpus=\[2\] is not within"),
+        ([*OWN, "teacher.models={a: x}"], r"teacher.models and data.teacher_key go together"),
+        ([*OWN, "teacher.models={a: x, b: y}", "data.teacher_key=k"], r"names 2 models, .* pool has 1 engines"),
+        (
+            [*OWN, "teacher.models.a=x", "data.teacher_key=k", "teacher.model.path=y"],
+            r"teacher.models excludes",
+        ),
+        (["watch.distill_kl=[1,0]"], r"watch.distill_kl.*from its lower to its upper"),
+        (["algorithm.supervised_weight=1"], r"on_policy_share=1 leaves none"),
+        (["+recipe=grpo", "algorithm.on_policy_share=0.5"], r"on_policy_share=0.5 .*no policy gradient"),
+        (["algorithm.correction.level=token"], r"correction.level=token is about learning from rewards"),
+        (["algorithm.policy.surrogate=cispo", "algorithm.policy.clip_low=1"], r"clip_low=1: cispo .* from above alone"),
+        (["+recipe=grpo", "reward.failed=0.5"], r"unknown setting reward.failed"),
+        (["algorithm.overlong.action=penalty"], r"overlong.action=penalty is about learning from rewards"),
+        (["+recipe=grpo", "algorithm.reward_weight=3"], r"reward_weight=3: grpo has no other loss"),
+        (["reward.functions=[accuracy]"], r"nothing is learned from rewards with algorithm.name=on_policy_distill"),
+        (["actor.betas=[0.9,1]"], r"actor.betas.1=1: .*less than 1"),
+        (["algorithm.loss.temperature=0"], r"algorithm.loss.temperature=0: .*0.001"),
+        (["algorithm.loss.name=sampled_reverse_kl", "rollout.top_p=0.9"], r"sampled_reverse_kl.*rollout.top_p"),
+        (["a b"], r"cannot read the overrides"),
+        (["model.path=\udcff"], r"'model.path=\\udcff': is no text"),
+        (["=5"], r"cannot read the overrides"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        compose(overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["on_policy_distill", "distill_and_reward", "grpo"])
+def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tmp_path: Path) -> None:
+    """A run's config.yaml says everything, and overrides come on top of it."""
+    first = compose([f"+recipe={recipe}", "trainer.gpus=0-1", "actor.lr=0.5"])
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(first.model_dump())))
+    assert compose([str(file)]) == first
+    assert compose([str(file), "actor.lr=0.25"]) == first.model_copy(
+        update={"actor": first.actor.model_copy(update={"lr": 0.25})}
+    )
+    assert compose([str(file), "placement=cpu", "trainer.gpus=null"]).cluster.simulate_gpus == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actor: {lrr: 1}", "unknown setting actor.lrr"),
+        ("a: [", "cannot be read"),
+        ("- 1", "is no configuration"),
+        ("actor: [1]", "odd.yaml does not fit"),
+        ("a: \xff", "odd.yaml cannot be read"),
+        ('trainer: {output_dir: "a\\0b"}', r"trainer.output_dir='a\\x00b': is no text"),
+        ('data: {train_files: ["\\ud800"]}', r"data.train_files='\\ud800': is no text"),
+    ],
+)
+def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=message):
+        compose([str(tmp_path / "odd.yaml")])
+    with pytest.raises(ConfigError, match=r"none.yml: No such file"):
+        compose([str(tmp_path / "none.yml")])
+
+
+def test_a_file_may_name_its_recipe_and_its_placement(tmp_path: Path) -> None:
+    """As if they stood on the command line: recipe, placement, the file's own values, then the command line's."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: grpo\nplacement: 8gpu\nrollout: {n: 4}\nactor: {lr: 0.5}\n")
+    asked = ["+recipe=grpo", "placement=8gpu", "rollout.n=4", "actor.lr=0.5"]
+    config = compose([str(file)])
+    assert config == compose(asked)
+    assert (config.recipe, config.algorithm.name, config.teacher.n_gpus_per_node) == ("grpo", "grpo", 4)
+    assert config.rollout.max_response_length == 12  # the built-in task's
+    over = compose([str(file), "placement=cpu", "actor.lr=0.25"])
+    assert (over.cluster.simulate_gpus, over.actor.lr, over.rollout.n) == (3, 0.25, 4)
+    assert compose([str(file), "+recipe=gspo"]).algorithm.name == "gspo"
+
+
+def test_a_file_without_a_recipe_has_the_command_lines_below_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("rollout: {n: 4}\n")
+    config = compose([str(tmp_path / "mine.yaml"), "+recipe=grpo"])
+    assert config == compose(["+recipe=grpo", "rollout.n=4"])
+    assert config.cluster.simulate_gpus == "auto"  # the placement that there is without one
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("recipe: grop", r"mine.yaml: recipe=grop: no such choice \(did you mean grpo\?\); there are .*gspo"),
+        ("placement: 9gpu", r"mine.yaml: placement=9gpu: no such choice .*there are .*8gpu"),
+        ("recipe: [grpo]", r"mine.yaml: recipe=\['grpo'\]: no such choice"),
+        ("recipe: {a: 1}", r"mine.yaml: recipe=\{'a': 1\}: no such choice"),
+        ("defaults: [a]", r"unknown setting defaults"),
+        ("model: null", r"model"),
+        ("trainer: 5", r"trainer=5: "),
+        ("1: 2", r"unknown setting 1"),
+        ("null: 2", r"mine.yaml cannot be read"),
+        ("actor:\n  lr: ${oc.env:NOWHERE}", r"mine.yaml cannot be read: .*NOWHERE"),
+        ("model: {_target_: os.system}", r"unknown setting model._target_"),
+        ("a: &a [*a]", r"mine.yaml cannot be read: it is nested too deep"),
+        ("actor: {lr: 1, lr: 2}", r"mine.yaml"),
+    ],
+)
+def test_an_odd_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        compose([str(tmp_path / "mine.yaml")])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_range_alone_says_how_many() -> None:
+    config = compose(["trainer.gpus=2-3", "rollout.gpus=0-1", "teacher.gpus=4-7"])
+    assert [(p.n_gpus_per_node, p.gpus) for _, p in config.pools()] == [(2, [2, 3]), (2, [0, 1]), (4, [4, 5, 6, 7])]
+
+
+def test_a_group_that_is_not_there_passes_its_guests_on() -> None:
+    chain = ["placement=3gpu", "reward.functions=[accuracy,reward_model]", "reward_model.model.path=x"]
+    whole = compose(["+recipe=distill_and_reward", *chain, "algorithm.kl.coef=0.1"])
+    assert whole.hosts() == {"rollout": "actor", "reference": "teacher", "reward_model": "teacher"}
+    assert compose(["+recipe=distill_and_reward", *chain]).hosts() == {"rollout": "actor", "reward_model": "teacher"}
+    alone = compose(["+recipe=grpo", *chain, "algorithm.kl.coef=0.1"])
+    assert alone.hosts() == {"rollout": "actor", "reward_model": "reference"}
+    assert alone.may_share() == {frozenset(("actor", "rollout")), frozenset(("reference", "reward_model"))}
+
+
+def test_an_external_teacher_has_no_pool() -> None:
+    config = compose(
+        ["model.path=a", "teacher.server_ip=127.0.0.1", "data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"]
+    )
+    assert [name for name, _ in config.pools()] == ["trainer", "rollout"]
+
+
+def test_the_built_in_task_settings_yield_to_the_command_line() -> None:
+    assert compose(["+recipe=on_policy_distill"]).trainer.total_steps == 200
+    assert compose(["recipe=on_policy_distill", "trainer.total_steps=5"]).trainer.total_steps == 5
+
+
+@pytest.mark.parametrize("group", groups())
+def test_every_choice_of_every_group_composes(group: str) -> None:
+    for choice in groups()[group]:
+        plus = "" if group == "placement" else "+"
+        assert isinstance(compose([f"{plus}{group}={choice}"]), Config)
+
+
+def test_checking_settings_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, gkd.config, gkd.cluster.gpu; "
+        "print([m for m in ('torch', 'vllm', 'ray', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

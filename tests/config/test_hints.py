@@ -1,0 +1,96 @@
+"""Hints for settings that are not known: by meaning, then by spelling within a section."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gkd.config import hint, settings
+from gkd.config.compose import compose
+from gkd.config.names import ELSEWHERE, SECTIONS
+from gkd.errors import ConfigError
+
+DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+\b")
+NOT_SETTINGS = {"gkd.main", "package.module", "file.py"}
+
+
+def test_every_name_in_a_hint_is_a_setting() -> None:
+    known = settings()
+    assert len(ELSEWHERE) >= 60
+    for theirs, ours in {**ELSEWHERE, **SECTIONS}.items():
+        found = [name for name in DOTTED.findall(ours.replace("FILE.py", "")) if name not in NOT_SETTINGS]
+        assert found or theirs in SECTIONS, theirs
+        assert set(found) <= set(known), theirs
+        assert theirs not in known, theirs
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        # TRL
+        ("learning_rate", "actor.lr"),
+        ("num_generations", "rollout.n"),
+        ("max_new_tokens", "rollout.max_response_length"),
+        ("max_completion_length", "rollout.max_response_length"),
+        ("trainer.max_steps", "trainer.total_steps"),
+        ("lora_r", "actor.lora.r"),
+        ("lmbda", "algorithm.on_policy_share"),
+        ("teacher_model_name_or_path", "teacher.model.path"),
+        ("report_to", "trainer.trackers"),
+        ("--learning-rate", "actor.lr"),
+        # verl
+        ("actor_rollout_ref.model.path", "model.path"),
+        ("actor_rollout_ref.model.lora_rank", "actor.lora.r"),
+        ("actor_rollout_ref.actor.optim.lr", "actor.lr"),
+        ("actor_rollout_ref.actor.grad_clip", "actor.grad_clip"),
+        ("actor_rollout_ref.actor.clip_ratio_high", "algorithm.policy.clip_high"),
+        ("actor_rollout_ref.rollout.n", "rollout.n"),
+        ("actor_rollout_ref.rollout.temperature", "rollout.temperature"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor_parallel_size"),
+        ("actor_rollout_ref.ref.model.path", "reference.model.path"),
+        ("distillation.teacher_models.teacher_model.model_path", "teacher.model.path"),
+        ("algorithm.adv_estimator", "algorithm.name"),
+        ("data.train_batch_size", "trainer.batch_size"),
+        ("data.max_response_length", "rollout.max_response_length"),
+        ("trainer.logger", "trainer.trackers"),
+        ("trainer.test_freq", "trainer.val_every"),
+        ("trainer.experiment_name", "trainer.output_dir"),
+        ("custom_reward_function.path", "reward.functions"),
+        # slime, OpenRLHF, prime-rl
+        ("n-samples-per-prompt", "rollout.n"),
+        ("eps_clip_high", "algorithm.policy.clip_high"),
+        ("wandb.project", "trainer.project"),
+        # misspelt
+        ("trainer.total_step", "trainer.total_steps"),
+        ("traner.total_steps", "trainer.total_steps"),
+        ("algorithm.los.beta", "algorithm.loss.beta"),
+        ("total_steps", "trainer.total_steps"),
+        ("trainer.lr", "actor.lr"),
+        ("plcement", "placement"),
+    ],
+)
+def test_a_hint_names_the_setting_that_is_meant(theirs: str, ours: str) -> None:
+    found = hint(theirs, [*settings(), "recipe", "placement"])
+    assert re.match(rf" \((here:|did you mean) {re.escape(ours)}\b(?!\.)", found), found
+
+
+def test_a_meaning_that_depends_on_the_trainer_names_both() -> None:
+    assert {"algorithm.loss.beta", "algorithm.kl.coef"} <= set(DOTTED.findall(hint("beta", settings())))
+    assert hint("temperature", settings()) == " (did you mean rollout.temperature or algorithm.loss.temperature?)"
+
+
+@pytest.mark.parametrize(
+    "name", ["critic.model.path", "critic.optim.lr", "x.path", "actor_rollout_ref.model", "nothing.alike", "zzz"]
+)
+def test_what_means_something_else_is_no_hint(name: str) -> None:
+    found = hint(name, settings())
+    assert "did you mean" not in found
+    assert not {"model.path", "teacher.model.path", "actor.lr"} & set(DOTTED.findall(found))
+
+
+def test_a_section_of_a_file_is_named_down_to_its_first_setting(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("verl") / "verl.yaml"
+    file.write_text("actor_rollout_ref: {model: {path: /x}}\n")
+    with pytest.raises(ConfigError, match=r"^unknown setting actor_rollout_ref.model.path \(here: model.path\)$"):
+        compose([str(file)])

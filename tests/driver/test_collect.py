@@ -1,0 +1,151 @@
+"""One step's samples: who is asked, and when a batch is full. The engines are played by a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from gkd.config import Config, load
+from gkd.data.prompts import PromptStream
+from gkd.driver.collect import collect, judging_wanted, responses_wanted
+from gkd.errors import ConfigError, RunFailed
+from gkd.types import Judging, Prompt, Record, Request
+
+PROMPTS = [Prompt(i, np.array([i], np.int32), str(i)) for i in range(100)]
+
+
+class Engines:
+    """Gives each request the reward that ``worth`` says, and keeps what was asked."""
+
+    def __init__(self, worth: Callable[[Request], float | str]) -> None:
+        self.worth, self.asked = worth, []
+
+    def sample(self, requests: Sequence[Request], judging: Judging, timeout_s: float) -> list[Record]:
+        self.asked.append((list(requests), judging))
+        rewards = [{"accuracy": self.worth(request)} if judging.rewards else {} for request in requests]
+        return [
+            Record(i, r.prompt.id, r.index, given, 1, 5, "stop", 0, 0, 0.0, 0.0, 0)
+            for i, (r, given) in enumerate(zip(requests, rewards, strict=True))
+        ]
+
+
+def grpo(rounds: int) -> Config:
+    return load(
+        {
+            "algorithm": {"name": "grpo", "dynamic_sampling": {"max_rounds": rounds}},
+            "rollout": {"n": 2},
+            "trainer": {"batch_size": 4},
+            "reward": {"functions": ["accuracy"]},
+        }
+    )
+
+
+def collected(config: Config, engines: Engines) -> list[int]:
+    """Prompts of a step's batch, after checking that samples of one prompt are neighbours."""
+    records = collect(config, PromptStream(PROMPTS, seed=0), engines, 50, step=3)
+    assert len(records) == config.trainer.batch_size * config.rollout.n
+    prompts = [record.prompt_id for record in records]
+    assert prompts[::2] == prompts[1::2]
+    return prompts[::2]
+
+
+def test_without_dynamic_sampling_every_group_is_kept() -> None:
+    engines = Engines(lambda request: 1.0)
+    assert len(collected(grpo(1), engines)) == 4
+    assert len(engines.asked) == 1
+
+
+def test_groups_of_equal_rewards_make_room_until_the_batch_is_full() -> None:
+    engines = Engines(lambda request: float(request.prompt.id % 3 == 0 and request.index))
+    kept = collected(grpo(20), engines)
+    assert all(i % 3 == 0 for i in kept)
+    assert len(set(kept)) == 4
+    assert len(engines.asked) > 1
+    seeds = [request.seed for requests, _ in engines.asked for request in requests]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_limit_of_rounds_holds_and_the_rest_is_filled() -> None:
+    engines = Engines(lambda request: 0.0)
+    assert len(collected(grpo(3), engines)) == 4
+    assert [len(requests) for requests, _ in engines.asked] == [8, 8, 8]
+
+
+def test_who_judges() -> None:
+    assert judging_wanted(grpo(1), 50) == Judging(None, 1.0, reference=False, rewards=True)
+    assert judging_wanted(load({"algorithm": {"loss": {"top_k": 7, "temperature": 2.0}}}), 50) == Judging(7, 2.0)
+    advised = load({"algorithm": {"name": "grpo", "advantage": {"teacher_kl": 0.1}}, "rollout": {"n": 2}})
+    assert judging_wanted(advised, 200_000) == Judging(0, 1.0, rewards=True)  # no more than the tokens sampled
+    both = load({"algorithm": {"kl": {"coef": 0.1}}})
+    assert judging_wanted(both, 50).reference
+    with_lora = load({"algorithm": {"kl": {"coef": 0.1}}, "actor": {"lora": {"r": 4}}})
+    assert not judging_wanted(with_lora, 50).reference  # the actor without its adapter is the reference
+
+
+@pytest.mark.parametrize(("share", "own"), [(1.0, 0), (0.75, 2), (0.0, 8)])
+def test_a_share_of_the_prompts_is_answered_by_the_data(share: float, own: int) -> None:
+    config = load({"algorithm": {"on_policy_share": share}})
+    requests = responses_wanted(config, PROMPTS[:8], step=1)
+    assert sum(request.own_answer for request in requests) == own
+
+
+@pytest.mark.parametrize(("size", "share"), [(1, 0.9), (3, 0.5), (4, 0.9), (7, 0.25), (64, 0.99)])
+def test_the_share_holds_over_the_run_at_any_batch_size(size: int, share: float) -> None:
+    """And a step's part depends on nothing but its number, so that a resumed run goes on exactly."""
+    config = load({"algorithm": {"on_policy_share": share}, "rollout": {"n": 2}})
+
+    def own(step: int) -> int:
+        return sum(request.own_answer for request in responses_wanted(config, PROMPTS[:size], step)) // 2
+
+    found = 0
+    for step in range(1, 101):
+        found += own(step)
+        assert abs(found - step * size * (1 - share)) <= 0.5 + 1e-9
+
+
+def test_what_fills_up_is_mixed_with_the_rest() -> None:
+    """Every mini-batch has its share of the groups from which nothing can be learned; none is made of them alone."""
+    engines = Engines(lambda request: float(request.prompt.id % 2 == 0 and request.index))
+    config = grpo(2)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"batch_size": 40})})
+    kept = collected(config, engines)
+    fillers = [i % 2 for i in kept]
+    assert 4 <= sum(fillers) <= 16  # of the prompts of two rounds, about a quarter of the batch
+    quarters = [sum(fillers[i : i + 10]) for i in range(0, 40, 10)]
+    assert max(quarters) - min(quarters) <= 1
+    assert len(set(kept)) == 40
+
+
+def test_a_group_that_a_failed_reward_leaves_equal_is_sampled_again() -> None:
+    def worth(request: Request) -> float | str:
+        return "ValueError: no" if request.prompt.id % 3 == 0 and request.index else 1.0 - request.index
+
+    assert all(i % 3 for i in collected(grpo(20), Engines(worth)))
+
+
+def test_rewards_that_fail_on_what_is_sampled_again_count() -> None:
+    """Otherwise a function that fails on half of the prompts would only make every step take twice as long."""
+
+    def worth(request: Request) -> float | str:
+        return "ValueError: no" if request.prompt.id % 2 else 1.0 - request.index
+
+    with pytest.raises(RunFailed, match=r"reward accuracy failed on \d+ of \d+ samples, .*ValueError: no"):
+        collected(grpo(20), Engines(worth))
+
+
+def test_the_teacher_and_what_was_sampled_are_at_one_temperature() -> None:
+    both = {"reward_weight": 1.0, "advantage": {"teacher_kl": 0.1}}
+
+    def tree(temperature: float, **algorithm: object) -> dict[str, object]:
+        return {
+            "algorithm": algorithm, "rollout": {"n": 2, "temperature": temperature},
+            "reward": {"functions": ["accuracy"]},
+        }  # fmt: skip
+
+    with pytest.raises(ConfigError, match=r"rollout.temperature=0.7 .* algorithm.loss.temperature=1: both must be"):
+        load(tree(0.7, **both))
+    load(tree(0.7, **both, loss={"temperature": 0.7}))
+    load(tree(0.7, name="grpo", advantage={"teacher_kl": 0.1}))  # who asks the teacher only this asks at the rollout's
+    load(tree(0.7, reward_weight=1.0))

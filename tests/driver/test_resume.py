@@ -1,0 +1,192 @@
+"""A run that is ended at any moment of a step goes on as if it had not been: the loop, on an actor of one number."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from gkd.actor.applied import Applied, mean
+from gkd.cluster.group import Pending
+from gkd.config import load
+from gkd.data.prompts import PromptStream
+from gkd.driver.checkpoint import State
+from gkd.driver.resume import cut, find
+from gkd.driver.saving import Checkpoints
+from gkd.driver.trainer import RunLog, train
+from gkd.durable import sum_of
+from gkd.errors import RunFailed
+from gkd.observability.metrics import JsonLines
+from gkd.types import Prompt, Record
+
+STEPS = 6
+CONFIG = load({"trainer": {"total_steps": STEPS, "batch_size": 3, "val_every": 2}})
+MEASURED = ("timing_s/", "perf/")
+
+
+class Ended(BaseException):
+    """As a signal ends a run, wherever it is."""
+
+
+@dataclass
+class World:
+    """Everything a run drives, and the moment at which it ends: a name of one, and in which step."""
+
+    output: Path
+    end: tuple[str, int] = ("", 0)
+    value: int = 1
+    step: int = 0
+    rows: tuple[dict[str, float], ...] = ()
+    at: int = 0
+    prompts: PromptStream = field(
+        default_factory=lambda: PromptStream([Prompt(i, np.array([i]), "") for i in range(7)], 0)
+    )
+    model_path: str = "/model"
+    dtype: str = "float32"
+    version: int = 0
+
+    def maybe(self, moment: str) -> None:
+        if self.end == (moment, self.at):
+            raise Ended
+
+    def collect(self, *args: Any) -> list[Record]:
+        self.at = args[-1]
+        self.maybe("collect")
+        drawn = self.prompts.take(3)
+        return [Record(0, p.id, 0, {}, p.id, 1, "stop", self.version, 0, 0.0, 0.0, 0) for p in drawn]
+
+    def update(self, lessons: list[Any], step: int) -> dict[str, float]:
+        """Two mini-batches, the second of which nobody may be there to wait for."""
+        for number in (1, 2):
+            self.value = (self.value * 31 + number + sum(lesson.record.n_prompt for lesson in lessons)) % 1009
+            self.rows = (*self.rows[: number - 1], {"actor/loss": float(self.value)})
+        self.step = step
+        self.maybe("update")
+        self.version = step
+        return mean(self.rows)
+
+    def applied(self) -> Applied:
+        return Applied(self.step, self.rows)
+
+    stage = applied
+
+    def answers(self) -> bool:
+        return True
+
+    def write_staged(self, directory: str) -> Pending:
+        file = Path(directory, "rank_00000.safetensors")
+        file.write_text(str(self.value))
+        return Pending("writing", ("actor rank 0",), (ray.put((file.name, sum_of(file))),))
+
+    def push(self) -> None:
+        self.maybe("push")
+
+    def memory(self) -> dict[str, float]:
+        self.maybe("memory")
+        return {}
+
+    def validate(self) -> dict[str, float]:
+        self.maybe("validate")
+        return {"val/value": float(self.value)}
+
+    def show(self, *_: Any) -> None:
+        self.maybe("show")
+
+    def run(self, start: State) -> dict[str, float]:
+        """The loop, as gkd.driver.run has it."""
+        parts: Any = SimpleNamespace(
+            prompts=self.prompts, rollout=None, actor=self, sync=SimpleNamespace(push=self.push),
+            validation=SimpleNamespace(run=self.validate), vocab_size=10, n_gpus=1, memory=self.memory,
+        )  # fmt: skip
+        checkpoints = Checkpoints(CONFIG, self.output, time.monotonic(), {}, start.step)
+        with JsonLines(self.output / "metrics.jsonl") as metrics, JsonLines(self.output / "samples.jsonl") as file:
+            samples: Any = SimpleNamespace(write=lambda step, records: file.write({"step": step, "n": len(records)}))
+            progress: Any = SimpleNamespace(step=self.show)
+            try:
+                return train(CONFIG, parts, RunLog(metrics, samples, progress, checkpoints), start)
+            except BaseException:
+                checkpoints.rescue(parts.actor)
+                raise
+
+    def go_on(self) -> dict[str, float]:
+        """As a run does after trainer.resume=true."""
+        saved = find(CONFIG, self.output)
+        self.value = int(saved.rank_files[0].read_text())
+        self.step = self.version = saved.state.step
+        self.prompts.restore(saved.state.prompts)
+        cut(self.output / "metrics.jsonl", saved.state.logged)
+        cut(self.output / "samples.jsonl", saved.state.step)
+        return self.run(saved.state)
+
+    def logged(self, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+        rows = [json.loads(row) for row in (self.output / name).read_text().splitlines()]
+        return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows]
+
+
+@pytest.fixture(autouse=True)
+def _ray(local_ray: None) -> None:
+    pass
+
+
+def world(output: Path, end: tuple[str, int] = ("", 0)) -> World:
+    output.mkdir()
+    return World(output, end)
+
+
+@pytest.mark.parametrize("step", [3, 4, STEPS])
+@pytest.mark.parametrize("moment", ["collect", "update", "push", "memory", "validate", "show"])
+def test_every_step_is_trained_and_logged_once(
+    moment: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if moment == "validate" and step % 2:
+        step += 1  # in which there is one
+    whole, ended = world(tmp_path / "whole"), world(tmp_path / "ended", (moment, step))
+    expected = _with(monkeypatch, whole).run(State())
+    with pytest.raises(Ended):
+        _with(monkeypatch, ended).run(State())
+    saved = find(CONFIG, ended.output).state
+    assert saved.step == (step - 1 if moment == "collect" else step)
+    again = _with(monkeypatch, World(ended.output))
+    assert again.go_on() == expected
+    assert again.logged() == whole.logged()
+    assert [row["step"] for row in again.logged()] == list(range(1, STEPS + 1))
+    assert again.logged("samples.jsonl") == whole.logged("samples.jsonl")
+    assert again.value == whole.value
+
+
+def test_ended_twice_in_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, ended = world(tmp_path / "whole"), world(tmp_path / "ended", ("push", 4))
+    _with(monkeypatch, whole).run(State())
+    with pytest.raises(Ended):
+        _with(monkeypatch, ended).run(State())
+    for moment in ("validate", "show"):
+        with pytest.raises(Ended):
+            again = _with(monkeypatch, World(ended.output, (moment, 4), at=4))
+            again.go_on()
+    last = _with(monkeypatch, World(ended.output))
+    last.go_on()
+    assert (last.logged(), last.value) == (whole.logged(), whole.value)
+
+
+def test_an_actor_that_is_gone_leaves_what_was_there_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = world(tmp_path / "ended", ("push", 4))
+
+    def gone() -> Applied:
+        raise RunFailed("actor rank 0 died")
+
+    monkeypatch.setattr(ended, "applied", gone)
+    with pytest.raises(Ended):
+        _with(monkeypatch, ended).run(State())
+    assert not (ended.output / "checkpoints").exists()
+
+
+def _with(monkeypatch: pytest.MonkeyPatch, found: World) -> World:
+    monkeypatch.setattr("gkd.driver.trainer.collect", found.collect)
+    return found

@@ -1,0 +1,95 @@
+"""What a run says before it loads anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gkd.config import Config, load
+from gkd.config.compose import compose
+from gkd.config.learning_rate import doubts
+from gkd.driver.run import step_text
+
+
+def test_a_step_and_what_memory_depends_on() -> None:
+    config = load(
+        {
+            "trainer": {"batch_size": 64},
+            "rollout": {"n": 8, "max_response_length": 96},
+            "data": {"max_prompt_length": 896},
+            "actor": {"mini_batch_size": 200, "update_epochs": 2, "lora": {"r": 8, "quantize": "nf4"}},
+        }
+    )
+    assert step_text(config) == (
+        "a step: 64 prompts x 8 = 512 samples, 6 updates; prompts up to 896 and responses up to 96 tokens; "
+        "micro-batches of 8,192 tokens; learning rate 0.0002; LoRA r=8 over nf4"
+    )
+    plain = step_text(load({"actor": {"gradient_checkpointing": True, "offload_optimizer": True}}))
+    assert "64 samples, 1 update;" in plain
+    assert plain.endswith("gradient checkpointing; optimizer in the host's memory")
+
+
+OWN_MODELS = [
+    "model.path=x", "teacher.model.path=y", "data.train_files=[a]", "data.val_files=[b]",
+]  # fmt: skip
+DATA = {"train_files": ["a"], "val_files": ["b"], "answer_key": "c"}
+
+
+def own_models(name: str, lora: bool, lr: float | None = None) -> Config:
+    """A run with models and data of one's own."""
+    rewarded = {"rollout": {"n": 2}, "reward": {"functions": ["accuracy"]}} if name != "on_policy_distill" else {}
+    actor = {"lr": lr, "lora": {"r": 8 if lora else None}}
+    teacher = {} if rewarded else {"teacher": {"model": {"path": "x"}}}
+    return load(
+        {"algorithm": {"name": name}, "model": {"path": "x"}, "data": DATA, "actor": actor, **teacher, **rewarded}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "lr"),
+    [
+        ("on_policy_distill", False, 2e-5), ("on_policy_distill", True, 2e-4),
+        ("grpo", False, 1e-6), ("grpo", True, 1e-5), ("gspo", False, 1e-6),
+    ],
+)  # fmt: skip
+def test_a_learning_rate_fits_the_algorithm_and_the_adapter(name: str, lora: bool, lr: float) -> None:
+    config = own_models(name, lora)
+    assert config.actor.lr == lr
+    assert f"learning rate {lr:g}" in step_text(config)
+    assert doubts(config) is None
+    low, high = doubts(own_models(name, lora, lr / 20)), doubts(own_models(name, lora, 0.05))
+    assert low is not None and high is not None
+    assert f"actor.lr={lr / 20:g} " in low and "teaches next to nothing" in low
+    assert f"({lr:g} unless set)" in low and f"({lr:g} unless set)" in high
+    assert "undoes a pretrained model" in high
+    assert "\n" not in low + high
+
+
+def test_a_learning_rate_that_is_set_stays() -> None:
+    assert own_models("grpo", True, 3e-6).actor.lr == 3e-6
+    assert doubts(load({"actor": {"lr": 3e-3}})) is None  # the built-in task's models are made for it
+    # Written out and read again, with another algorithm on top, it is still what was written.
+    composed = compose(["+recipe=grpo", "+task=sort_digits", "actor.lr=null"])
+    assert composed.actor.lr == 1e-6
+    assert composed.model_dump()["actor"]["lr"] == 1e-6
+    assert compose(["+recipe=on_policy_distill", *OWN_MODELS]).actor.lr == 2e-5
+
+
+def test_importance_weights_are_on_where_engine_and_trainer_can_differ() -> None:
+    def level(device: str, tree: dict[str, Any] | None = None) -> str | None:
+        settings = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, **(tree or {})}
+        return load(settings).algorithm_on(device).correction.level
+
+    assert level("cpu") is None  # float32: equal to what it was without
+    assert level("cuda") == "token"
+    assert level("cpu", {"model": {"dtype": "bfloat16"}}) == "token"
+    assert level("cuda", {"model": {"dtype": "float32"}}) is None
+    assert level("cpu", {"actor": {"lora": {"r": 4, "quantize": "nf4"}}}) == "token"
+    assert level("cpu", {"actor": {"lora": {"r": 4, "dropout": 0.1}}}) == "token"
+    for chosen in (None, "sequence"):
+        assert level("cuda", {"algorithm": {"name": "grpo", "correction": {"level": chosen}}}) == chosen
+    distilled = {"algorithm": {"name": "on_policy_distill"}, "rollout": {}}
+    assert level("cuda", distilled) is None  # a divergence over the vocabulary is not sampled
+    assert level("cuda", {"algorithm": {"loss": {"name": "sampled_reverse_kl"}}, "rollout": {}}) == "token"
+    assert level("cuda", {"algorithm": {"kl": {"coef": 0.1}}, "rollout": {}}) == "token"

@@ -1,0 +1,98 @@
+"""The reward model's engine against the model itself, one sequence at a time and without padding."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from gkd.config import RewardModel
+from gkd.inference.classifier import ClassifierEngine
+from gkd.rewards.reward_model import tokens_of
+from gkd.scoring.client import Rate, Score, TeacherClient, TeacherRefused
+from gkd.scoring.server import TeacherServer
+from gkd.types import Prompt
+from tests.data.models import TEMPLATE, word_tokenizer
+from tests.scoring.table import KEY
+
+VOCABULARY = 24
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("reward_model")
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path) -> ClassifierEngine:
+    return ClassifierEngine(str(path), RewardModel(), "cpu", torch.float32)
+
+
+def expected(path: Path, ids: list[int]) -> float:
+    """Of one sequence alone; without a padding id the last token is the last."""
+    model = LlamaForSequenceClassification.from_pretrained(path).eval()
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        return float(model(torch.tensor([ids])).logits[0, 0])
+
+
+SEQUENCES = [[3, 4, 5], [7, 0], [1, 2, 3, 4, 5, 6, 7, 0, 0], [9]]
+
+
+def test_ratings_are_the_models_own(engine: ClassifierEngine, path: Path) -> None:
+    """Also of sequences that end with the id the model calls padding."""
+    found = engine.rate([np.array(ids, np.int32) for ids in SEQUENCES])
+    assert found == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
+
+
+def test_a_batch_in_which_every_id_occurs(engine: ClassifierEngine, path: Path) -> None:
+    every = [list(range(VOCABULARY)), [2, 3]]
+    found = engine.rate([np.array(ids, np.int32) for ids in every])
+    assert found == pytest.approx([expected(path, ids) for ids in every], abs=1e-5)
+
+
+def test_over_the_wire(engine: ClassifierEngine, path: Path) -> None:
+    server, stop = TeacherServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    client = TeacherClient([server.address], "hash", key=KEY, request_timeout_s=20)
+    try:
+        client.connect()
+        futures = [client.submit(Rate(np.array(ids, np.int32))) for ids in SEQUENCES]
+        assert [f.result(20) for f in futures] == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
+        one = np.array([1], np.int32)
+        for request, reason in (
+            (Score(one, one, 0), "is a reward model"),
+            (Rate(np.zeros(33, np.int32)), "33 tokens"),
+            (Rate(np.array([99], np.int32)), "token 99"),
+            (Rate(np.zeros(0, np.int32)), "nothing to rate"),
+        ):
+            with pytest.raises(TeacherRefused, match=reason):
+                client.submit(request).result(20)
+    finally:
+        client.close()
+        stop.set()
+        thread.join(10)
+
+
+def test_what_is_put_before_it() -> None:
+    prompt = Prompt(0, np.array([5, 6], np.int32), "a b")
+    ids = np.array([7], np.int32)
+    plain, chat = word_tokenizer(), word_tokenizer(template=TEMPLATE)
+    assert tokens_of(prompt, ids, "c", plain, True).tolist() == [5, 6, 7]  # the very tokens
+    assert tokens_of(prompt, ids, " c", plain, False).tolist() == plain("a b c")["input_ids"]
+    assert tokens_of(prompt, ids, "c", chat, False).tolist() == plain("<user> a b <assistant> c")["input_ids"]
+    asked = Prompt(0, ids, "", messages=({"role": "system", "content": "d"}, {"role": "user", "content": "a"}))
+    said = plain("<system> d <user> a <assistant> c")["input_ids"]
+    assert tokens_of(asked, ids, "c", chat, False).tolist() == said

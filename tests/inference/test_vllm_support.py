@@ -1,0 +1,81 @@
+"""What vLLM cannot run on a CPU, by the model's configuration alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from gkd.config.compose import compose
+from gkd.data.model_info import Checkpoint
+from gkd.driver.inputs import _require_engines_run
+from gkd.errors import ConfigError
+from gkd.inference.vllm_support import CPU_HEAD_SIZES, CPU_LATENT_SIZES, why_not_on_a_cpu
+from tests.families import FAMILIES, STATEFUL, config_of
+
+NOT_HERE = {"mamba", "qwen3_5", "minimax_m2", "qwen3_next", "lfm2"}
+SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def test_sizes_are_those_of_the_installed_vllm() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert list(CPU_LATENT_SIZES) == CPUMLABackend.get_supported_head_sizes()
+
+
+def test_there_is_no_selective_scan_in_the_installed_vllm() -> None:
+    import torch
+    import vllm._C  # noqa: F401
+
+    assert not hasattr(torch.ops._C, "selective_scan_fwd")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_run_are_let_through(family: str, tmp_path: Path) -> None:
+    config_of(family).save_pretrained(tmp_path)
+    why_not = why_not_on_a_cpu(AutoConfig.from_pretrained(tmp_path))
+    assert (why_not is None) == (family not in NOT_HERE), why_not
+    assert Checkpoint.read(str(tmp_path), "model.path").stateful == (family in STATEFUL)
+
+
+def test_a_state_has_no_heads_to_be_refused_for() -> None:
+    assert why_not_on_a_cpu(AutoConfig.for_model("mamba2", hidden_size=48, head_dim=24, num_heads=4)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "reason"),
+    [
+        ("llama", {}, r"no attention with heads of 24, only of 32, 64,"),
+        ("qwen3", {"head_dim": 40}, r"no attention with heads of 40,"),
+        ("gpt2", {"n_embd": 48, "n_head": 2}, r"no attention with heads of 24,"),
+        ("falcon_h1", {"head_dim": 16}, r"no attention with heads of 16,"),
+        ("mamba", {}, r"vLLM cannot run a mamba model: it has no selective scan"),
+        ("lfm2", {}, r"lfm2 model: it gives other log-probabilities than transformers on a CPU"),
+        ("qwen3_5_text", {"head_dim": 32}, r"qwen3_5_text model only beside torchvision"),
+        ("deepseek_v3", {"kv_lora_rank": 64, "qk_rope_head_dim": 16}, r"latent vector of 80, only of 576"),
+    ],
+)
+def test_what_has_no_kernel_is_named(
+    kind: str, changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.inference.vllm_support.find_spec", lambda _: None)
+    found = why_not_on_a_cpu(AutoConfig.for_model(kind, **SMALL | changed))
+    assert found is not None
+    assert __import__("re").search(reason, found), found
+
+
+def test_each_model_is_named_with_what_to_do(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
+    path, config = str(tmp_path), compose(["+recipe=grpo"])
+    with pytest.raises(ConfigError, match=r"^model.path=.* heads of 24, .*; rollout.engine=hf samples"):
+        _require_engines_run(config, path, {})
+    config = compose(["+recipe=grpo", "rollout.engine=hf"])
+    _require_engines_run(config, path, {})
+    with pytest.raises(ConfigError, match=r"^reference.model.path=.* heads of 24, .*; algorithm.kl.coef=0 "):
+        _require_engines_run(config, path, {"reference": path})
+    with pytest.raises(ConfigError, match=r"^teacher.models.math=.* heads of 24, .*; choose another model"):
+        _require_engines_run(config, path, {"teacher:math": path})

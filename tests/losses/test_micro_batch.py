@@ -1,0 +1,163 @@
+"""Packing: nothing lost, nothing above the budget, and exactly the gradient of one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gkd.actor import attention
+from gkd.actor.balance import pack, share
+from gkd.actor.model import Student, load
+from gkd.algorithms.aggregation import token_weights
+from gkd.config import Algorithm, Loss, Rollout
+from gkd.losses.micro_batch import MicroBatch, collate
+from gkd.losses.objective import objective
+from gkd.types import Scored
+from tests.actor import models
+
+lengths = st.lists(st.integers(1, 300), max_size=60)
+
+
+@given(lengths, st.integers(1, 400))
+def test_pack_keeps_every_sequence_within_the_budget(found: list[int], budget: int) -> None:
+    bins = pack(found, budget)
+    assert sorted(i for part in bins for i in part) == list(range(len(found)))
+    assert all(sum(found[i] for i in part) <= budget or len(part) == 1 for part in bins)
+
+
+@given(lengths, st.integers(1, 9))
+def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(found: list[int], ranks: int) -> None:
+    shares = share(found, ranks)
+    assert len(shares) == ranks
+    assert sorted(i for part in shares for i in part) == list(range(len(found)))
+    loads = [sum(found[i] for i in part) for part in shares]
+    assert max(loads) - min(loads) <= max(found, default=0)
+
+
+def test_collate_has_a_row_for_every_response_token_and_none_after_the_end() -> None:
+    samples = models.scored(5)
+    micro = micro_batch(samples)
+    response = torch.cat([torch.from_numpy(s.sample.response_ids) for s in samples])
+    assert len(micro.rows) == len(response)
+    assert torch.equal(micro.token_ids[micro.rows + 1], response.long())  # each row predicts its response token
+    last = micro.cu_seqlens[1:].long() - 1
+    assert not torch.isin(micro.rows, last).any()  # what follows the last token of a sequence is never predicted
+
+
+def micro_batch(samples: list[Scored], weights: Sequence[float] | None = None, advantage: float = 1.0) -> MicroBatch:
+    """One micro-batch, its tokens weighted 1 unless told otherwise, with advantages of either sign."""
+    advantages = [advantage * (-1.0) ** s.sample.request.prompt.id for s in samples]
+    return collate(samples, models.VOCAB, weights or [1.0] * len(samples), advantages)
+
+
+def gradients(
+    model: Student, batches: list[MicroBatch], algorithm: Algorithm, chunk: int = 1024
+) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    total = 0.0
+    for micro in batches:
+        value, _ = model(micro, objective(micro, algorithm, Rollout(n=2), chunk))
+        value.backward()
+        total += value.item()
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+OBJECTIVES = {
+    "reverse_kl": Algorithm(),
+    "sampled_reverse_kl": Algorithm(loss=Loss(name="sampled_reverse_kl")),
+    "grpo": Algorithm(name="grpo"),
+    "gspo": Algorithm(name="gspo"),
+    "mixed": Algorithm(reward_weight=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*product(models.FAMILIES, ["reverse_kl"]), *product(["qwen2 tied"], OBJECTIVES)]
+)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, aggregation: str, tmp_path) -> None:
+    """Packing and accumulation change nothing, whatever the lengths and however tokens are weighed."""
+    models.make(family).save_pretrained(tmp_path)
+    student = load(tmp_path)
+    assert student.packed == (family != "gemma2")
+    samples, algorithm = models.scored(7), OBJECTIVES[name]
+    lengths = [len(s.sample.response_ids) for s in samples]
+    weights = token_weights(lengths, [True] * 7, aggregation, 12)
+    # The reference: Hugging Face's own forward, one sequence at a time, no packing and no attention of ours.
+    plain = models.make(family).train()
+    expected = 0.0
+    for s, weight in zip(samples, weights, strict=True):
+        micro = micro_batch([s], [weight])
+        logits = plain(micro.token_ids[None], use_cache=False).logits[0][micro.rows]
+        value, _ = objective(micro, algorithm, Rollout(n=2), 1024)(logits, lambda x: x)
+        value.backward()
+        expected += value.item()
+    reference = {f"lm.{n}": p.grad for n, p in plain.named_parameters()}
+    parts = pack([n + len(s.sample.request.prompt.token_ids) for n, s in zip(lengths, samples, strict=True)], 40)
+    assert 1 < len(parts) < len(samples)
+    batches = [micro_batch([samples[i] for i in part], [weights[i] for i in part]) for part in parts]
+    total, found = gradients(student, batches, algorithm, chunk=5)
+    assert total == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert found.keys() == reference.keys()
+    for key, value in reference.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=key)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_two_times_two_is_four(name: str, aggregation: str, tmp_path) -> None:
+    """Accumulating two micro-batches of two gives the gradient of one of four: most trainers' token mean does not."""
+    models.make("llama").save_pretrained(tmp_path)
+    student, samples = load(tmp_path), models.scored(4, seed=2)
+    lengths = [len(s.sample.response_ids) for s in samples]
+    assert sum(lengths[:2]) != sum(lengths[2:])
+    weights = token_weights(lengths, [True] * 4, aggregation, 12)
+    halves = [micro_batch(samples[i : i + 2], weights[i : i + 2]) for i in (0, 2)]
+    total, expected = gradients(student, [micro_batch(samples, weights)], OBJECTIVES[name])
+    again, found = gradients(student, halves, OBJECTIVES[name])
+    assert again == pytest.approx(total, rel=1e-5, abs=1e-7)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6 * float(value.abs().max()), msg=key)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path) -> None:
+    models.make("llama").save_pretrained(tmp_path)
+    batch = [micro_batch(models.scored(4))]
+    total, expected = gradients(load(tmp_path), batch, Algorithm())
+    again, found = gradients(load(tmp_path, gradient_checkpointing=True), batch, Algorithm())
+    assert again == pytest.approx(total, rel=1e-6)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_off_in_training(tmp_path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": models.VOCAB, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)).save_pretrained(tmp_path)
+    student, micro = load(tmp_path), micro_batch(models.scored(3))
+    assert student.training
+    assert torch.equal(student.hidden(micro), student.hidden(micro))
+
+
+def test_head_never_sees_more_than_a_chunk_of_positions(tmp_path) -> None:
+    models.make("llama").save_pretrained(tmp_path)
+    student = load(tmp_path)
+    seen: list[int] = []
+    student.lm.get_output_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].shape[-2]))
+    gradients(student, [micro_batch(models.scored(9))], Algorithm(), chunk=6)
+    assert max(seen) == 6
+
+
+def test_packed_attention_refuses_what_it_does_not_compute() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="softcap"):
+        attention.packed_attention(torch.nn.Module(), x, x, x, None, cu_seq_lens_q=bounds, max_length_q=3, softcap=30.0)
+    with pytest.raises(ValueError, match="bounds"):
+        attention.packed_attention(torch.nn.Module(), x, x, x, None)

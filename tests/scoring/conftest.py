@@ -1,0 +1,184 @@
+"""Servers of the table engine, in this process and in others; one vLLM engine for the whole session."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config import Teacher
+from gkd.errors import RunFailed
+from gkd.scoring.address import Key
+from gkd.scoring.client import Score, TeacherClient
+from gkd.scoring.server import TeacherServer
+from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine
+
+ROOT = Path(__file__).parents[2]
+VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
+
+
+def a_score(seed: int = 0, top_k: int = 4, n_prompt: int = 5, n_response: int = 7, temperature: float = 1.0) -> Score:
+    """A request that the table engine answers."""
+    ids = np.random.default_rng(seed).integers(0, min(POISON, VOCABULARY), n_prompt + n_response).astype(np.int32)
+    return Score(ids[:n_prompt], ids[n_prompt:], top_k, temperature)
+
+
+@dataclass
+class Running:
+    """A server on a thread of this process."""
+
+    server: TeacherServer
+    engine: Any
+    stop: threading.Event
+    thread: threading.Thread
+    failure: list[BaseException]
+
+    def end(self) -> None:
+        self.stop.set()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Running]]:
+    """Starts servers in this process: ``serve(engine, port, host, key, tokenizer_hash)``."""
+    started: list[Running] = []
+
+    def start(
+        engine: Any = None,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        key: Key = KEY,
+        tokenizer_hash: str = "hash",
+        **settings: Any,
+    ) -> Running:
+        engine = engine or TableEngine()
+        server, stop = TeacherServer(engine, tokenizer_hash, host, port, key, **settings), threading.Event()
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                server.serve(stop)
+            except RunFailed as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        started.append(Running(server, engine, stop, thread, failure))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.end()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., TeacherClient]]:
+    """Makes clients that are closed at the end, impatient ones unless told otherwise."""
+    clients: list[TeacherClient] = []
+
+    def make(*addresses: str, tokenizer_hash: str = "hash", **settings: Any) -> TeacherClient:
+        settings = {"key": KEY, "request_timeout_s": 2.0, "heartbeat_s": 0.1, "max_attempts": 3} | settings
+        clients.append(TeacherClient(addresses, tokenizer_hash, **settings))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+class Process:
+    """A server of the table engine in another process."""
+
+    def __init__(self, port: int = 0, delay_s: float = 0.0, max_length: int = 100, **bounds: float) -> None:
+        arguments = [
+            str(port),
+            str(delay_s),
+            str(max_length),
+            json.dumps(bounds),
+            KEY.public.decode(),
+            KEY.secret.decode(),
+        ]
+        command = [sys.executable, "-m", "tests.scoring.table", *arguments]
+        self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self.popen.stdout is not None
+        self.address = self.popen.stdout.readline().strip()
+        self.port = int(self.address.rsplit(":", 1)[1])
+
+    def signal(self, number: int) -> None:
+        os.kill(self.popen.pid, number)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.popen.wait(10)
+        self.popen.stdout.close()
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., Process]]:
+    """Starts :class:`Process`; what is left at the end is killed."""
+    processes: list[Process] = []
+
+    def start(*args: Any, **settings: Any) -> Process:
+        processes.append(Process(*args, **settings))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 96 tokens and 128 positions."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VLLM_VOCABULARY,
+        max_position_embeddings=VLLM_LENGTH,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("tiny_llama")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
+    """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks."""
+    from gkd.data.model_info import Checkpoint
+    from gkd.inference.vllm_engine import environment
+    from gkd.inference.vllm_scorer import VllmEngine
+
+    os.environ.update(environment("cpu"))
+    settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
+    engine = VllmEngine(
+        str(tiny_llama),
+        Checkpoint.read(str(tiny_llama), "teacher.model.path"),
+        settings,
+        "cpu",
+        dtype="float32",
+        max_num_batched_tokens=CHUNK,
+    )
+    yield engine
+    engine.close()

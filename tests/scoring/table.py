@@ -1,0 +1,103 @@
+"""A small engine that computes from a known table, to test everything between a client and an engine.
+
+Run as a program it is a server in a process of its own, which tests kill, stop and start again:
+``python -m tests.scoring.table PORT DELAY_S MAX_LENGTH BOUNDS PUBLIC SECRET`` prints its address and serves until it
+is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from gkd.scoring.address import Key
+from gkd.scoring.connections import Bounds
+from gkd.scoring.requests import Generate, Limits, Refused, Score
+from gkd.scoring.server import TeacherServer
+from gkd.types import Int32, Target
+
+VOCABULARY = 32
+LOGITS = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY))  # of the next token after each token
+KEY = Key.generate()
+POISON = 31  # as first token of a prompt: the engine fails
+
+
+def expected(request: Score) -> Target:
+    """What the table says about a request."""
+    rows = VOCABULARY if request.vocabulary is None else min(VOCABULARY, request.vocabulary)
+    before = np.concatenate([request.prompt_ids[-1:], request.response_ids[:-1]])
+    logits = LOGITS[before, :rows] / request.temperature
+    logprobs = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+    ids = np.argsort(-logprobs, axis=-1)[:, : request.top_k].astype(np.int32)
+    token_logprobs = logprobs[np.arange(len(before)), request.response_ids]
+    rest = np.exp(logprobs.astype(np.float64))
+    np.put_along_axis(rest, ids, 0.0, -1)
+    tails = np.log(rest.sum(-1)).astype(np.float32) if 0 < ids.shape[1] < rows else None
+    return Target(token_logprobs, ids, np.take_along_axis(logprobs, ids, -1), request.temperature, tails)
+
+
+def greedy(request: Generate) -> Int32:
+    """The table's most likely continuation."""
+    ids = [int(request.prompt_ids[-1])]
+    for _ in range(request.max_tokens):
+        ids.append(int(LOGITS[ids[-1]].argmax()))
+    return np.array(ids[1:], np.int32)
+
+
+class TableEngine:
+    """Answers one request a step, ``delay_s`` after it began with it."""
+
+    def __init__(
+        self,
+        delay_s: float = 0.0,
+        capacity: int = 64,
+        max_length: int = 100,
+        max_top_k: int = 32,
+        poison: int | None = POISON,
+    ) -> None:
+        self.limits = Limits("table", VOCABULARY, max_top_k, max_length, capacity)
+        self.delay_s, self.poison, self.worked_on, self.asleep = delay_s, poison, 0, False
+        self._queue: deque[tuple[int, Score | Generate]] = deque()
+
+    def add(self, key: int, request: Score | Generate) -> None:
+        self._queue.append((key, request))
+
+    def busy(self) -> bool:
+        return bool(self._queue)
+
+    def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
+        assert not self.asleep
+        key, request = self._queue.popleft()
+        self.worked_on += 1
+        time.sleep(self.delay_s)
+        if request.prompt_ids[0] == self.poison:
+            raise ValueError("poisoned")
+        yield key, expected(request) if isinstance(request, Score) else greedy(request)
+
+    def sleep(self) -> None:
+        assert not self._queue
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
+    def close(self) -> None:
+        pass
+
+
+def main(port: str, delay_s: str, max_length: str, bounds: str, public: str, secret: str) -> None:
+    engine = TableEngine(float(delay_s), max_length=int(max_length))
+    key = Key(public.encode(), secret.encode())
+    server = TeacherServer(engine, "hash", "127.0.0.1", int(port), key, bounds=Bounds(**json.loads(bounds)))
+    print(server.address, flush=True)
+    server.serve(threading.Event())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,240 @@
+"""Clients that want too much: what they get is bounded, and the others are served meanwhile.
+
+The servers are processes of their own, so that their memory can be measured; their bounds are small, and the attacks
+in proportion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from gkd.scoring import wire
+from gkd.scoring.address import Key, secure_client
+from gkd.scoring.client import Score, TeacherClient
+from gkd.scoring.connections import Bounds, Connection
+from tests.scoring.conftest import Process, Running, a_score
+from tests.scoring.table import KEY, TableEngine, expected
+
+Serve = Callable[..., Running]
+Connect = Callable[..., TeacherClient]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def dealer() -> Iterator[Callable[..., Any]]:
+    """Makes bare sockets with the key, to do what no client would."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def make(address: str, key: Key = KEY, **options: int) -> Any:
+        made = context.socket(zmq.DEALER)
+        made.linger, made.rcvtimeo, made.sndtimeo = 0, 5000, 5000
+        for name, value in options.items():
+            setattr(made, name, value)
+        secure_client(made, key)
+        made.connect(address)
+        return made
+
+    yield make
+    context.destroy(linger=0)
+
+
+def answers(client: TeacherClient, seed: int = 0) -> bool:
+    return np.array_equal(client.submit(a_score(seed)).result(30).ids, expected(a_score(seed)).ids)
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[Process]:
+    """A server that gives each client 2 MiB for what it is sending, and 8 MiB for what it has not read."""
+    process = Process(max_length=20_000, partial_bytes=2 * MIB, unread_bytes=8 * MIB)
+    yield process
+    process.kill()
+
+
+def memory(process: Process, which: str = "VmHWM") -> int:
+    """Bytes in memory, the most since the last call with "VmRSS"."""
+    if which == "VmRSS":
+        Path(f"/proc/{process.popen.pid}/clear_refs").write_text("5")
+    lines = Path(f"/proc/{process.popen.pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(which))
+
+
+def served_for(client: TeacherClient, seconds: float) -> None:
+    """The client is answered all the time, and its replica is never out."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert answers(client)
+    assert client.counts.get("lost", 0) == 0 and client.counts.get("retried", 0) == 0
+
+
+@pytest.mark.parametrize(("n", "size"), [(40, 4 * MIB), (20_000, 4096), (300_000, 0)])
+def test_a_message_of_many_frames_is_cut_off(
+    attacked: Process, connect: Connect, dealer: Any, n: int, size: int
+) -> None:
+    """Frames that are too large, frames as large as a request, and frames of nothing."""
+    client = connect(attacked.address, heartbeat_s=0.5, request_timeout_s=20.0)
+    assert answers(client)
+    before = memory(attacked, "VmRSS")
+    attacker, frame = dealer(attacked.address), bytes(size)
+    for _ in range(n - 1):
+        attacker.send(frame, zmq.SNDMORE, copy=False)
+    attacker.send(frame)
+    served_for(client, 1.5)
+    # A frame of nothing is 64 bytes in memory and 35 on the network.
+    assert memory(attacked) - before < 24 * MIB
+
+
+def test_a_client_that_never_reads_is_passed_over(attacked: Process, connect: Connect, dealer: Any) -> None:
+    """Each asks for 40 answers of 5 MB."""
+    client = connect(attacked.address, request_timeout_s=20.0)
+    assert answers(client)
+    before, large = memory(attacked, "VmRSS"), a_score(top_k=32, n_prompt=1, n_response=19_000)
+    for _ in range(4):
+        attacker = dealer(attacked.address, rcvhwm=1, rcvbuf=4096)
+        for id in range(40):
+            attacker.send(wire.encode_request(id, 60.0, large))
+    served_for(client, 2.0)
+    assert memory(attacked) - before < 4 * 8 * MIB + 64 * MIB
+
+
+def test_a_client_that_reads_nothing_for_long_is_cut_off(serve: Serve, connect: Connect, dealer: Any) -> None:
+    bounds = Bounds(unread_bytes=MIB, unread_s=1.0)
+    running = serve(TableEngine(max_length=20_000), bounds=bounds)
+    attacker = dealer(running.server.address, rcvhwm=1, rcvbuf=4096)
+    for id in range(10):
+        attacker.send(wire.encode_request(id, 60.0, a_score(top_k=32, n_prompt=1, n_response=19_000)))
+    wait_for(lambda: running.server.counts.get("cut_unread", 0) > 0)
+    assert answers(connect(running.server.address))
+
+
+def test_answers_larger_than_the_bound_come_one_after_the_other(serve: Serve, connect: Connect) -> None:
+    running = serve(TableEngine(max_length=20_000), bounds=Bounds(unread_bytes=MIB, unread_bytes_in_all=MIB))
+    client = connect(running.server.address, request_timeout_s=30.0, top_k=32, max_length=20_000)
+    requests = [a_score(i, 32, 1, 9_000) for i in range(6)]
+    for request, future in [(r, client.submit(r)) for r in requests]:
+        np.testing.assert_array_equal(future.result(30).ids, expected(request).ids)
+    assert client.counts.get("retried", 0) == 0
+
+
+def test_a_kernel_that_counts_no_bytes_costs_no_client_its_connection(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "_counter", lambda connection, offset: 0)
+    running = serve(bounds=Bounds(unread_s=0.3, unread_bytes=4096))
+    client = connect(running.server.address, request_timeout_s=30.0)
+    served_for(client, 1.5)
+    assert not {name for name in running.server.counts if name.startswith("cut_")}
+
+
+def test_heartbeats_that_nobody_reads_are_cut_off(serve: Serve, dealer: Any) -> None:
+    running = serve()
+    attacker = dealer(running.server.address, rcvhwm=1, rcvbuf=4096, sndhwm=0)
+    ping = wire.encode(wire.Ping())
+    end = time.monotonic() + 30
+    while not running.server.counts.get("cut_unread", 0) and time.monotonic() < end:
+        for _ in range(2000):
+            attacker.send(ping)
+        time.sleep(0.02)
+    assert running.server.counts["cut_unread"] >= 1
+
+
+@pytest.mark.parametrize("authenticated", [True, False])
+def test_idle_connections_make_room(serve: Serve, connect: Connect, dealer: Any, authenticated: bool) -> None:
+    running = serve(bounds=Bounds(connections=20))
+    early = connect(running.server.address, heartbeat_s=0.5)
+    assert answers(early)
+    host, port = running.server.address.removeprefix("tcp://").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            if authenticated:
+                dealer(running.server.address, reconnect_ivl=-1)
+            else:
+                stack.enter_context(socket.create_connection((host, int(port)), 10))
+        late = connect(running.server.address)
+        assert answers(late) and answers(early)
+        wait_for(lambda: len(running.server._frontend._connections._by_fd) <= 20)
+        assert early.counts.get("lost", 0) == 0
+
+
+@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64)])
+def test_a_peer_without_the_key_is_disconnected(serve: Serve, greeting: bytes) -> None:
+    running = serve(bounds=Bounds(greeting_s=0.5))
+    host, port = running.server.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), 10) as peer:
+        peer.sendall(greeting)
+        peer.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            while peer.recv(4096):
+                pass  # ZeroMQ's own greeting
+    assert running.thread.is_alive()
+
+
+def test_a_client_that_says_nothing_any_more_is_disconnected(serve: Serve, dealer: Any) -> None:
+    running = serve(bounds=Bounds(silent_s=0.5))
+    silent = dealer(running.server.address, reconnect_ivl=-1)
+    silent.send(wire.encode(wire.Ping()))
+    assert silent.recv()
+    wait_for(lambda: running.server.counts.get("cut_silent", 0) == 1)
+
+
+def test_clients_take_turns(serve: Serve, connect: Connect, dealer: Any) -> None:
+    running = serve(TableEngine(delay_s=0.02, capacity=1))
+    greedy = dealer(running.server.address)
+    for id in range(500):
+        greedy.send(wire.encode_request(id, 60.0, a_score(id)))
+    assert greedy.recv()  # the first answer: the rest is in the queue
+    client = connect(running.server.address, request_timeout_s=30.0)
+    client.connect(10)
+    futures = [client.submit(a_score(i)) for i in range(2)]
+    before = running.engine.worked_on
+    assert [np.array_equal(f.result(30).ids, expected(a_score(i)).ids) for i, f in enumerate(futures)] == [True, True]
+    assert running.engine.worked_on - before < 50
+
+
+def test_a_client_with_too_much_in_the_queue_is_refused_and_retries(serve: Serve, connect: Connect) -> None:
+    bounds = Bounds(queued_bytes=20_000)
+    running = serve(TableEngine(delay_s=0.005, capacity=64), bounds=bounds)
+    client = connect(running.server.address, max_attempts=1, request_timeout_s=30.0)
+    client.connect(10)
+    futures = [client.submit(a_score(i)) for i in range(200)]
+    assert all(np.array_equal(f.result(30).ids, expected(a_score(i)).ids) for i, f in enumerate(futures))
+    assert client.counts["busy"] == running.server.counts["busy"] > 0
+    assert client.counts.get("retried", 0) == 0
+
+
+def test_where_the_queue_is_full_in_all_everyone_has_a_share(serve: Serve, dealer: Any) -> None:
+    bounds = Bounds(queued_bytes=100_000, queued_bytes_in_all=100_000)
+    running = serve(TableEngine(delay_s=1.0, capacity=1), bounds=bounds)
+    first, second = dealer(running.server.address), dealer(running.server.address)
+    for id in range(200):
+        first.send(wire.encode_request(id, 60.0, a_score(id)))
+    body = wire.decode(first.recv())[0]
+    assert isinstance(body, wire.Error) and body.code == "busy"
+    for id in range(20):  # far less than half of all
+        second.send(wire.encode_request(id, 60.0, a_score(id)))
+    second.send(wire.encode(wire.Ping()))
+    assert isinstance(wire.decode(second.recv())[0], wire.Pong)
+
+
+def test_a_request_longer_than_the_server_reads_is_refused_here(serve: Serve, connect: Connect) -> None:
+    """The server would hang up on it without a word."""
+    client = connect(serve().server.address)
+    with pytest.raises(Exception, match="50001 tokens, and this teacher takes at most 100") as refused:
+        client.submit(Score(np.array([1], np.int32), np.ones(50_000, np.int32), 1)).result(10)
+    assert refused.value.code == "too_long"
+    assert answers(client) and client.counts.get("lost", 0) == 0
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,109 @@
+"""CURVE keys: needed everywhere, shared by both sides, told to nobody."""
+
+from __future__ import annotations
+
+import pickle
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from gkd.config import Teacher
+from gkd.errors import ConfigError
+from gkd.scoring.address import Key, external_addresses, key_path
+from gkd.scoring.client import TeacherClient, TeacherUnavailable
+from tests.scoring.conftest import Running, a_score
+from tests.scoring.table import expected
+
+Serve = Callable[..., Running]
+Connect = Callable[..., TeacherClient]
+
+
+def test_whoever_has_the_key_is_answered(serve: Serve, connect: Connect) -> None:
+    key = Key.generate()
+    client = connect(serve(key=key).server.address, key=pickle.loads(pickle.dumps(key)))
+    client.connect(5)
+    np.testing.assert_array_equal(client.submit(a_score()).result(5).ids, expected(a_score()).ids)
+
+
+def test_an_open_port_with_a_key_serves_beyond_loopback(serve: Serve, connect: Connect) -> None:
+    key = Key.generate()
+    address = serve(host="0.0.0.0", key=key).server.address
+    connect(address.replace("0.0.0.0", "127.0.0.1"), key=key).connect(5)
+
+
+def test_without_the_key_nobody_is_answered(serve: Serve, connect: Connect) -> None:
+    address = serve(key=Key.generate()).server.address
+    with pytest.raises(TeacherUnavailable, match="another key"):
+        connect(address).connect(0.5)
+
+
+def test_knowing_the_servers_public_key_is_not_enough(serve: Serve) -> None:
+    key, own = Key.generate(), Key.generate()
+    address = serve(key=key).server.address
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for secret, public, answered in ((own.secret, own.public, False), (key.secret, key.public, True)):
+        socket = context.socket(zmq.DEALER)
+        socket.linger, socket.rcvtimeo = 0, 500
+        socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = secret, public, key.public
+        socket.connect(address)
+        socket.send(b"anything")
+        if answered:
+            assert socket.recv()
+        else:
+            with pytest.raises(zmq.Again):
+                socket.recv()
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "teacher.example", "::"])
+def test_an_address_others_can_reach_needs_a_key_file(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{host} is not loopback and has no key: set teacher.key_file"):
+        key_path(Teacher(), ["127.0.0.1", host])
+    assert key_path(Teacher(key_file="a.key"), [host]) == Path("a.key")
+
+
+def test_on_this_machine_a_user_has_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = key_path(Teacher(), ["127.0.0.1", "localhost", "::1"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Key.load(path)
+    key = Key.load_or_create(path)
+    assert path.is_relative_to(tmp_path) and stat.S_IMODE(path.stat().st_mode) == 0o600 and Key.load(path) == key
+
+
+def test_a_key_file_is_made_once_and_only_for_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "teacher.key"
+    key = Key.load_or_create(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert Key.load_or_create(path) == key == Key.load(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert key.secret.decode() not in repr(key)
+
+
+@pytest.mark.parametrize("content", [None, "", "nonsense", 'public-key = "a"\nsecret-key = "b"\n'])
+def test_a_file_without_a_key_is_named(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "teacher.key"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=f"key_file={path}"):
+        Key.load(path)
+
+
+def test_halves_of_different_pairs_are_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "teacher.key"
+    one, other = Key.load_or_create(path), Key.generate()
+    path.write_text(path.read_text().replace(one.secret.decode(), other.secret.decode()))
+    with pytest.raises(ConfigError, match="no pair"):
+        Key.load(path)
+
+
+def test_hosts_of_an_external_teacher() -> None:
+    teacher = Teacher(server_ip="10.0.0.1, node2:7000,::1", server_port=15000)
+    assert external_addresses(teacher) == ["tcp://10.0.0.1:15000", "tcp://node2:7000", "tcp://[::1]:15000"]
+    for wrong in ("node:x", "a b", "node:"):
+        with pytest.raises(ConfigError, match="no address of a teacher"):
+            external_addresses(Teacher(server_ip=wrong))

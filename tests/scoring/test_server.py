@@ -1,0 +1,243 @@
+"""A running server: answers, refusals, and bytes that are no messages."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gkd.errors import ConfigError, RunFailed
+from gkd.scoring import wire
+from gkd.scoring.address import secure_client
+from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, TeacherClient, TeacherRefused
+from gkd.scoring.server import TeacherServer
+from gkd.types import Target
+from tests.scoring.conftest import Running, a_score
+from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine, expected, greedy
+
+Serve = Callable[..., Running]
+Connect = Callable[..., TeacherClient]
+
+
+@pytest.fixture
+def dealer() -> Iterator[zmq.Socket[bytes]]:
+    """A bare socket, to say what no client would."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, 5000, 5000
+    secure_client(socket, KEY)
+    yield socket
+    context.destroy(linger=0)
+
+
+def assert_same(found: Target, wanted: Target) -> None:
+    np.testing.assert_allclose(found.token_logprobs, wanted.token_logprobs, rtol=1e-6)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=1e-6)
+    np.testing.assert_array_equal(found.ids, wanted.ids)
+    assert (found.tail_logprobs is None) == (wanted.tail_logprobs is None)
+    if found.tail_logprobs is not None:
+        np.testing.assert_array_equal(found.tail_logprobs, wanted.tail_logprobs)
+    assert found.temperature == wanted.temperature
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 4, VOCABULARY, FULL_VOCABULARY])
+def test_scores_are_the_tables(serve: Serve, connect: Connect, top_k: int) -> None:
+    client = connect(serve().server.address, top_k=top_k)
+    requests = [a_score(i, top_k, 1 + i, 8 - i, temperature) for i in range(5) for temperature in (1.0, 0.5)]
+    for request, future in [(r, client.submit(r)) for r in requests]:
+        target = future.result(5)
+        assert_same(target, expected(request))
+        assert target.ids.shape == (len(request.response_ids), min(top_k, VOCABULARY))
+
+
+def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -> None:
+    """What is under way is finished first, and the server goes on saying that it lives."""
+    server = serve(TableEngine(0.3)).server
+    client = connect(server.address, top_k=4, heartbeat_s=0.1)
+    before = client.submit(a_score(1, 4))
+    time.sleep(0.1)
+    server.sleep().result(5)
+    assert server.counts["answered"] == 1
+    assert_same(before.result(5), expected(a_score(1, 4)))
+    during = client.submit(a_score(2, 4))
+    time.sleep(1.0)  # ten heartbeats
+    assert not during.done()
+    server.wake().result(5)
+    assert_same(during.result(5), expected(a_score(2, 4)))
+
+
+def test_generation_is_the_tables(serve: Serve, connect: Connect) -> None:
+    request = Generate(np.array([3], np.int32), 9)
+    np.testing.assert_array_equal(connect(serve().server.address).submit(request).result(5), greedy(request))
+
+
+def test_a_student_with_fewer_rows_gets_none_beyond_them(serve: Serve, connect: Connect) -> None:
+    client = connect(serve().server.address, top_k=FULL_VOCABULARY, vocabulary=VOCABULARY - 1)
+    request = a_score(0, FULL_VOCABULARY)
+    target = client.submit(request).result(5)
+    assert target.ids.shape[1] == VOCABULARY - 1 and target.ids.max() == VOCABULARY - 2
+    assert_same(target, expected(replace(request, vocabulary=VOCABULARY - 1)))
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "message"),
+    [
+        (a_score(n_prompt=60, n_response=41), "too_long", "101 tokens, and this teacher takes at most 100"),
+        (Score(np.array([1], np.int32), np.array([2, 32], np.int32), 1), "out_of_vocabulary", "token 32 at position 1"),
+        (Score(np.array([-1], np.int32), np.array([2], np.int32), 1), "out_of_vocabulary", "token -1 at position 0"),
+        (a_score(top_k=20), "k_too_large", "K=20, and this teacher gives at most 16"),
+        (Score(np.array([1], np.int32), np.array([], np.int32), 1), "bad_request", "0 response tokens"),
+        (Generate(np.array([1], np.int32), 100), "too_long", "101 tokens"),
+        (Generate(np.array([], np.int32), 1), "bad_request", "the prompt is empty"),
+    ],
+)
+def test_a_sample_that_cannot_be_scored_is_refused_and_the_server_lives_on(
+    serve: Serve, connect: Connect, request_: Any, code: str, message: str
+) -> None:
+    running = serve(TableEngine(max_top_k=16))
+    client = connect(running.server.address)
+    with pytest.raises(TeacherRefused, match=message) as refused:
+        client.submit(request_).result(5)
+    assert refused.value.code == code
+    assert client.counts.get("retried", 0) == 0
+    assert_same(client.submit(a_score()).result(5), expected(a_score()))
+    assert running.server.counts[code] == 1
+
+
+def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect: Connect, dealer: Any) -> None:
+    running = serve(TableEngine(delay_s=2.0))
+    slow = connect(running.server.address, request_timeout_s=5.0).submit(a_score())
+    time.sleep(0.2)
+    dealer.connect(running.server.address)
+    began = time.monotonic()
+    for body, kind in [(wire.Ping(), wire.Pong), (wire.Hello(wire.PROTOCOL), wire.Welcome)]:
+        dealer.send(wire.encode(body))
+        assert isinstance(wire.decode(dealer.recv())[0], kind)
+    assert time.monotonic() - began < 1.5 and not slow.done()
+    slow.result(5)
+
+
+def test_an_expired_request_is_answered_without_work(serve: Serve, connect: Connect, dealer: Any) -> None:
+    running = serve(TableEngine(delay_s=0.5, capacity=1))
+    busy = connect(running.server.address).submit(a_score())
+    time.sleep(0.2)
+    dealer.connect(running.server.address)
+    dealer.send(wire.encode_request(7, 0.05, a_score()))
+    body, _ = wire.decode(dealer.recv())
+    assert isinstance(body, wire.Error) and (body.id, body.code) == (7, "expired")
+    busy.result(5)
+    assert running.engine.worked_on == 1
+
+
+def test_requests_join_the_engine_while_it_works(serve: Serve, connect: Connect) -> None:
+    running = serve(TableEngine(delay_s=0.05))
+    client = connect(running.server.address)
+    futures = [client.submit(a_score(i)) for i in range(3)]
+    futures[0].result(5)
+    late = client.submit(a_score(9))  # the first answer is out while others are still being worked on
+    assert not futures[2].done()
+    late.result(5)
+
+
+def test_an_engine_failure_reaches_every_client_and_the_caller(serve: Serve, connect: Connect) -> None:
+    running = serve(TableEngine(delay_s=0.1))
+    client = connect(running.server.address, max_attempts=1)
+    client.connect(5)
+    futures = [client.submit(Score(np.array([POISON], np.int32), np.array([1], np.int32), 1)), client.submit(a_score())]
+    for future in futures:
+        with pytest.raises(RunFailed, match=r"engine: the engine failed: ValueError: poisoned"):
+            future.result(5)
+    running.thread.join(5)
+    assert "poisoned" in str(running.failure[0])
+
+
+def test_stopping_refuses_what_is_unfinished_and_frees_the_port(serve: Serve, connect: Connect) -> None:
+    running = serve(TableEngine(delay_s=0.3))
+    client = connect(running.server.address, max_attempts=1)
+    client.connect(5)
+    futures = [client.submit(a_score(i)) for i in range(4)]
+    futures[0].result(5)
+    running.end()
+    with pytest.raises(RunFailed, match="is stopping"):
+        futures[3].result(5)
+    again = serve(port=int(running.server.address.rsplit(":", 1)[1]))
+    assert again.server.address == running.server.address
+
+
+def test_a_port_in_use_is_named(serve: Serve) -> None:
+    address = serve().server.address
+    with pytest.raises(ConfigError, match=f"cannot listen on {address}: Address already in use"):
+        TeacherServer(TableEngine(), "hash", "127.0.0.1", int(address.rsplit(":", 1)[1]), KEY)
+
+
+def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, dealer: Any) -> None:
+    running = serve(TableEngine(max_length=8, poison=None))
+    dealer.connect(running.server.address)
+    client = connect(running.server.address)
+    client.connect(5)
+    real = wire.encode_request(1, 1.0, a_score(n_prompt=2, n_response=3))
+    number = st.integers(-9, 40) | st.floats() | st.none()
+    names = ["id", "remaining_s", "n_prompt", "top_k", "temperature", "vocabulary", "max_tokens", "protocol"]
+    kinds = st.sampled_from(["score", "generate", "scored", "hello", "ping", "nonsense"])
+    bodies = st.fixed_dictionaries({"type": kinds}, optional=dict.fromkeys(names, number))
+    header = st.tuples(bodies, st.just([("<i4", [2])])).map(msgspec.msgpack.encode)
+    framed = st.tuples(header, st.binary(min_size=8, max_size=8)).map(
+        lambda t: struct.pack("<I", len(t[0])) + t[0] + bytes(-len(t[0]) % 4) + t[1]
+    )
+    damaged = st.tuples(st.integers(0, 200), st.binary(max_size=3)).map(
+        lambda t: real[: t[0]] + t[1] + real[t[0] + len(t[1]) :]
+    )
+
+    @settings(
+        max_examples=300,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    @given(st.binary(max_size=40) | framed | damaged)
+    def send(frame: bytes) -> None:
+        dealer.send(frame)
+        assert running.thread.is_alive()
+
+    send()
+    # Messages of one connection are answered in order, so this answer is the last.
+    dealer.send(wire.encode_request(10**9, 1.0, a_score(n_prompt=9)))
+    while not (isinstance(body := wire.decode(dealer.recv())[0], wire.Error) and body.id == 10**9):
+        pass
+    assert_same(client.submit(a_score(n_prompt=3, n_response=5)).result(5), expected(a_score(n_prompt=3, n_response=5)))
+    assert running.server.counts["bad_request"] > 50
+    assert not running.failure
+
+
+def test_a_message_that_cannot_be_read_is_answered(serve: Serve, dealer: Any) -> None:
+    dealer.connect(serve().server.address)
+    dealer.send(b"\x00garbage")
+    body, _ = wire.decode(dealer.recv())
+    assert isinstance(body, wire.Error) and (body.id, body.code) == (None, "bad_request")
+
+
+def test_many_threads_may_ask_at_once(serve: Serve, connect: Connect) -> None:
+    client = connect(serve(TableEngine(capacity=4)).server.address, request_timeout_s=20.0)
+    wrong: list[int] = []
+
+    def ask(start: int) -> None:
+        for seed in range(start, start + 50):
+            target = client.submit(a_score(seed)).result(20)
+            if not np.array_equal(target.ids, expected(a_score(seed)).ids):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=ask, args=(1000 * i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong and client.counts.get("retried", 0) == 0

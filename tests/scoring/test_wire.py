@@ -1,0 +1,182 @@
+"""The wire format: what goes in comes out, and nothing else comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gkd.data.rendering import Rendering
+from gkd.scoring import wire
+from gkd.scoring.requests import Generate, Score
+from gkd.types import Target
+
+ids = st.integers(0, 2**63 - 1)
+counts = st.integers(0, 2**31 - 1)
+text = st.text(max_size=50)
+tokens = st.binary(max_size=160).map(lambda raw: np.frombuffer(raw[: len(raw) // 4 * 4], np.int32))
+temperatures = st.floats(1e-3, 1e3)
+renderings = st.builds(
+    Rendering,
+    st.none() | text,
+    st.dictionaries(text, text, max_size=3),
+    st.lists(counts, max_size=3),
+    st.lists(counts, max_size=3),
+)
+messages = st.one_of(
+    st.builds(wire.Hello, counts),
+    st.builds(wire.Welcome, counts, text, text, text, counts, counts, counts, counts, st.none() | renderings),
+    st.builds(wire.Ping),
+    st.builds(wire.Pong, text),
+    st.builds(wire.Error, st.none() | ids, st.sampled_from(["expired", "engine", "busy"]), text),
+)
+
+
+def _random_target(rows: int, k: int, seed: int, temperature: float, tail: bool) -> Target:
+    """Any bits, NaN among them."""
+    rng = np.random.default_rng(seed)
+    return Target(
+        np.frombuffer(rng.bytes(4 * rows), np.float32),
+        np.frombuffer(rng.bytes(4 * rows * k), np.int32).reshape(rows, k),
+        np.frombuffer(rng.bytes(4 * rows * k), np.float32).reshape(rows, k),
+        temperature,
+        np.frombuffer(rng.bytes(4 * rows), np.float32) if tail and rows else None,
+    )
+
+
+sizes = st.integers(0, 9)
+targets = st.builds(_random_target, sizes, sizes, st.integers(0, 2**32), temperatures, st.booleans())
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine is shared
+
+
+def framed(header: bytes, arrays: bytes = b"") -> bytes:
+    return struct.pack("<I", len(header)) + header + bytes(-len(header) % 4) + arrays
+
+
+@patient
+@given(messages)
+def test_messages_without_arrays_come_back(message: wire.Message) -> None:
+    assert wire.decode(wire.encode(message)) == (message, [])
+
+
+@patient
+@given(ids, st.floats(1e-3, 1e6), tokens, tokens, counts, temperatures, st.none() | st.integers(1, 10**6))
+def test_a_score_request_comes_back(
+    id: int, remaining: float, prompt: Any, response: Any, k: int, temperature: float, vocabulary: int | None
+) -> None:
+    request = Score(prompt, response, k, temperature, vocabulary)
+    body, found = wire.decode(wire.encode_request(id, remaining, request))
+    assert isinstance(body, wire.Score)
+    assert (body.id, body.remaining_s) == (id, remaining)
+    back = wire.decode_request(body, found)
+    assert isinstance(back, Score)
+    assert (back.top_k, back.temperature, back.vocabulary) == (k, temperature, vocabulary)
+    np.testing.assert_array_equal(back.prompt_ids, prompt)
+    np.testing.assert_array_equal(back.response_ids, response)
+
+
+@patient
+@given(ids, targets)
+def test_a_target_comes_back_bit_for_bit(id: int, target: Target) -> None:
+    body, found = wire.decode(wire.encode_answer(id, target))
+    assert isinstance(body, wire.Scored) and body.id == id
+    back = wire.decode_target(body, found)
+    assert back.temperature == target.temperature
+    for name in ("token_logprobs", "ids", "logprobs"):
+        was, now = getattr(target, name), getattr(back, name)
+        assert now.dtype == was.dtype and now.shape == was.shape and now.tobytes() == was.tobytes()
+    assert (back.tail_logprobs is None) == (target.tail_logprobs is None)
+    if back.tail_logprobs is not None and target.tail_logprobs is not None:
+        assert back.tail_logprobs.tobytes() == target.tail_logprobs.tobytes()
+
+
+@patient
+@given(ids, tokens, st.integers(1, 1000))
+def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int) -> None:
+    body, found = wire.decode(wire.encode_request(id, 1.0, Generate(prompt, max_tokens)))
+    assert isinstance(body, wire.Generate)
+    back = wire.decode_request(body, found)
+    assert isinstance(back, Generate) and back.max_tokens == max_tokens
+    np.testing.assert_array_equal(back.prompt_ids, prompt)
+    answer, (response,) = wire.decode(wire.encode_answer(id, prompt))
+    assert answer == wire.Generated(id)
+    np.testing.assert_array_equal(response, prompt)
+
+
+@patient
+@given(st.binary(max_size=200) | st.binary(max_size=60).map(framed))
+def test_arbitrary_bytes_are_a_message_or_a_wire_error(frame: bytes) -> None:
+    with contextlib.suppress(wire.WireError):
+        wire.decode(frame)
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+)
+fields = st.dictionaries(
+    st.sampled_from(["type", "id", "remaining_s", "n_prompt", "top_k", "temperature", "vocabulary", "max_tokens"]),
+    anything | st.sampled_from(["score", "scored", "generate", "hello"]) | st.integers(0, 9) | st.just(0.5),
+)
+specs = st.lists(st.tuples(st.sampled_from(["<i4", "<f4", "|O", ">i4"]), st.lists(st.integers(-1, 2**40), max_size=3)))
+
+
+@patient
+@given(st.tuples(fields, specs) | anything, st.binary(max_size=64))
+def test_well_formed_headers_with_any_content_are_a_message_or_a_wire_error(header: Any, rest: bytes) -> None:
+    try:
+        body, found = wire.decode(framed(msgspec.msgpack.encode(header), rest))
+        if isinstance(body, wire.Score | wire.Generate):
+            wire.decode_request(body, found)
+    except wire.WireError:
+        pass
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    frame = wire.encode(wire.Generated(1), np.arange(5, dtype=np.int32))
+    for wrong in (frame[:-1], frame + b"1234"):
+        with pytest.raises(wire.WireError, match=rf"Generated: {len(wrong)} bytes where its arrays need {len(frame)}"):
+            wire.decode(wrong)
+    with pytest.raises(wire.WireError, match="4 bytes too many"):
+        wire.decode(wire.encode(wire.Ping()) + b"1234")
+    with pytest.raises(wire.WireError, match="1 arrays; 0 announced"):
+        wire.decode(framed(msgspec.msgpack.encode((wire.Generated(1), []))))
+    huge = msgspec.msgpack.encode((wire.Generated(1), [("<i4", (2**31 - 1,))]))
+    with pytest.raises(wire.WireError, match="bytes where its arrays need 8589934"):
+        wire.decode(framed(huge, b"1234"))
+    with pytest.raises(wire.WireError, match="a frame of 104 bytes with a header of 100"):
+        wire.decode(framed(bytes(100)), 99)
+
+
+@pytest.mark.parametrize("name", ["|O", "<f8", ">i4"])
+def test_no_other_dtype_is_read(name: str) -> None:
+    header = msgspec.msgpack.encode((wire.Generated(1), [(name, (1,))]))
+    with pytest.raises(wire.WireError, match="where <i4 of 1 axes belongs"):
+        wire.decode(framed(header, b"12345678"[: np.dtype(name).itemsize]))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, -1.0, True, "1"])
+def test_numbers_out_of_range_are_refused(number: Any) -> None:
+    body = {"type": "score", "id": 1, "remaining_s": 1.0, "n_prompt": 1, "top_k": 1, "temperature": number}
+    with pytest.raises(wire.WireError, match="temperature"):
+        wire.decode(framed(msgspec.msgpack.encode((body, [("<i4", (1,))])), b"1234"))
+
+
+@given(tokens, st.integers(0, 9), st.integers(0, 2**32))
+@patient
+def test_what_a_message_can_have_is_bounded(prompt: Any, k: int, seed: int) -> None:
+    request = Score(prompt, prompt, 2**31 - 1, 1 / 3, 2**31 - 1)
+    assert len(wire.encode_request(2**63 - 1, 1e7 / 3, request)) <= wire.largest_request(2 * len(prompt))
+    answer = _random_target(len(prompt), k, seed, 1 / 3, True)
+    assert len(wire.encode_answer(2**63 - 1, answer)) <= wire.largest_reply(len(prompt), k)
