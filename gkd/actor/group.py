@@ -61,7 +61,7 @@ class ActorGroup:
         return found[0]
 
     def update(self, lessons: Sequence[Lesson], step: int) -> dict[str, float]:
-        """Learn from a batch: ``actor.update_epochs`` times over its mini-batches, one optimizer step each.
+        """Learn from a batch: ``actor.epochs`` times over its mini-batches, one optimizer step each.
 
         Returns the mean of the mini-batches' metrics.
         """
@@ -69,12 +69,12 @@ class ActorGroup:
         size = settings.mini_batch_size or len(lessons)
         parts = [lessons[i : i + size] for i in range(0, len(lessons), size)]
         # The ratios of later updates are against the weights that the first one starts from.
-        old = settings.update_epochs * len(parts) > 1
+        old = settings.epochs * len(parts) > 1
         reference = self.config.algorithm.kl.coef > 0 and not self.config.asks_reference
         for part in parts if old or reference else []:
             shares = self._shares(part)
             self._call("remember", [([part[i] for i in share], old, reference) for share in shares])
-        parts *= settings.update_epochs
+        parts *= settings.epochs
         rows = [self._run("update", part, step, i == len(parts)) for i, part in enumerate(parts, 1)]
         self.version = step
         self._tell_of_memory(step)

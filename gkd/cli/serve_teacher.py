@@ -72,7 +72,7 @@ def _serve(config: Config, stop: _Stop) -> int:
     path_of_key = key_path(teacher, [host])
     key = Key.load_or_create(path_of_key)
     _require_free(host, port)
-    from gkd.data.model_info import Checkpoint
+    from gkd.data.model_info import ModelInfo
     from gkd.data.rendering import Rendering
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
     from gkd.inference.vllm_scorer import VllmEngine
@@ -82,7 +82,7 @@ def _serve(config: Config, stop: _Stop) -> int:
     directory = check_causal_lm(path, "teacher.model.path")
     require_vllm_runs(directory, "teacher.model.path", SCORER_REMEDY)
     tokenizer = load_tokenizer(directory, "teacher.model.path")
-    checkpoint = Checkpoint.read(directory, "teacher.model.path", tokenizer)
+    checkpoint = ModelInfo.read(directory, "teacher.model.path", tokenizer)
     digest = tokenizer_hash(tokenizer)
     device = installed_device()
     os.environ.update(environment(device, config.cluster.cpu_threads))

@@ -1,6 +1,6 @@
 """Fewer GPUs than groups: which of the shared layouts in conf/placement ``placement=auto`` then takes.
 
-Whether groups on one GPU are there side by side or take turns is decided later, by memory (cluster.take_turns).
+Whether groups on one GPU are there side by side or take turns is decided later, by memory (cluster.offload).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def may_share(config: Config) -> bool:
     return config.cluster.share_gpus and all(
         pool.n_workers == 1
         and pool.ranges() is None
-        and pool.share_with is None
+        and pool.colocate_with is None
         and not (isinstance(pool, Engine) and pool.tensor_parallel_size > 1)
         for _, pool in config.pools()
     )

@@ -78,7 +78,7 @@ class Pool(Settings):
         description="instead of gpus: a range for each node, as [0-3,4-7]; groups that name the same indices so are "
         "on different nodes",
     )
-    share_with: GroupName | None = Field(
+    colocate_with: GroupName | None = Field(
         None,
         description="group whose GPUs this one works on as well, its first ones or those that gpus names; "
         "null: GPUs of its own, as where the run does not have that group",

@@ -75,7 +75,7 @@ def _guests_fit_on_their_hosts(config: Config) -> None:
     pools = {GROUPS.get(section, section): (section, pool) for section, pool in config.pools()}
     for guest, host in config.hosts().items():
         (section, own), (other, its) = pools[guest], pools[host]
-        what = f"{section}.share_with={own.share_with}"
+        what = f"{section}.colocate_with={own.colocate_with}"
         if own.n_gpus_per_node > its.n_gpus_per_node or own.nnodes > its.nnodes:
             raise ValueError(
                 f"{what}: {section} is to have {own.n_gpus_per_node} GPUs on {own.nnodes} nodes, and {other} has "
@@ -88,12 +88,12 @@ def _guests_fit_on_their_hosts(config: Config) -> None:
 
 
 def _turns_can_be_taken(config: Config) -> None:
-    if config.cluster.take_turns is not True:
+    if config.cluster.offload is not True:
         return
     if not config.on_the_actors_gpus():
-        raise ValueError("cluster.take_turns=true: no group shares GPUs with the actor (share_with)")
+        raise ValueError("cluster.offload=true: no group shares GPUs with the actor (colocate_with)")
     if config.actor.lora.quantize is not None:
-        raise ValueError(f"cluster.take_turns=true: actor.lora.quantize={config.actor.lora.quantize} stays on its GPU")
+        raise ValueError(f"cluster.offload=true: actor.lora.quantize={config.actor.lora.quantize} stays on its GPU")
 
 
 def _hf_takes_weights_from_the_object_store(config: Config) -> None:

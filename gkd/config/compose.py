@@ -6,7 +6,7 @@ mistake becomes one :class:`ConfigError`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.file import read_yaml
-from gkd.config.loading import is_text, unknown
+from gkd.config.loading import is_text, open_sections, unknown
 from gkd.errors import ConfigError
 
 # An installed package carries conf inside itself; a checkout has it at the top.
@@ -46,7 +46,7 @@ def compose(overrides: Sequence[str]) -> Config:
     files = [o for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
     overrides = [o for o in overrides if o not in files]
     # The recipe has no default to override, so Hydra asks for a plus; people forget it.
-    overrides = [f"+{o}" if o.startswith(("recipe=", "teacher.models")) else o for o in overrides]
+    overrides = [_plus(o) for o in overrides]
     _check(overrides)
     if len(files) > 1:
         raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
@@ -57,12 +57,32 @@ def compose(overrides: Sequence[str]) -> Config:
     return config
 
 
+def _plus(override: str) -> str:
+    """``override`` with the plus that Hydra wants before what has no default to override."""
+    if override.startswith(("recipe=", "teacher.models")):
+        return f"+{override}"
+    key = override.partition("=")[0]
+    is_own = any(key.startswith(f"{section}.") for section in open_sections()) and key not in _flat(_defaults())
+    return f"++{override}" if is_own else override
+
+
 def _defaults() -> DictConfig:
     defaults = Config().model_dump()
     for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
         defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
     defaults["actor"]["lr"] = None  # so that the recipe's algorithm decides
     return OmegaConf.create(defaults)
+
+
+def _flat(tree: DictConfig) -> set[str]:
+    """Dotted names of all that a tree holds."""
+
+    def walk(node: Any, prefix: str) -> Iterator[str]:
+        for name, below in node.items() if isinstance(node, dict) else ():
+            yield f"{prefix}{name}"
+            yield from walk(below, f"{prefix}{name}.")
+
+    return set(walk(OmegaConf.to_container(tree), ""))
 
 
 def _without_file(overrides: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
@@ -124,8 +144,8 @@ def _check(overrides: Sequence[str]) -> None:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
         if key in choices:
             _check_choice(override, choices[key])
-        elif key.startswith("teacher.models."):
-            continue
+        elif key.startswith(("teacher.models.", *(f"{section}." for section in open_sections()))):
+            continue  # what a class of the user's own takes is known once it is loaded
         elif key not in known and not any(k.startswith(f"{key}.") for k in known):
             raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
         elif override.is_sweep_override():

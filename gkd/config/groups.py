@@ -249,7 +249,7 @@ class Actor(Settings):
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="tokens packed into one micro-batch on one rank")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    update_epochs: int = Field(1, ge=1, description="times a batch is learned from")
+    epochs: int = Field(1, ge=1, description="times a batch is learned from")
     mini_batch_size: int | None = Field(
         None, ge=1, description="samples of a batch that make one optimizer step; null: all of them"
     )
@@ -327,7 +327,7 @@ class Cluster(Settings):
     )
     cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved with each worker's GPU")
     reserve_timeout_s: float = Field(300.0, gt=0, description="time to wait for GPUs and CPUs to become free")
-    take_turns: Literal["auto"] | bool = Field(
+    offload: Literal["auto"] | bool = Field(
         "auto", description="engines on the actor's GPUs and the actor give their memory to whichever works: vLLM "
         "sleeps, the actor's weights and optimizer state go to the host; auto: where they do not fit side by side"
     )  # fmt: skip

@@ -60,7 +60,7 @@ class ReferenceKL(Settings):
     )
 
 
-class Correction(Settings):
+class ImportanceSampling(Settings):
     """For the difference between the engine that samples and the trainer, on the same weights."""
 
     level: Literal["auto", "token", "sequence"] | None = Field(
@@ -113,7 +113,7 @@ class Algorithm(Settings):
     advantage: Advantage = Advantage()
     policy: Policy = Policy()
     kl: ReferenceKL = ReferenceKL()
-    correction: Correction = Correction()
+    importance_sampling: ImportanceSampling = ImportanceSampling()
     dynamic_sampling: DynamicSampling = DynamicSampling()
     overlong: Overlong = Overlong()
 
@@ -126,7 +126,7 @@ class Algorithm(Settings):
         if self.policy_weight:
             return self
         told = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
-        corrected = [] if self.weighs_samples else ["correction"]
+        corrected = [] if self.weighs_samples else ["importance_sampling"]
         for section in ("advantage", "policy", *corrected, "dynamic_sampling"):
             settings = getattr(self, section)
             for name, field in type(settings).model_fields.items():

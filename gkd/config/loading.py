@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from gkd.config.base import Settings
 from gkd.config.hints import hint
+from gkd.config.open import OWN, OpenSettings
 from gkd.config.run import Config
 from gkd.errors import ConfigError
 
@@ -18,6 +19,8 @@ def settings() -> dict[str, str]:
     """Every setting's dotted name and its meaning."""
 
     def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, str]]:
+        if issubclass(section, OpenSettings):
+            yield from section.settings_of_entries(prefix)
         for name, field in section.model_fields.items():
             kind = field.annotation
             if isinstance(kind, type) and issubclass(kind, Settings):
@@ -26,6 +29,19 @@ def settings() -> dict[str, str]:
                 yield f"{prefix}{name}", field.description or ""
 
     return dict(walk(Config, ""))
+
+
+def open_sections() -> list[str]:
+    """Dotted names of sections that take settings of users' own classes."""
+
+    def walk(section: type[Settings], prefix: str) -> Iterator[str]:
+        if issubclass(section, OpenSettings):
+            yield prefix.removesuffix(".")
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+                yield from walk(field.annotation, f"{prefix}{name}.")
+
+    return list(walk(Config, ""))
 
 
 def load(tree: Mapping[str, Any]) -> Config:
@@ -44,6 +60,11 @@ def load(tree: Mapping[str, Any]) -> Config:
         key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|literal)", str(part)))
         if first["type"] == "extra_forbidden":
             raise unknown(key, first["input"]) from None
+        if first["type"] == OWN:
+            context = first["ctx"]
+            if context["unknown"]:
+                raise unknown(f"{key}.{context['key']}", None) from None
+            raise ConfigError(f"{key}.{context['key']}={context['value']}: {context['why']}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"

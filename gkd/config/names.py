@@ -7,6 +7,7 @@ setting of this project.
 from __future__ import annotations
 
 SECTIONS: dict[str, str] = {
+    "algorithm.correction": "algorithm.importance_sampling",
     "critic": "there is no critic: a group of samples is its own baseline (rollout.n)",
     "actor_rollout_ref.rollout.multi_turn": "there are no turns with tools; a prompt may hold earlier ones as messages",
     "distillation.teacher_models": "teacher.model.path and other settings of teacher, such as "
@@ -82,12 +83,12 @@ SAMPLING: dict[str, str] = {
     "vllm_num_engines": "rollout.n_gpus_per_node divided by rollout.tensor_parallel_size",
     "rollout_num_gpus": "rollout.n_gpus_per_node and rollout.nnodes",
     "vllm_max_model_length": "data.max_prompt_length + rollout.max_response_length, which the engines are made for",
-    "vllm_enable_sleep_mode": "cluster.take_turns",
-    "vllm_enable_sleep": "cluster.take_turns",
-    "free_cache_engine": "cluster.take_turns",
-    "vllm_mode": "rollout.share_with=actor is TRL's colocate; without it the engines have GPUs of their own",
-    "colocate_all_models": "placement=single_gpu, or rollout.share_with=actor",
-    "colocate": "rollout.share_with=actor",
+    "vllm_enable_sleep_mode": "cluster.offload",
+    "vllm_enable_sleep": "cluster.offload",
+    "free_cache_engine": "cluster.offload",
+    "vllm_mode": "rollout.colocate_with=actor is TRL's colocate; without it the engines have GPUs of their own",
+    "colocate_all_models": "placement=single_gpu, or rollout.colocate_with=actor",
+    "colocate": "rollout.colocate_with=actor",
     "update_weights_bucket_megabytes": "weights.bucket_mb",
     "vllm_sync_backend": "weights.transfer",
 }
@@ -112,9 +113,9 @@ OPTIMISATION: dict[str, str] = {
     "max_grad_norm": "actor.grad_clip",
     "max_norm": "actor.grad_clip",
     "clip_grad": "actor.grad_clip",
-    "num_iterations": "actor.update_epochs",
-    "ppo_epochs": "actor.update_epochs",
-    "max_epochs": "actor.update_epochs",
+    "num_iterations": "actor.epochs",
+    "ppo_epochs": "actor.epochs",
+    "max_epochs": "actor.epochs",
     "ppo_mini_batch_size": "actor.mini_batch_size, in samples (prompts x rollout.n); verl's is in prompts",
     "global_batch_size": "actor.mini_batch_size, in samples",
     "train_batch_size": "trainer.batch_size, prompts a step (verl's); actor.mini_batch_size, samples an update "
@@ -186,17 +187,17 @@ ALGORITHM: dict[str, str] = {
     "filter_groups.enable": "algorithm.dynamic_sampling.max_rounds above 1",
     "max_num_gen_batches": "algorithm.dynamic_sampling.max_rounds",
     "dynamic_filtering": "algorithm.dynamic_sampling.max_rounds above 1",
-    "vllm_importance_sampling_correction": "algorithm.correction.level",
-    "vllm_importance_sampling_mode": "algorithm.correction.level and algorithm.correction.mask",
-    "vllm_importance_sampling_clip_max": "algorithm.correction.cap",
-    "vllm_importance_sampling_cap": "algorithm.correction.cap",
-    "rollout_is": "algorithm.correction.level",
-    "rollout_is_threshold": "algorithm.correction.cap",
-    "tis_imp_ratio_cap": "algorithm.correction.cap",
-    "tis_clip": "algorithm.correction.cap",
-    "use_tis": "algorithm.correction.level=token",
-    "enable_vllm_is_correction": "algorithm.correction.level=token",
-    "vllm_is_truncated_threshold": "algorithm.correction.cap",
+    "vllm_importance_sampling_correction": "algorithm.importance_sampling.level",
+    "vllm_importance_sampling_mode": "algorithm.importance_sampling.level and algorithm.importance_sampling.mask",
+    "vllm_importance_sampling_clip_max": "algorithm.importance_sampling.cap",
+    "vllm_importance_sampling_cap": "algorithm.importance_sampling.cap",
+    "rollout_is": "algorithm.importance_sampling.level",
+    "rollout_is_threshold": "algorithm.importance_sampling.cap",
+    "tis_imp_ratio_cap": "algorithm.importance_sampling.cap",
+    "tis_clip": "algorithm.importance_sampling.cap",
+    "use_tis": "algorithm.importance_sampling.level=token",
+    "enable_vllm_is_correction": "algorithm.importance_sampling.level=token",
+    "vllm_is_truncated_threshold": "algorithm.importance_sampling.cap",
     "reward_weights": "reward.weights",
     "reward_funcs": "reward.functions",
     "custom_reward_function.path": "reward.functions=[FILE.py:NAME]",
@@ -253,4 +254,11 @@ RUN: dict[str, str] = {
     "ray_init.num_cpus": "cluster.cpus_per_worker, of each worker",
 }
 
-ELSEWHERE: dict[str, str] = {**MODELS, **DATA, **SAMPLING, **OPTIMISATION, **ALGORITHM, **RUN}
+EARLIER: dict[str, str] = {
+    "share_with": "rollout.colocate_with, and so for the other groups",
+    "update_epochs": "actor.epochs",
+    "take_turns": "cluster.offload",
+}
+"""Names that settings had in earlier versions."""
+
+ELSEWHERE: dict[str, str] = {**MODELS, **DATA, **SAMPLING, **OPTIMISATION, **ALGORITHM, **RUN, **EARLIER}

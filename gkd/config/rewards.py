@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gkd.config.base import Settings, user_path
+from gkd.config.base import Settings
+from gkd.registry import absolute
 
 REWARD_MODEL = "reward_model"
 BUILTIN_REWARDS = ("accuracy", "cosine", "format", "judge", "length", "reasoning_steps", "repetition_penalty")
@@ -23,16 +23,9 @@ def _regular(pattern: str) -> str:
     return pattern
 
 
-def reward_file(name: str) -> tuple[Path, str] | None:
-    """File and name of a reward ``FILE.py:name``; None for rewards of other kinds."""
-    file, _, attribute = name.rpartition(":")
-    return (user_path(file).absolute(), attribute) if file.endswith(".py") else None
-
-
 def _absolute(functions: list[str]) -> list[str]:
     """Rewards' names with absolute paths: what a worker's own directory is does not matter."""
-    found = [(name, reward_file(name)) for name in functions]
-    return [name if file is None else f"{file[0]}:{file[1]}" for name, file in found]
+    return [absolute(name) for name in functions]
 
 
 class FormatReward(Settings):

@@ -87,9 +87,9 @@ class Config(Settings):
         found: dict[str, str] = {}
         for group in present:
             host, seen = group, [group]
-            while (following := getattr(self, sections[seen[-1]]).share_with) is not None:
+            while (following := getattr(self, sections[seen[-1]]).colocate_with) is not None:
                 if following in seen:
-                    raise ValueError(f"share_with goes in a circle: {' -> '.join([*seen, following])}")
+                    raise ValueError(f"colocate_with goes in a circle: {' -> '.join([*seen, following])}")
                 seen.append(following)
                 host = following if following in present else host
             if host != group:
@@ -109,13 +109,14 @@ class Config(Settings):
         return [group for group in groups if frozenset(("actor", group)) in shared]
 
     def algorithm_on(self, device: Literal["cpu", "cuda"]) -> Algorithm:
-        """``algorithm`` with ``correction.level`` decided for models that compute on ``device``."""
+        """``algorithm`` with ``importance_sampling.level`` decided for models that compute on ``device``."""
         algorithm, lora = self.algorithm, self.actor.lora
-        if algorithm.correction.level != "auto":
+        if algorithm.importance_sampling.level != "auto":
             return algorithm
         differ = self.model.dtype_on(device) != "float32" or lora.quantize is not None or lora.dropout > 0
         level = "token" if differ and algorithm.weighs_samples else None
-        return algorithm.model_copy(update={"correction": algorithm.correction.model_copy(update={"level": level})})
+        decided = algorithm.importance_sampling.model_copy(update={"level": level})
+        return algorithm.model_copy(update={"importance_sampling": decided})
 
     @property
     def asks_reference(self) -> bool:

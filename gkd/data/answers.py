@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 
@@ -35,13 +35,13 @@ def turn_end(prompts: Sequence[Prompt], tokenizer: Any) -> int | None:
     return next((int(token) for token in after if token in special), None)
 
 
-def with_turn_end(model: Checkpoint, end: int | None) -> Checkpoint:
+def with_turn_end(model: ModelInfo, end: int | None) -> ModelInfo:
     """``model``, whose responses the token ``end`` also ends: a base model's settings need not name it."""
     return model if end is None else replace(model, eos_ids=sorted({*model.eos_ids, end}))
 
 
 def with_answers(
-    prompts: Sequence[Prompt], tokenizer: Any, model: Checkpoint, end: int | None, max_tokens: int
+    prompts: Sequence[Prompt], tokenizer: Any, model: ModelInfo, end: int | None, max_tokens: int
 ) -> list[Prompt]:
     """``prompts`` with their answers as responses of at most ``max_tokens``: the text as it is, and the end token.
 

@@ -9,7 +9,7 @@ from gkd.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class ModelInfo:
     """A causal language model as its configuration describes it.
 
     ``vocabulary``: rows of logits, padding included. ``positions``: the longest sequence in tokens, None for no limit.
@@ -25,7 +25,7 @@ class Checkpoint:
     stateful: bool = False
 
     @staticmethod
-    def read(path: str, setting: str, tokenizer: Any = None) -> Checkpoint:
+    def read(path: str, setting: str, tokenizer: Any = None) -> ModelInfo:
         """Read the configuration in ``path``, a directory or the name of a locally cached model.
 
         ``tokenizer`` is the model's, where there is one. Raises ConfigError, naming ``setting``, when there is no
@@ -55,7 +55,7 @@ class Checkpoint:
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None:
             positions = _count(positions, f"{name}: max_position_embeddings")
-        return Checkpoint(vocabulary, positions, sorted(eos), n_tokens, _is_stateful(text))
+        return ModelInfo(vocabulary, positions, sorted(eos), n_tokens, _is_stateful(text))
 
 
 def _ids(value: Any, what: str) -> list[int]:

@@ -10,7 +10,7 @@ from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.builtin import prepare_builtin
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.tokenizer import (
     check_causal_lm,
@@ -40,7 +40,7 @@ class Inputs:
     tokenizer_hash: str
     train: PromptSet
     val: PromptSet
-    model: Checkpoint
+    model: ModelInfo
     max_length: int
 
     def fingerprints(self) -> dict[str, str]:
@@ -55,9 +55,9 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if config.asks_reference:
         judges["reference"] = _reference(config, student)
     tokenizer = load_tokenizer(student)
-    models = {"student": Checkpoint.read(student, "model.path", tokenizer)}
+    models = {"student": ModelInfo.read(student, "model.path", tokenizer)}
     for name in judges:
-        models[name] = Checkpoint.read(judges[name], f"{name.partition(':')[0]}.model.path")
+        models[name] = ModelInfo.read(judges[name], f"{name.partition(':')[0]}.model.path")
     own = models["student"]
     _require_engines_run(config, student, judges)
     if config.actor.lora.r is not None:
@@ -174,7 +174,7 @@ def _reference(config: Config, student: str) -> str:
     return path
 
 
-def _max_length(config: Config, models: dict[str, Checkpoint]) -> int:
+def _max_length(config: Config, models: dict[str, ModelInfo]) -> int:
     """max_prompt_length + max_response_length, or as many positions as student and teacher both have."""
     length, shortest = config.data.max_prompt_length + config.rollout.max_response_length, ""
     for name, model in models.items():

@@ -111,7 +111,7 @@ def step_text(config: Config) -> str:
     """What one step is made of, and the settings that memory depends on, in one line."""
     actor, prompts, n = config.actor, config.trainer.batch_size, config.rollout.n
     samples = prompts * n
-    updates = actor.update_epochs * -(-samples // (actor.mini_batch_size or samples))
+    updates = actor.epochs * -(-samples // (actor.mini_batch_size or samples))
     parts = [
         f"a step: {prompts:,} prompts x {n} = {samples:,} samples, {updates} update{'s' * (updates != 1)}",
         f"prompts up to {config.data.max_prompt_length:,} and responses up to {config.rollout.max_response_length:,} "
@@ -131,11 +131,11 @@ def step_text(config: Config) -> str:
 def _comment(config: Config, placement: Placement) -> None:
     """Say what was decided about importance weights, and warn of a learning rate that cannot work."""
     device = placement.groups["actor"].reports[0].device
-    decided = config.algorithm_on(device).correction.level
-    if config.algorithm.correction.level == "auto" and decided is not None:
+    decided = config.algorithm_on(device).importance_sampling.level
+    if config.algorithm.importance_sampling.level == "auto" and decided is not None:
         log.info(
             "engine and trainer can differ in how they compute: importance weights by %s correct for it "
-            "(algorithm.correction.level=auto)", decided,
+            "(algorithm.importance_sampling.level=auto)", decided,
         )  # fmt: skip
     if text := doubts(config):
         log.warning(text)
@@ -176,20 +176,20 @@ def _placed(config: Config, session: Session, output: Path) -> Placement:
 
 
 def _with_turns(config: Config, placement: Placement) -> Config:
-    """``config`` with cluster.take_turns decided.
+    """``config`` with cluster.offload decided.
 
     Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
     """
     turns = _check_memory(config, placement)
     if turns:
         engines = ", ".join(config.on_the_actors_gpus())
-        log.info("actor and %s take turns on their GPUs (cluster.take_turns=%s)", engines, config.cluster.take_turns)
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"take_turns": turns})})
+        log.info("actor and %s take turns on their GPUs (cluster.offload=%s)", engines, config.cluster.offload)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": turns})})
 
 
 def _check_memory(config: Config, placement: Placement) -> bool:
     """Raise ConfigError for a layout that cannot fit; returns whether groups take turns."""
-    asked = config.cluster.take_turns is True
+    asked = config.cluster.offload is True
     reports = placement.reports
     sizes = {
         group: min(found)

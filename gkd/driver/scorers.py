@@ -90,7 +90,7 @@ class Judges:
 
     def sleeping(self) -> list[str]:
         """Groups that give their memory to the actor while it works."""
-        turns = self.config.cluster.take_turns is True
+        turns = self.config.cluster.offload is True
         return [name for name in self.groups if turns and name in self.config.on_the_actors_gpus()]
 
     def give_back(self) -> None:

@@ -63,7 +63,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
         client.connect()
     rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
     rollout_group = RolloutGroup(rollout, config, serving, turns, followers, placement.session.require_control)
-    if config.cluster.take_turns is True:
+    if config.cluster.offload is True:
         turns.actor, turns.judging = actor, [judges]
         turns.sampling = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from gkd.config import RewardModel
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.inference.vllm_engine import Device
 from gkd.scoring.requests import Answer, Limits, Rate, Refused, Request
 from gkd.types import Int32
@@ -20,7 +20,7 @@ class ClassifierEngine:
     """Answers requests to rate, ``settings.max_num_seqs`` at a time; an engine as in requests.Engine."""
 
     def __init__(self, path: str, settings: RewardModel, device: Device, dtype: torch.dtype) -> None:
-        checkpoint = Checkpoint.read(path, "reward_model.model.path")
+        checkpoint = ModelInfo.read(path, "reward_model.model.path")
         model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, local_files_only=True)
         model.config.get_text_config().use_cache = False  # of keys and values: nothing is generated
         self.model, self.device = model.to(device).eval(), device

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.inference.vllm_engine import Device
 from gkd.types import Float32, Int32, Request
 
@@ -24,7 +24,7 @@ class EngineSpec:
     """
 
     model_path: str
-    model: Checkpoint
+    model: ModelInfo
     max_length: int
     rank: int
     device: Device

@@ -25,7 +25,7 @@ from transformers.utils.logging import (
     set_verbosity_error,
 )
 
-from gkd.data.model_info import Checkpoint, exact_attention
+from gkd.data.model_info import ModelInfo, exact_attention
 from gkd.inference.engine import Finished
 from gkd.types import Request, Sampling
 
@@ -68,7 +68,7 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
 class HFEngine:
     """Batches of requests with equal sampling settings, one ``generate`` call each."""
 
-    def __init__(self, model_path: str, model: Checkpoint, device: str, dtype: torch.dtype, max_batch: int) -> None:
+    def __init__(self, model_path: str, model: ModelInfo, device: str, dtype: torch.dtype, max_batch: int) -> None:
         config = AutoConfig.from_pretrained(model_path, local_files_only=True)
         lm = AutoModelForCausalLM.from_pretrained(
             model_path, config=config, dtype=dtype, attn_implementation=exact_attention(config), local_files_only=True

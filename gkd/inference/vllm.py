@@ -9,7 +9,7 @@ import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMValidationError
 
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import Finished
 from gkd.inference.vllm_engine import Device, SetShape, Shape, sleep, wake
 from gkd.types import Request
@@ -28,7 +28,7 @@ class VLLMEngine:
     log-probabilities of the distribution that is sampled from (``logprobs_mode="processed_logprobs"``).
     """
 
-    def __init__(self, llm: LLM, model: Checkpoint, device: Device = "cpu") -> None:
+    def __init__(self, llm: LLM, model: ModelInfo, device: Device = "cpu") -> None:
         self.llm, self.engine, self.eos_ids, self.device = llm, llm.llm_engine, model.eos_ids, device
         self.forward_passes = 0
         if 0 < model.n_tokens < model.vocabulary:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkd.config import Scorer
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
 from gkd.inference.vllm_engine import GIB, Device, SetShape, Shape, Span, engine_arguments, sleep, start_llm, wake
@@ -51,7 +51,7 @@ class _Running:
 
 def scoring_arguments(
     path: str,
-    checkpoint: Checkpoint,
+    checkpoint: ModelInfo,
     settings: Scorer,
     device: Device,
     dtype: Literal["float32", "bfloat16"],
@@ -78,7 +78,7 @@ def scoring_arguments(
     )
 
 
-def _batched_tokens(checkpoint: Checkpoint, settings: Scorer, device: Device) -> int | None:
+def _batched_tokens(checkpoint: ModelInfo, settings: Scorer, device: Device) -> int | None:
     """Tokens of one step whose logits, or top K, fit into memory that vLLM does not plan; None: vLLM's own number."""
     if device == "cpu":
         most = 4096
@@ -103,7 +103,7 @@ class VllmEngine:
     def __init__(
         self,
         path: str,
-        checkpoint: Checkpoint,
+        checkpoint: ModelInfo,
         settings: Scorer,
         device: Device,
         *,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config, user_path
-from gkd.config.rewards import reward_file
 from gkd.errors import ConfigError
 from gkd.launch.package import is_packed
+from gkd.registry import file_of, short
 
 
 def settle(config: Config, here: Path, output: Path) -> list[str]:
@@ -27,7 +27,7 @@ def settle(config: Config, here: Path, output: Path) -> list[str]:
         if found != (value if isinstance(value, list) else [value]):
             overrides.append(_override(name, found if isinstance(value, list) else found[0]))
     rewards = config.reward.functions
-    if any(map(reward_file, rewards)):
+    if any(map(file_of, rewards)):
         overrides.append(_override("reward.functions", [_reward(name, here) for name in rewards]))
     return overrides
 
@@ -37,12 +37,11 @@ def _reward(name: str, here: Path) -> str:
 
     Raises ConfigError for a file that does not exist.
     """
-    if (found := reward_file(name)) is None:
+    if (file := file_of(name)) is None:
         return name
-    file, attribute = found
     if not file.is_file():
         raise ConfigError(f"reward.functions: {name}: there is no file {file}")
-    return f"{file.relative_to(here)}:{attribute}" if is_packed(file, here) else name
+    return f"{file.relative_to(here)}:{short(name)}" if is_packed(file, here) else name
 
 
 def _require_cluster_is_left_alone(config: Config) -> None:

@@ -76,7 +76,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, found: Value
     sums: Values = {"actor/entropy": found.pop("entropy")}
     supervised = found.pop("supervised", None)
     weights = importance(micro, log_q, algorithm) if algorithm.weighs_samples else None
-    if weights is not None and algorithm.correction.level in ("token", "sequence"):
+    if weights is not None and algorithm.importance_sampling.level in ("token", "sequence"):
         sums["actor/correction"] = weights.correction
     if algorithm.distils:
         losses["distill/loss"] = found.pop("distill")

@@ -11,8 +11,8 @@ with ``old`` the trainer's own probability before the batch's first update. All 
 sampled from: softmax(logits / temperature), normalised over the nucleus of ``rollout.top_p``.
 
 - ``q / old``, the ratio of PPO (arXiv 1707.06347), is 1 in the first update of a batch.
-- ``old / mu``, the correction, is ``algorithm.correction``: truncated (Yao et al., "Your Efficient RL Framework
-  Secretly Brings You Off-Policy RL Training", 2025) or masked, and constant. It is 1 where it is off.
+- ``old / mu`` is ``algorithm.importance_sampling``: truncated (Yao et al., "Your Efficient RL Framework Secretly
+  Brings You Off-Policy RL Training", 2025) or masked, and constant. It is 1 where it is off.
 
 Who gets what:
 
@@ -59,13 +59,13 @@ class Importance:
 def importance(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm) -> Importance:
     """What a micro-batch's importance weights are made of; ``log_q`` [N] as the trainer has it now.
 
-    ``algorithm.correction.level`` is to be decided already (:meth:`gkd.config.Config.algorithm_on`); where it is still
-    ``auto`` nothing is corrected.
+    ``algorithm.importance_sampling.level`` is to be decided already (:meth:`gkd.config.Config.algorithm_on`); where it
+    is still ``auto`` nothing is corrected.
     """
     old = log_q.detach() if micro.old_logprobs is None else micro.old_logprobs
     unknown = micro.sampler_logprobs.isnan()
     sampler = torch.where(unknown, old, micro.sampler_logprobs)
-    how, factors = algorithm.correction, torch.ones_like(old)
+    how, factors = algorithm.importance_sampling, torch.ones_like(old)
     if how.level in ("token", "sequence"):
         factors = correction(old, sampler, micro.bounds, how.level, how.mask, how.cap)
     return Importance(old, sampler, factors, (~unknown).to(old.dtype))

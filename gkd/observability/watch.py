@@ -47,8 +47,8 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
             yield name, f"{name} {metrics[name]:.3g} is outside watch.{setting}=[{low:g}, {high:g}]: {advice}"
     apart = metrics.get("mismatch/kl", 0.0)
     if apart > watch.mismatch_kl:
-        off = config.algorithm.weighs_samples and config.algorithm.correction.level in ("auto", None)
-        corrected = "algorithm.correction.level=token corrects for it, unless auto does; " if off else ""
+        off = config.algorithm.weighs_samples and config.algorithm.importance_sampling.level in ("auto", None)
+        corrected = "algorithm.importance_sampling.level=token corrects for it, unless auto does; " if off else ""
         yield (
             "mismatch/kl",
             f"sampler and trainer disagree, mismatch/kl {apart:.3g} (watch.mismatch_kl={watch.mismatch_kl:g}): "

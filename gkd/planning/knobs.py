@@ -72,7 +72,7 @@ def _turns(subject: Subject) -> list[Knob]:
     """Having the memory in turn, where that is ruled out and would be possible."""
     config = subject.config
     possible = config.on_the_actors_gpus() and config.actor.lora.quantize is None and not subject.card.is_cpu
-    return [Knob("cluster.take_turns", 1, (True,))] if possible and config.cluster.take_turns is False else []
+    return [Knob("cluster.offload", 1, (True,))] if possible and config.cluster.offload is False else []
 
 
 def _room(subject: Subject, section: str) -> int:

@@ -36,7 +36,7 @@ def memory_of(subject: Subject, only: str | None = None) -> list[GroupMemory]:
 
 
 def takes_turns(subject: Subject) -> bool:
-    """Whether the actor and the engines on its GPUs are there one at a time (cluster.take_turns)."""
+    """Whether the actor and the engines on its GPUs are there one at a time (cluster.offload)."""
     if subject.card.is_cpu:
         return False
     pools = subject.config.pools()
@@ -48,14 +48,14 @@ def _turns_wanted(subject: Subject, found: list[GroupMemory]) -> bool:
     engines = config.on_the_actors_gpus()
     if not engines or config.actor.lora.quantize is not None:
         return False
-    if config.cluster.take_turns != "auto":
-        return config.cluster.take_turns
+    if config.cluster.offload != "auto":
+        return config.cluster.offload
     side_by_side = [replace(group, available=_left_by_others(subject, group, found, turns=False)) for group in found]
     return any(not memory.fits for memory in side_by_side if memory.group in ("actor", *engines))
 
 
 def _left_by_others(subject: Subject, group: GroupMemory, found: list[GroupMemory], turns: bool) -> float:
-    """What a card has for a group besides those that share its GPUs (``share_with``)."""
+    """What a card has for a group besides those that share its GPUs (``colocate_with``)."""
     shared = subject.config.may_share()
     others = [other for other in found if frozenset((group.group, other.group)) in shared]
     away = {other.group for other in others if turns and "actor" in (group.group, other.group)}

@@ -47,7 +47,7 @@ class Result:
         plan = config.plan
         if takes_turns(self.subject):
             engines = ", ".join(config.on_the_actors_gpus())
-            found.append(f"actor and {engines} take turns (cluster.take_turns); moving them is not in the step's time")
+            found.append(f"actor and {engines} take turns (cluster.offload); moving them is not in the step's time")
         if plan.nodes is not None and self.subject.nodes is None:
             found.append(f"plan.nodes={plan.nodes} has no room for these groups; advice is for as many as it takes")
         if plan.response_length is None:

@@ -167,9 +167,9 @@ def update_s(subject: Subject, world: int, nnodes: int) -> float:
     once = each / micro * a_micro + adam
     remembered = 0.0
     remember_reference = subject.config.algorithm.kl.coef > 0 and lora
-    for asked in (actor.update_epochs * n_steps > 1, remember_reference):
+    for asked in (actor.epochs * n_steps > 1, remember_reference):
         remembered += asked * n_steps * each * (forward_flops(shape, length / 2) + head_flops(shape)) / card.flops
-    return actor.update_epochs * n_steps * once + remembered
+    return actor.epochs * n_steps * once + remembered
 
 
 def sync_s(subject: Subject, world: int) -> float:

@@ -18,7 +18,7 @@ from gkd.planning.families import read_shape, shape_of
 from gkd.planning.shape import ModelShape
 from gkd.planning.sizes import shape_of_size
 
-OWN = ("gpus", "gpus_by_node", "share_with")  # settings of a pool for which GPUs
+OWN = ("gpus", "gpus_by_node", "colocate_with")  # settings of a pool for which GPUs
 BUILTIN_HEAD_DIM = 32  # gkd.data.warmup, which imports torch
 
 
@@ -199,5 +199,5 @@ def apart(subject: Subject) -> Subject:
 
 def no_longer(config: Config) -> dict[str, Any]:
     """Settings that are about the nodes there are, or about GPUs that are shared, as they are without."""
-    turns = {"cluster.take_turns": "auto"} if config.cluster.take_turns is True else {}
+    turns = {"cluster.offload": "auto"} if config.cluster.offload is True else {}
     return turns if config.plan.nodes is None else turns | {"plan.nodes": None}

@@ -353,7 +353,7 @@ def _arguments(config: Config, spec: EngineSpec, span: Span | None) -> dict[str,
         prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
         seeded=True,
         seed=config.trainer.seed + spec.rank,
-        sleeps=config.cluster.take_turns is True and "rollout" in config.on_the_actors_gpus(),
+        sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
         span=span,
     )
     return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register(config.weights.transfer)}}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gkd.config import RewardModel, Scorer
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.vllm_engine import Device, Follower, Span
@@ -98,8 +98,8 @@ def teacher_follower(settings: Scorer, spec: JudgeSpec, span: Span) -> Follower:
     return Follower(arguments)
 
 
-def _checkpoint(model_path: str) -> Checkpoint:
-    return Checkpoint.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path"))
+def _checkpoint(model_path: str) -> ModelInfo:
+    return ModelInfo.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path"))
 
 
 class RewardModelWorker(JudgeWorker):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from gkd.actor.model import Student, load, write_model
 from gkd.config import Lora
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.inference.hf import HFEngine
 from gkd.losses.micro_batch import collate
 from gkd.types import Sample, Sampling, Scored
@@ -23,7 +23,7 @@ from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
 from tests.inference.test_engines import requests, run, worst_difference
 
 PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon"}
-DESCRIBED = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+DESCRIBED = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
 
 
 def student_of(family: str, path: Path, lora: Lora | None = None) -> tuple[Student, PreTrainedModel]:

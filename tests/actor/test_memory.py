@@ -86,7 +86,7 @@ def pids(actor: ActorGroup) -> set[int]:
 @pytest.fixture(scope="module")
 def two(local_ray: None, path: str) -> Iterator[ActorGroup]:
     """Two ranks, which get new processes where theirs run out of memory."""
-    with actor_of(path, 2, config(update_epochs=2)) as actor:
+    with actor_of(path, 2, config(epochs=2)) as actor:
         yield actor
 
 

@@ -30,7 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gkd.config import Teacher
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.inference.vllm_engine import environment, installed_device
 from gkd.inference.vllm_scorer import VllmEngine
 from gkd.scoring.address import Key
@@ -97,7 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         make_model(path, options)
         settings = Teacher(max_num_seqs=options.sequences, max_top_k=options.vocabulary, max_model_len=options.length)
-        engine = VllmEngine(path, Checkpoint.read(path, "model"), settings, device, dtype="float32")
+        engine = VllmEngine(path, ModelInfo.read(path, "model"), settings, device, dtype="float32")
     key = Key.generate()
     server, stop = TeacherServer(engine, "benchmark", "127.0.0.1", 0, key), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))

@@ -65,8 +65,8 @@ def test_an_external_teacher_has_no_pool(placed):
 
 
 def test_groups_share_gpus_where_the_configuration_says_so(placed):
-    shared = {"gpus": [3], "share_with": "actor"}
-    placement = placed(configuration({"gpus": [2, 3]}, {"gpus": [2, 3], "share_with": "actor"}, shared))
+    shared = {"gpus": [3], "colocate_with": "actor"}
+    placement = placed(configuration({"gpus": [2, 3]}, {"gpus": [2, 3], "colocate_with": "actor"}, shared))
     assert device_ids(placement) == {"actor": [2, 3], "rollout": [2, 3], "teacher": [3]}
     uuids = {(r.group, r.rank): r.gpu_uuids for r in placement.reports}
     assert uuids["actor", 1] == uuids["rollout", 1] == uuids["teacher", 0] != uuids["actor", 0]
@@ -75,13 +75,13 @@ def test_groups_share_gpus_where_the_configuration_says_so(placed):
 
 def test_guests_follow_their_hosts_over_nodes(placed):
     host = {"n_gpus_per_node": 5, "nnodes": 2}
-    placement = placed(configuration(1, host, {"n_gpus_per_node": 2, "nnodes": 2, "share_with": "rollout"}))
+    placement = placed(configuration(1, host, {"n_gpus_per_node": 2, "nnodes": 2, "colocate_with": "rollout"}))
     hosts, guests = placement.groups["rollout"].reports, placement.groups["teacher"].reports
     assert [guest.gpu_uuids for guest in guests] == [hosts[i].gpu_uuids for i in (0, 1, 5, 6)]
 
 
 def test_guests_need_their_cpus(cluster, hold):
-    config = configuration(8, {"n_gpus_per_node": 8, "share_with": "actor"}, 1)
+    config = configuration(8, {"n_gpus_per_node": 8, "colocate_with": "actor"}, 1)
     with connect(config) as session, pytest.raises(ConfigError, match=r"= 9 GPUs and 17 CPUs.*cpus_per_worker=0.5"):
         place(config, session)
 
@@ -234,7 +234,7 @@ def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(
 
     monkeypatch.setattr(module, step, leave)
     reports = placed(
-        configuration(pool, {"n_gpus_per_node": 1, "share_with": "actor"}, None, reserve_timeout_s=60.0)
+        configuration(pool, {"n_gpus_per_node": 1, "colocate_with": "actor"}, None, reserve_timeout_s=60.0)
     ).reports
     assert leaving.node_id not in {r.node_id for r in reports}
     assert not hold.groups

@@ -61,7 +61,7 @@ def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, na
 
 @pytest.mark.parametrize(
     "own",
-    ["rollout.n_gpus_per_node=2", "teacher.gpus=0", "rollout.share_with=actor", "placement=cpu", "placement=8gpu"],
+    ["rollout.n_gpus_per_node=2", "teacher.gpus=0", "rollout.colocate_with=actor", "placement=cpu", "placement=8gpu"],
 )
 def test_who_says_where_groups_go_is_not_overruled(own: str) -> None:
     config = compose([DISTIL, own])
@@ -108,6 +108,6 @@ def test_memory_decides_whether_they_take_turns(size: str | None, turns: bool) -
     named = [f"model.size={size}", f"teacher.model.size={size}"] if size else []
     files = ["data.train_files=[x]", "data.val_files=[x]"] if size else []
     config = shared(compose([DISTIL, *named, *files, "actor.gradient_checkpointing=true"]), idle_nodes([1]))
-    assert config.cluster.take_turns == "auto"
+    assert config.cluster.offload == "auto"
     card = dict.fromkeys(("actor", "rollout", "teacher"), 48e9 if size else 24e9)
     assert turns_needed(config, models_of(config), card) == turns

@@ -12,13 +12,13 @@ from tokenizers import AddedToken
 
 from gkd.config import load
 from gkd.data.answers import turn_end, with_answers, with_turn_end
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs import find_inputs
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 from tests.data.models import TEMPLATE, WORDS, save_model, word_tokenizer
 
-MODEL = Checkpoint(vocabulary=len(WORDS) + 1, positions=None, eos_ids=[1], n_tokens=len(WORDS) + 1)
+MODEL = ModelInfo(vocabulary=len(WORDS) + 1, positions=None, eos_ids=[1], n_tokens=len(WORDS) + 1)
 A, B, C = (WORDS.index(letter) for letter in "abc")
 EOS, IM_END = 1, len(WORDS)
 CHAT = (
@@ -70,7 +70,7 @@ def test_engines_stop_where_a_turn_ends() -> None:
 
 def test_no_end_token_at_all() -> None:
     with pytest.raises(ConfigError, match="the model has no end token"):
-        with_answers([prompt("a", False)], word_tokenizer(), Checkpoint(9, None, [], 9), None, 8)
+        with_answers([prompt("a", False)], word_tokenizer(), ModelInfo(9, None, [], 9), None, 8)
 
 
 def test_a_runs_inputs_have_both(tmp_path: Path) -> None:

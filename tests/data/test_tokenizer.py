@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, resolve_model, tokenizer_hash
 from gkd.errors import ConfigError
 from tests.data.models import WORDS, save_model, word_tokenizer
@@ -139,7 +139,7 @@ def test_odd_values_in_a_models_settings_are_one_line(model: Path, file: str, ch
     edit_config(model, file, **changes)
     with pytest.raises(ConfigError, match=r"^model\.path=.*") as caught:
         check_causal_lm(str(model), "model.path")
-        Checkpoint.read(str(model), "model.path", load_tokenizer(str(model)))
+        ModelInfo.read(str(model), "model.path", load_tokenizer(str(model)))
     assert "\n" not in str(caught.value)
     (key,) = changes
     assert key in str(caught.value) or "no model can be read there" in str(caught.value)
@@ -160,13 +160,13 @@ def test_a_model_with_code_of_its_own_is_refused_and_nobody_is_asked(
         "transformers has would work"
     )
     with pytest.raises(ConfigError, match=r"^model\.path="):
-        Checkpoint.read(str(model), "model.path")
+        ModelInfo.read(str(model), "model.path")
 
 
 def test_code_beside_a_model_that_transformers_has_is_left_alone(model: Path) -> None:
     edit_config(model, **OWN_CODE)
     assert check_causal_lm(str(model), "model.path") == str(model)
-    assert Checkpoint.read(str(model), "model.path").vocabulary == len(WORDS)
+    assert ModelInfo.read(str(model), "model.path").vocabulary == len(WORDS)
 
 
 def test_a_tokenizer_with_code_of_its_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,4 +231,4 @@ def test_broken_weights(kept: int, model: Path) -> None:
 def test_broken_generation_settings(model: Path) -> None:
     (model / "generation_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"its generation_config\.json cannot be read"):
-        Checkpoint.read(str(model), "model.path")
+        ModelInfo.read(str(model), "model.path")

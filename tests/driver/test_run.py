@@ -18,7 +18,7 @@ def test_a_step_and_what_memory_depends_on() -> None:
             "trainer": {"batch_size": 64},
             "rollout": {"n": 8, "max_response_length": 96},
             "data": {"max_prompt_length": 896},
-            "actor": {"mini_batch_size": 200, "update_epochs": 2, "lora": {"r": 8, "quantize": "nf4"}},
+            "actor": {"mini_batch_size": 200, "epochs": 2, "lora": {"r": 8, "quantize": "nf4"}},
         }
     )
     assert step_text(config) == (
@@ -79,7 +79,7 @@ def test_a_learning_rate_that_is_set_stays() -> None:
 def test_importance_weights_are_on_where_engine_and_trainer_can_differ() -> None:
     def level(device: str, tree: dict[str, Any] | None = None) -> str | None:
         settings = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, **(tree or {})}
-        return load(settings).algorithm_on(device).correction.level
+        return load(settings).algorithm_on(device).importance_sampling.level
 
     assert level("cpu") is None  # float32: equal to what it was without
     assert level("cuda") == "token"
@@ -88,7 +88,7 @@ def test_importance_weights_are_on_where_engine_and_trainer_can_differ() -> None
     assert level("cpu", {"actor": {"lora": {"r": 4, "quantize": "nf4"}}}) == "token"
     assert level("cpu", {"actor": {"lora": {"r": 4, "dropout": 0.1}}}) == "token"
     for chosen in (None, "sequence"):
-        assert level("cuda", {"algorithm": {"name": "grpo", "correction": {"level": chosen}}}) == chosen
+        assert level("cuda", {"algorithm": {"name": "grpo", "importance_sampling": {"level": chosen}}}) == chosen
     distilled = {"algorithm": {"name": "on_policy_distill"}, "rollout": {}}
     assert level("cuda", distilled) is None  # a divergence over the vocabulary is not sampled
     assert level("cuda", {"algorithm": {"loss": {"name": "sampled_reverse_kl"}}, "rollout": {}}) == "token"

@@ -85,7 +85,7 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     assert all({"prompt", "response", "answer", "teacher_logprob_mean"} <= s.keys() for s in samples)
     config = compose([str(output / "config.yaml")])
     assert config.trainer.total_steps == STEPS
-    assert (config.weights.transfer, config.cluster.take_turns) == ("object_store", False)  # as the run decided
+    assert (config.weights.transfer, config.cluster.offload) == ("object_store", False)  # as the run decided
 
 
 def test_the_saved_student_answers_as_validated(finished: tuple[Path, str]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from gkd.config import Rollout
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import Finished, SamplingEngine
 from gkd.inference.vllm_engine import engine_arguments, environment
 from gkd.planning.engine_memory import engine_memory, kv_bytes
@@ -79,7 +79,7 @@ def pair(
     model = make(request.param, seed=0)
     model.save_pretrained(path)
     llm = LLM(**small_engine(path), weight_transfer_config={"backend": vllm_plugin.register()})
-    described = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+    described = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
     yield {
         "vllm": VLLMEngine(llm, described),
         "hf": HFEngine(path, described, "cpu", torch.float32, 64),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gkd.config import Teacher
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.vllm_scorer import RESULT_BYTES
 from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, TeacherClient, TeacherRefused
@@ -185,13 +185,13 @@ def test_results_in_the_engine_are_bounded(vllm_engine: Any, monkeypatch: pytest
 
 
 def test_a_checkpoint_tells_rows_positions_and_end_tokens(tiny_llama: Path) -> None:
-    described = Checkpoint(VLLM_VOCABULARY, VLLM_LENGTH, [2], 0)
-    assert Checkpoint.read(str(tiny_llama), "teacher.model.path") == described
+    described = ModelInfo(VLLM_VOCABULARY, VLLM_LENGTH, [2], 0)
+    assert ModelInfo.read(str(tiny_llama), "teacher.model.path") == described
 
 
 def test_a_length_beyond_the_positions_is_refused_before_anything_loads(tiny_llama: Path) -> None:
     from gkd.inference.vllm_scorer import VllmEngine
 
-    described = Checkpoint.read(str(tiny_llama), "teacher.model.path")
+    described = ModelInfo.read(str(tiny_llama), "teacher.model.path")
     with pytest.raises(ConfigError, match=r"teacher\.max_model_len=500: the teacher has 128 positions"):
         VllmEngine(str(tiny_llama), described, Teacher(max_model_len=500), "cpu", dtype="float32")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gkd.config import Teacher, load
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_engine import Span
@@ -25,7 +25,7 @@ Ends = tuple[Callable[..., object], Callable[..., object], tuple[Any, ...]]
 
 
 def rollout_ends(path: str) -> Ends:
-    checkpoint = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+    checkpoint = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
     return (
         RolloutWorker,
         rollout_follower,

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from gkd.config.compose import compose
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs import _require_engines_run
 from gkd.errors import ConfigError
 from gkd.inference.vllm_support import CPU_HEAD_SIZES, CPU_LATENT_SIZES, why_not_on_a_cpu
@@ -39,7 +39,7 @@ def test_families_that_run_are_let_through(family: str, tmp_path: Path) -> None:
     config_of(family).save_pretrained(tmp_path)
     why_not = why_not_on_a_cpu(AutoConfig.from_pretrained(tmp_path))
     assert (why_not is None) == (family not in NOT_HERE), why_not
-    assert Checkpoint.read(str(tmp_path), "model.path").stateful == (family in STATEFUL)
+    assert ModelInfo.read(str(tmp_path), "model.path").stateful == (family in STATEFUL)
 
 
 def test_a_state_has_no_heads_to_be_refused_for() -> None:

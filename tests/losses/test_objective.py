@@ -193,7 +193,7 @@ def test_nothing_that_needs_a_policy_is_learned_from_the_datas_own_answers() -> 
     """Nobody sampled them, so no average over them is one over the policy's tokens."""
     micro, logits = a_batch()
     a, b = micro.bounds.tolist()[1:3]
-    how = {"name": "on_policy_distill", "kl": {"coef": 0.2}, "correction": {"level": "token"}}
+    how = {"name": "on_policy_distill", "kl": {"coef": 0.2}, "importance_sampling": {"level": "token"}}
     micro.sampler_logprobs[a:b] = torch.nan
     total, slope = loss_and_slope(micro, logits, **how)
     distilled, first = loss_and_slope(micro, logits, name="on_policy_distill")
@@ -271,7 +271,7 @@ def test_off_policy_the_gradient_is_on_average_the_one_on_policy(how: dict[str, 
     """Summed over all that an engine could have sampled, after an update since, it is that of what is to be learned."""
     logits, old, sampler = off_policy()
     micro, rows, advantages = every_token(sampler, logits, old)
-    algorithm = Algorithm.model_validate({**how, "correction": {"level": level, "cap": 1e6}})
+    algorithm = Algorithm.model_validate({**how, "importance_sampling": {"level": level, "cap": 1e6}})
     total, _ = objective(micro, algorithm, Rollout(n=2), chunk=7)(rows, lambda x: x)
     found = torch.autograd.grad(total, logits, retain_graph=True)[0]
     log_q = logits.log_softmax(-1)
@@ -342,7 +342,7 @@ TRL_CASES = [
     ("gspo", "sequence_mean", "grpo", {}, {"importance_sampling_level": "sequence"}),
     ("grpo", "token_mean", "cispo", {"policy": {"surrogate": "cispo", "clip_high": 0.1}}, {"epsilon_high": 1.1}),
     ("grpo", "token_mean", "dapo", {"policy": {"sequence_mask_kl": 0.3}}, {"off_policy_mask_threshold": 0.3}),
-    ("grpo", "token_mean", "dapo", {"correction": {"level": "token", "cap": 1.3}}, {"use_vllm": True}),
+    ("grpo", "token_mean", "dapo", {"importance_sampling": {"level": "token", "cap": 1.3}}, {"use_vllm": True}),
     *((name, how, loss_type, {}, {"left_out": 2} | level) for name, how, loss_type, level in (
         ("grpo", "sequence_mean", "grpo", {}),
         ("grpo", "constant", "dr_grpo", {}),

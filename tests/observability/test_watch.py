@@ -30,8 +30,8 @@ def test_a_correction_is_advised_where_there_is_one() -> None:
     rewarded = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}})
     ((_, with_rewards),) = warnings(rewarded, {"mismatch/kl": 0.1})
     ((_, without),) = warnings(Config(), {"mismatch/kl": 0.1})
-    assert "algorithm.correction.level=token" in with_rewards
-    assert "algorithm.correction" not in without
+    assert "algorithm.importance_sampling.level=token" in with_rewards
+    assert "algorithm.importance_sampling" not in without
 
 
 def test_what_is_right_is_not_mentioned() -> None:

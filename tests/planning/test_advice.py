@@ -33,12 +33,12 @@ CASES = {
                                                   "plan.card=rtx-3060", "plan.gpus_per_node=16"),
     "rollout on one GPU": ("+recipe=grpo", "model.size=32b", "plan.card=a100-40gb"),
     "rollout that shares": ("+recipe=grpo", "model.size=0.5b", "placement=single_gpu",
-                            "rollout.gpu_memory_utilization=0.9", "cluster.take_turns=false"),
+                            "rollout.gpu_memory_utilization=0.9", "cluster.offload=false"),
     "teacher with little room": ("+recipe=on_policy_distill", "model.size=0.5b", "teacher.model.size=7b",
                                  "teacher.n_gpus_per_node=2", "plan.card=rtx-3060"),
     "actor with a range": ("+recipe=grpo", "model.size=7b", "trainer.gpus=0-1", "rollout.gpus=2-3"),
     "actor on shared GPUs": ("+recipe=grpo", "model.size=7b", "placement=2gpu", "plan.card=h200",
-                             "cluster.take_turns=false"),
+                             "cluster.offload=false"),
     "rollout that no node holds": ("+recipe=grpo", "model.size=405b", "plan.card=h100-80gb"),
     "rollout of several engines that no node holds": ("+recipe=grpo", "model.size=405b", "plan.card=h100-80gb",
                                                       "rollout.n_gpus_per_node=8", "rollout.nnodes=3"),
@@ -88,11 +88,11 @@ ALL = {
     "two groups on a node": ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b",
                              "placement=8gpu", "plan.card=h100-80gb"),
     "two groups on the same GPUs": ("+recipe=grpo", "model.size=1.5b", "placement=single_gpu", "plan.card=rtx-4090",
-                                    "cluster.take_turns=false"),
+                                    "cluster.offload=false"),
     "three groups": ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=32b", "plan.card=a100-40gb",
                      "placement=2x8gpu", "rollout.gpu_memory_utilization=0.3"),
     "two engines with the usual share": ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=1.5b",
-                                         "teacher.share_with=rollout", "plan.card=h100-80gb", "plan.nodes=[2]"),
+                                         "teacher.colocate_with=rollout", "plan.card=h100-80gb", "plan.nodes=[2]"),
     "one that no change of its own helps": (
         "+recipe=gspo", "model.size=14b", "placement=single_gpu", "plan.memory_gb=123", "actor.lora.r=64",
         "actor.lora.quantize=nf4", "rollout.gpu_memory_utilization=0.1"),
@@ -253,7 +253,7 @@ def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
     "overrides",
     [
         ("trainer.gpus_by_node=[0-7,0-7]", "rollout.n_gpus_per_node=8"),
-        ("trainer.n_gpus_per_node=8", "trainer.share_with=rollout", "rollout.n_gpus_per_node=8"),
+        ("trainer.n_gpus_per_node=8", "trainer.colocate_with=rollout", "rollout.n_gpus_per_node=8"),
     ],
 )
 def test_named_and_shared_gpus_stay_as_many_as_they_are(overrides: tuple[str, ...]) -> None:

@@ -29,7 +29,7 @@ def planned(*overrides: str) -> dict[str, object]:
 
 
 def test_a_group_has_what_those_on_its_gpu_leave() -> None:
-    alone, shared = planned(), planned("rollout.share_with=actor", "rollout.gpu_memory_utilization=0.3")
+    alone, shared = planned(), planned("rollout.colocate_with=actor", "rollout.gpu_memory_utilization=0.3")
     assert alone["actor"].available == alone["rollout"].available
     whole = cards.gpu(compose(["plan.card=h100-80gb"]).plan).memory
     assert shared["actor"].available == pytest.approx(whole - shared["rollout"].total)
@@ -81,7 +81,7 @@ ONE_GPU = ("placement=single_gpu", "rollout.gpu_memory_utilization=0.5")
 
 
 def test_groups_on_one_gpu_take_turns_where_they_do_not_fit_side_by_side() -> None:
-    side_by_side, in_turn = (planned(*ONE_GPU, f"cluster.take_turns={v}") for v in ("false", "true"))
+    side_by_side, in_turn = (planned(*ONE_GPU, f"cluster.offload={v}") for v in ("false", "true"))
     assert not side_by_side["actor"].fits
     assert in_turn["actor"].fits
     assert in_turn["rollout"].fits
@@ -90,13 +90,13 @@ def test_groups_on_one_gpu_take_turns_where_they_do_not_fit_side_by_side() -> No
     assert in_turn["actor"].available == whole - in_turn["rollout"].items["context, CUDA graphs"]
     assert in_turn["rollout"].available == whole - in_turn["actor"].items["context, collectives"]
     smaller = (*ONE_GPU, "model.size=0.5b", "actor.max_tokens_per_micro_batch=2048")
-    assert planned(*smaller) == planned(*smaller, "cluster.take_turns=false")  # not where they do
+    assert planned(*smaller) == planned(*smaller, "cluster.offload=false")  # not where they do
 
 
 def test_the_push_is_planned_where_it_is_the_worst_moment() -> None:
     """Sharded over many ranks the actor is small, and an engine's weights are whole."""
-    eight = ("trainer.n_gpus_per_node=8", "rollout.n_gpus_per_node=8", "rollout.share_with=actor", "model.size=14b",
-             "rollout.gpu_memory_utilization=0.8", "actor.max_tokens_per_micro_batch=1280", "cluster.take_turns=true",
+    eight = ("trainer.n_gpus_per_node=8", "rollout.n_gpus_per_node=8", "rollout.colocate_with=actor", "model.size=14b",
+             "rollout.gpu_memory_utilization=0.8", "actor.max_tokens_per_micro_batch=1280", "cluster.offload=true",
              "actor.gradient_checkpointing=true", "actor.loss_chunk=128")  # fmt: skip
     actor, rollout = (planned(*eight)[name] for name in ("actor", "rollout"))
     assert actor.items["engine's weights"] > rollout.items["weights"]
@@ -105,9 +105,9 @@ def test_the_push_is_planned_where_it_is_the_worst_moment() -> None:
 
 
 def test_taking_turns_is_advised_where_it_is_ruled_out() -> None:
-    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *ONE_GPU, "cluster.take_turns=false"])
+    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *ONE_GPU, "cluster.offload=false"])
     found = advice(Subject(config, models_of(config), cards.gpu(config.plan)), "actor")
-    assert "cluster.take_turns=true" in found[0].overrides()
+    assert "cluster.offload=true" in found[0].overrides()
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_taking_turns_is_advised_where_it_is_ruled_out() -> None:
 )
 def test_turns_that_cannot_be_taken(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        planned(*ONE_GPU[:1], override, "cluster.take_turns=true")
+        planned(*ONE_GPU[:1], override, "cluster.offload=true")

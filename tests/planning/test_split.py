@@ -118,9 +118,9 @@ def test_four_thousand_gpus_and_four_groups_take_less_than_five_seconds() -> Non
 
 def test_a_split_of_a_layout_for_few_gpus_is_over_whole_nodes() -> None:
     """A placement says which machines there are now, and not what is offered."""
-    one = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.take_turns=true")
+    one = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.offload=true")
     for split in best_splits(one, 16):
-        pasted = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.take_turns=true",
+        pasted = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.offload=true",
                          *split.overrides().split())  # fmt: skip
         assert sum(pool.n_workers for _, pool in pasted.config.pools()) > 8
         assert all(pool.nnodes <= 2 for _, pool in pasted.config.pools())

@@ -46,7 +46,7 @@ def test_more_gpus_take_less_time() -> None:
 def test_what_costs_time_does() -> None:
     s = subject(*H200)
     checkpointing = subject(*H200, "actor.gradient_checkpointing=true")
-    lora, epochs = subject(*H200, "actor.lora.r=8"), subject(*H200, "actor.update_epochs=2")
+    lora, epochs = subject(*H200, "actor.lora.r=8"), subject(*H200, "actor.epochs=2")
     now = update_s(s, 1, 1)
     assert update_s(checkpointing, 1, 1) == pytest.approx(now * 4 / 3, rel=0.1)
     assert update_s(lora, 1, 1) < 0.8 * now

@@ -10,7 +10,7 @@ import pytest
 
 from gkd.config import load
 from gkd.data.answers import with_turn_end
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.inference.engine import EngineSpec
 from gkd.rollout.worker import RolloutWorker
@@ -23,7 +23,7 @@ A, B, TURN_END = (WORDS.index(word) for word in ("a", "b", "d"))
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> RolloutWorker:
     path = str(save_model(tmp_path_factory.mktemp("worker") / "model"))
-    model = with_turn_end(Checkpoint.read(path, "model.path", load_tokenizer(path)), TURN_END)
+    model = with_turn_end(ModelInfo.read(path, "model.path", load_tokenizer(path)), TURN_END)
     return RolloutWorker(load({"rollout": {"engine": "hf"}}), EngineSpec(path, model, 64, 0, "cpu"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gkd.config import Config
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, Finished
 from gkd.rollout import worker as rollout_worker
 from gkd.types import Request
@@ -51,7 +51,7 @@ class ToyRollout(rollout_worker.RolloutWorker):
     def __init__(self, config: Config, rank: int) -> None:
         rollout_worker._engine = lambda *_: ToyEngine()
         rollout_worker.load_tokenizer = lambda *_: None
-        super().__init__(config, EngineSpec("", Checkpoint(1, 1, [], 1), 1, rank, "cpu"))
+        super().__init__(config, EngineSpec("", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
         self.sends_half = False
 
     def pid(self) -> int:

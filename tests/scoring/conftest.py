@@ -166,7 +166,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks."""
-    from gkd.data.model_info import Checkpoint
+    from gkd.data.model_info import ModelInfo
     from gkd.inference.vllm_engine import environment
     from gkd.inference.vllm_scorer import VllmEngine
 
@@ -174,7 +174,7 @@ def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
     engine = VllmEngine(
         str(tiny_llama),
-        Checkpoint.read(str(tiny_llama), "teacher.model.path"),
+        ModelInfo.read(str(tiny_llama), "teacher.model.path"),
         settings,
         "cpu",
         dtype="float32",

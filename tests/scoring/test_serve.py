@@ -17,7 +17,7 @@ import pytest
 
 from gkd.cli.serve_teacher import composed
 from gkd.config import Teacher
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
 from gkd.scoring.address import Key
 from gkd.scoring.client import Score, TeacherClient, TeacherUnavailable
@@ -96,7 +96,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     closed: list[bool] = []
 
     class Lent:
-        def __init__(self, path: str, checkpoint: Checkpoint, settings: Teacher, device: str, **how: object) -> None:
+        def __init__(self, path: str, checkpoint: ModelInfo, settings: Teacher, device: str, **how: object) -> None:
             assert how == {"dtype": "float32", "sleeps": False, "span": None}
             assert (path, device) == (str(model), "cpu")
             assert (checkpoint.vocabulary, checkpoint.n_tokens, checkpoint.eos_ids) == (96, 96, [2, 95])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gkd.actor.model import load
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.inference.vllm_engine import environment
 from gkd.inference.vllm_support import why_not_on_a_cpu
 from gkd.types import Sampling
@@ -112,7 +112,7 @@ def engine_of(llm: Any) -> Any:
     """A sampling engine around vLLM's."""
     from gkd.inference.vllm import VLLMEngine
 
-    return VLLMEngine(llm, Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS))
+    return VLLMEngine(llm, ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS))
 
 
 def sent(path: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:

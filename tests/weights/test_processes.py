@@ -19,7 +19,7 @@ from gkd.cluster.gpu import nvml_uuids
 from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.driver.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_engine import environment, installed_device
@@ -81,7 +81,7 @@ def test_the_engine_samples_from_the_actors_weights(
     actor, engine = worker("actor", 0), worker("rollout", engine_gpu)
     if transfer != "object_store":
         assert choose("auto", "vllm", actor.reports, engine.reports) == transfer
-    model = Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+    model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
     surroundings = environment(HERE, 1)
     gather(
         [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
 from gkd.inference.engine import GpuReceiver
 from gkd.inference.vllm_engine import environment
@@ -53,7 +53,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path: Path = tmp_path_factory.mktemp("model")
     make(True, seed=0).save_pretrained(path)
     llm = LLM(**small_engine(str(path)), weight_transfer_config={"backend": vllm_plugin.register(request.param)})
-    yield VLLMEngine(llm, Checkpoint(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS))
+    yield VLLMEngine(llm, ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS))
     del llm
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gkd.actor.worker import ActorWorker
 from gkd.config import Config
-from gkd.data.model_info import Checkpoint
+from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, Finished
 from gkd.rollout import worker as rollout_worker
@@ -158,7 +158,7 @@ class CpuRollout(rollout_worker.RolloutWorker):
     def __init__(self, config: Config, rank: int, gpus: list[str]) -> None:
         rollout_worker._engine = lambda *_: Keeper(gpus[rank])
         rollout_worker.load_tokenizer = lambda *_: None
-        super().__init__(config, EngineSpec("", Checkpoint(1, 1, [], 1), 1, rank, "cpu"))
+        super().__init__(config, EngineSpec("", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
 
     def use(self, config: Config, gpus: list[str]) -> None:
         """Have other settings from now on, and believe to be on another GPU."""

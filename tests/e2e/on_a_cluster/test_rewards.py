@@ -51,9 +51,10 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
     model = _reward_model(tmp_path / "reward_model")
     run = start(
         "trainer.total_steps=20", "trainer.batch_size=8", "rollout.n=8", "actor.lr=2e-3", "actor.mini_batch_size=32",
-        "algorithm.kl.coef=0.01", "algorithm.dynamic_sampling.max_rounds=3", "algorithm.correction.level=token",
+        "algorithm.kl.coef=0.01", "algorithm.dynamic_sampling.max_rounds=3",
+        "algorithm.importance_sampling.level=token",
         "reward.functions=[format,accuracy,'mine:odd',reward_model]", "reward.weights=[1.0,1.0,0.1,0.01]",
-        f"reward_model.model.path={tmp_path / 'reward_model'}", "reward_model.share_with=reference",
+        f"reward_model.model.path={tmp_path / 'reward_model'}", "reward_model.colocate_with=reference",
         "reward.max_failed_share=1", "rollout.engine=hf",
         "reward.format.pattern='^[0-3]'", "trainer.val_every=100", recipe="grpo",
     )  # fmt: skip
@@ -112,7 +113,7 @@ def test_the_datas_own_answers_are_learned_from_too(start: Any) -> None:
     run = start(
         "algorithm.on_policy_share=0.5", "algorithm.supervised_weight=0.5", "trainer.total_steps=20",
         "trainer.batch_size=16", "trainer.n_logged_samples=16", "actor.lr=2e-3", "trainer.val_every=100",
-        "placement=single_gpu", "cluster.take_turns=true", "trainer.trackers=[tensorboard]",
+        "placement=single_gpu", "cluster.offload=true", "trainer.trackers=[tensorboard]",
     )  # fmt: skip
     assert run.end(300) == 0, run.text()
     rows = run.metrics()

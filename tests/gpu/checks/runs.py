@@ -42,7 +42,7 @@ def _agrees(context: Context, result: Run, moves: bool = True) -> None:
 
 def colocation(context: Context) -> None:
     """Engines sleep while the actor works and the other way round; a checkpoint in between is complete."""
-    overrides = (*ONE_GPU, *EAGER, "cluster.take_turns=true", "trainer.save_every=2", "trainer.total_steps=4")
+    overrides = (*ONE_GPU, *EAGER, "cluster.offload=true", "trainer.save_every=2", "trainer.total_steps=4")
     result = run(context, "colocation", *_task(context), *overrides)
     _agrees(context, result)
     saved, damaged = newest_intact(result.output / "checkpoints")
@@ -78,7 +78,7 @@ def _steps(output: object) -> list[dict[str, float]]:
 
 def little_memory(context: Context) -> None:
     """Rewards, two updates a batch, adapters over 4-bit weights, checkpointing, the optimizer on the host."""
-    overrides = ("actor.update_epochs=2", "actor.lora.r=8", "actor.lora.quantize=nf4", "actor.offload_optimizer=true")
+    overrides = ("actor.epochs=2", "actor.lora.r=8", "actor.lora.quantize=nf4", "actor.offload_optimizer=true")
     overrides += ("actor.gradient_checkpointing=true", "trainer.total_steps=3", "trainer.batch_size=8", "rollout.n=8")
     overrides += ("placement=single_gpu", "trainer.val_every=1000", "rollout.enforce_eager=true")
     result = run(context, "grpo", *_task(context), *overrides, recipe="grpo")
@@ -102,7 +102,7 @@ def curve(context: Context) -> None:
 
 def two_gpus(context: Context) -> None:
     """Weights over NCCL from one GPU to the other; then two FSDP ranks and an engine on both."""
-    apart = ("trainer.gpus=0", "rollout.gpus=1", "teacher.gpus=1", "teacher.share_with=rollout", *EAGER)
+    apart = ("trainer.gpus=0", "rollout.gpus=1", "teacher.gpus=1", "teacher.colocate_with=rollout", *EAGER)
     apart += ("rollout.gpu_memory_utilization=0.3", "teacher.gpu_memory_utilization=0.3", "weights.checksum=true")
     result = run(context, "nccl", *_task(context), *apart, "trainer.total_steps=4", "trainer.val_every=1000")
     require("by nccl" in result.text, "weights did not go by NCCL")

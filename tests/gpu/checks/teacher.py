@@ -20,7 +20,7 @@ MOST = {"float32": (2e-4, 2e-3), "bfloat16": (0.08, 0.6)}  # mean and largest di
 def rows(context: Context) -> None:
     """K = 0, 64 and the whole vocabulary, at two temperatures: the numbers, their order and their sum."""
     from gkd.config import Teacher
-    from gkd.data.model_info import Checkpoint
+    from gkd.data.model_info import ModelInfo
     from gkd.inference.vllm_engine import environment
 
     device = "cpu" if context.rehearsal else "cuda"
@@ -32,7 +32,7 @@ def rows(context: Context) -> None:
     dtype = "float32" if context.rehearsal else "bfloat16"
     settings = Teacher(max_model_len=LENGTH, gpu_memory_utilization=0.3, enforce_eager=True, kv_cache_gb=1)
     began = time.monotonic()
-    checkpoint = Checkpoint(VOCABULARY, 2 * LENGTH, [1], VOCABULARY)
+    checkpoint = ModelInfo(VOCABULARY, 2 * LENGTH, [1], VOCABULARY)
     engine = VllmEngine(str(path), checkpoint, settings, device, dtype=dtype)  # type: ignore[arg-type]
     context.note(start_s=time.monotonic() - began)
     sequences = np.random.default_rng(0).integers(2, VOCABULARY - LEFT_OUT, (SEQUENCES, LENGTH)).astype(np.int32)

@@ -1,0 +1,114 @@
+"""Names in the configuration that stand for code: built-in ones, and users' own as ``module:name`` or ``FILE.py:name``.
+
+A registry names its entries as ``module:attribute`` and imports one when it is asked for, so that :mod:`gkd.config` can
+check names and settings without loading torch or vLLM. The modules of entries import these within functions alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gkd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Registry:
+    """What the setting ``setting`` may name: ``entries``, from a name to ``module:attribute``, or the user's own."""
+
+    setting: str
+    entries: Mapping[str, str]
+
+    def names(self) -> list[str]:
+        """Built-in names."""
+        return list(self.entries)
+
+    def require(self, name: str) -> None:
+        """Raise ValueError, naming the nearest, for a name that is neither built in nor ``module:name``."""
+        from gkd.config.hints import nearest  # which may import this module
+
+        if name not in self.entries and ":" not in name:
+            raise ValueError(
+                f"{self.setting}={name}: no such choice{nearest(name, self.entries)}; there are "
+                f"{', '.join(self.entries)}, or your own as package.module:name or FILE.py:name"
+            )
+
+    def load(self, name: str) -> Any:
+        """The code that ``name`` stands for. Raises ConfigError when there is none or it cannot be imported."""
+        if name in self.entries:
+            module, _, attribute = self.entries[name].partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        try:
+            self.require(name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return _own(self.setting, name)
+
+
+def absolute(name: str) -> str:
+    """``FILE.py:name`` with an absolute path, as a worker's own directory is another one; other names as they are."""
+    file = file_of(name)
+    return name if file is None else f"{file}:{name.rpartition(':')[2]}"
+
+
+def short(name: str) -> str:
+    """The last part of a name, which is what figures and sections of settings are called by."""
+    return name.rpartition(":")[2]
+
+
+def _own(setting: str, name: str) -> Any:
+    given, (module, _, attribute) = file_of(name), name.rpartition(":")
+    file = None if given is None else _on_this_machine(given)
+    if file is not None and not file.is_file():
+        raise ConfigError(f"{setting}: {name}: there is no file {file}")
+    try:
+        return getattr(importlib.import_module(module) if file is None else _module(file), attribute)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {reason}") from None
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a name ``FILE.py:name``; None for names of other kinds."""
+    from gkd.config.base import user_path
+
+    file = name.rpartition(":")[0]
+    return user_path(file).absolute() if file.endswith(".py") else None
+
+
+def _on_this_machine(file: Path) -> Path:
+    """``file``, or this node's copy of it where it came with a job.
+
+    Ray unpacks a job's files into a directory that is named after their content, on each node where that node keeps
+    such things, and starts workers in it.
+    """
+    own = {folder.name: folder for folder in (Path.cwd(), *Path.cwd().parents) if folder.name.startswith("_ray_pkg_")}
+    for folder in file.parents:
+        if folder.name in own:
+            return own[folder.name] / file.relative_to(folder)
+    return file
+
+
+def _module(file: Path) -> ModuleType:
+    """The module in ``file``, under a name that no other has; it may import what lies beside it."""
+    name = f"gkd_own_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # for names that end in .py there are both
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
