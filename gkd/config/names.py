@@ -7,7 +7,7 @@ setting of this project.
 from __future__ import annotations
 
 SECTIONS: dict[str, str] = {
-    "algorithm.correction": "algorithm.importance_sampling",
+    "algorithm.correction": "algorithm.importance_sampling.level, .cap and .mask",
     "critic": "there is no critic: a group of samples is its own baseline (rollout.n)",
     "actor_rollout_ref.rollout.multi_turn": "there are no turns with tools; a prompt may hold earlier ones as messages",
     "distillation.teacher_models": "teacher.model.path and other settings of teacher, such as "
