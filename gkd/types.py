@@ -1,17 +1,26 @@
-"""The data that flows: a prompt becomes a sample, the teacher adds a target, a batch of both is one update."""
+"""The data that flows: Prompt -> Sample -> ScoredSample -> TrainingSample.
+
+Shapes: P tokens of a prompt, L of a whole trajectory, N of them sampled, K candidates a position.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
+
+FinishReason = Literal["stop", "length"]
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""Stretches of positions in a sequence, (start, stop) each, in order and apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +29,9 @@ class Prompt:
 
     ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held,
     ``answer`` the reference answer where the data has one, ``answer_ids`` its tokens and the end token where it is
-    learned from. ``messages``: what the chat template was given, where the data holds messages. ``teacher``: which of
-    ``teacher.models`` judges its responses; ``teacher_ids`` [Q]: the prompt's tokens as that teacher is prompted, None
-    where it sees the student's.
+    learned from. ``messages``: the chat template's input, where the data holds messages. ``teacher``: which of
+    ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the prompt's tokens by that teacher's own template,
+    None where they are the student's.
     """
 
     id: int
@@ -35,13 +44,13 @@ class Prompt:
     teacher_ids: Int32 | None = None
 
     @property
-    def as_teacher_sees_it(self) -> Int32:
-        """Token ids that are put before the teacher."""
+    def teacher_prompt_ids(self) -> Int32:
+        """Token ids of the prompt as the teacher's input has them."""
         return self.token_ids if self.teacher_ids is None else self.teacher_ids
 
 
 def teacher_of(prompt: Prompt) -> str:
-    """Name of the teacher that judges a prompt's responses, among the models that judge."""
+    """Name, among the scorers, of the teacher that scores a prompt's responses."""
     return "teacher" if prompt.teacher is None else f"teacher:{prompt.teacher}"
 
 
@@ -55,25 +64,12 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One response wanted: the ``index``-th of its prompt. Equal seeds give equal responses for equal weights.
+class Scoring:
+    """Which scorers a sample goes to once it is finished.
 
-    ``own_answer``: the data's answer is to be judged, and nothing sampled.
-    """
-
-    prompt: Prompt
-    index: int
-    seed: int
-    sampling: Sampling
-    own_answer: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Judging:
-    """Who judges a response once it is finished.
-
-    ``top_k``: what the teacher is asked for, at ``temperature``; None asks it nothing. ``reference``: whether the
-    reference model is asked, at the temperature of the sampling. ``rewards``: whether the reward functions are.
+    ``top_k``: how many of the teacher's most likely tokens come with each position, at ``temperature``; None: the
+    teacher does not score it. ``reference``: whether the reference model scores it, at the temperature of the sampling.
+    ``rewards``: whether the reward functions do, and the reward model where it is one of them.
     """
 
     top_k: int | None = None
@@ -83,38 +79,103 @@ class Judging:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request under way."""
+class SampleRequest:
+    """One sample wanted: the ``index``-th of its prompt. Equal seeds give equal samples for equal weights.
 
-    key: int
-    request: Request
-    judging: Judging
+    ``own_answer``: the data's answer is the sample, and nothing is drawn. ``key`` names the request among those of its
+    run; :class:`gkd.rollout.group.RolloutGroup` sets it.
+    """
+
+    prompt: Prompt
+    index: int
+    seed: int
+    sampling: Sampling
+    scoring: Scoring = Scoring()
+    own_answer: bool = False
+    key: int = 0
+
+
+class VersionSpan(NamedTuple):
+    """Positions ``start`` to ``stop`` of a trajectory were sampled from weights ``version``."""
+
+    start: int
+    stop: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A finished response.
+    """A finished trajectory of L tokens, the prompt's included.
 
-    ``response_ids`` [R] includes the end token when ``finish_reason`` is "stop"; ``logprobs`` [R] are the sampler's,
-    under the distribution that was sampled from, NaN where the response is the data's own; ``version`` is the weights'
-    version that sampled it.
+    ``token_ids`` [L]. ``sampled`` [L]: which of them the student wrote, or the data in its place
+    (``request.own_answer``); the first is never one. ``logprobs`` [L]: the sampler's log-probabilities under the
+    distribution that was sampled from, NaN where nothing was. ``versions``: weight versions of the sampled stretches.
+    ``finish_reason``: "stop" after an end token, which is then the last sampled one, "length" at the limit.
+
+    Raises ValueError for arrays that do not belong together.
     """
 
-    request: Request
-    response_ids: Int32
+    request: SampleRequest
+    token_ids: Int32
+    sampled: Bool
     logprobs: Float32
-    version: int
-    finish_reason: Literal["stop", "length"]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        shape = self.token_ids.shape
+        if len(shape) != 1 or self.sampled.shape != shape or self.logprobs.shape != shape:
+            raise ValueError(
+                f"a sample has token_ids {shape}, sampled {self.sampled.shape} and logprobs {self.logprobs.shape}: "
+                "expected [L] three times"
+            )
+        if self.sampled[:1].any():
+            raise ValueError("the first token of a sample has nothing before it that predicts it: it cannot be sampled")
+
+    @staticmethod
+    def single_turn(
+        request: SampleRequest, response_ids: Int32, logprobs: Float32, version: int, finish_reason: FinishReason
+    ) -> Sample:
+        """Return the prompt of ``request`` followed by one response; ``response_ids`` and ``logprobs`` are [N]."""
+        prompt_ids = request.prompt.token_ids
+        start, stop = len(prompt_ids), len(prompt_ids) + len(response_ids)
+        sampled = np.zeros(stop, np.bool_)
+        sampled[start:] = True
+        unknown = np.full(start, np.nan, np.float32)
+        return Sample(
+            request,
+            np.concatenate([prompt_ids, response_ids], dtype=np.int32),
+            sampled,
+            np.concatenate([unknown, logprobs], dtype=np.float32),
+            (VersionSpan(start, stop, version),),
+            finish_reason,
+        )
+
+    @property
+    def spans(self) -> Spans:
+        """Stretches of sampled positions."""
+        edges = np.flatnonzero(np.diff(self.sampled, prepend=False, append=False)).tolist()
+        return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+    @property
+    def sampled_ids(self) -> Int32:
+        """Sampled tokens [N]."""
+        return self.token_ids[self.sampled]
+
+    @property
+    def sampled_logprobs(self) -> Float32:
+        """The sampler's log-probabilities of the sampled tokens [N]."""
+        return self.logprobs[self.sampled]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The teacher's view of a response of R tokens.
+    """A model's log-probabilities at N scored positions of a sequence.
 
-    ``token_logprobs`` [R]: log-probability of each response token. ``ids`` [R, K] and ``logprobs`` [R, K]: the K most
-    likely tokens at each response position, in falling order. K is 0 where only the tokens were asked for.
-    ``tail_logprobs`` [R]: log-probability of all tokens but those K together, summed over the whole row at the teacher;
-    None where there are no others, or K is 0. All are natural logarithms at ``temperature``.
+    ``token_logprobs`` [N]: log-probability of the token at each position. ``ids`` [N, K] and ``logprobs`` [N, K]: the K
+    most likely tokens at each position, in falling order. K is 0 where only the tokens were scored. ``tail_logprobs``
+    [N]: log-probability of all tokens but those K together, summed over the whole row by the scorer; None where there
+    are no others, or K is 0. All are natural logarithms at ``temperature``.
     """
 
     token_logprobs: Float32
@@ -134,58 +195,57 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A sample with what the models said of it; what the actor trains on.
+class ScoredSample:
+    """A sample with the scores of the models; what the actor trains on, and what lies in the object store.
 
-    ``target`` is the teacher's view, ``reference`` [R] the reference model's log-probabilities of the response tokens;
-    None for a model that was not asked.
+    ``teacher``: the teacher's target at the N sampled positions. ``reference`` [N]: the reference model's
+    log-probabilities of the sampled tokens. None for a model that did not score it.
     """
 
     sample: Sample
-    target: Target | None
+    teacher: Target | None = None
     reference: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """What the driver sees of a finished sample: a few numbers and a reference to the rest.
+class TrainingSample:
+    """A scored sample on the driver: a few numbers and the place of its arrays.
 
-    ``key`` names the job it answers; ``worker`` is the engine that sampled it. ``generated_s`` and ``scored_s`` are
-    clock times (``time.time``) at which sampling and judging ended; ``rewards`` what each function gave, or why it
-    gave nothing, ``reward_s`` how long it took where it gave something, seconds. The :class:`Scored` is at position
-    ``slot`` of the list that the Ray object reference ``ref`` stands for.
+    ``key`` is that of its request; ``n_tokens`` is L, ``n_sampled`` N; ``worker`` the engine that sampled it.
+    ``generated_s`` and ``scored_s`` are clock times (``time.time``) at which sampling and scoring ended. ``rewards``:
+    each function's reward, or why it gave none; ``reward_s``: how long it took where it gave one, seconds. The
+    :class:`ScoredSample` is at position ``slot`` of the list that the Ray object reference ``ref`` stands for.
+    ``advantage`` is that of its sampled tokens; ``in_loss``: whether they count in the loss.
     """
 
     key: int
     prompt_id: int
     index: int
-    rewards: dict[str, float | str]
-    n_prompt: int
-    n_response: int
-    finish_reason: str
-    version: int
+    n_tokens: int
+    n_sampled: int
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
     worker: int
     generated_s: float
     scored_s: float
-    slot: int
+    rewards: Mapping[str, float | str] = field(default_factory=dict)
+    reward_s: Mapping[str, float] = field(default_factory=dict)
     ref: Any = None
-    reward_s: dict[str, float] = field(default_factory=dict)
+    slot: int = 0
+    advantage: float = 0.0
+    in_loss: bool = True
 
     @property
-    def n_tokens(self) -> int:
-        """Tokens of prompt and response."""
-        return self.n_prompt + self.n_response
+    def version(self) -> int:
+        """The oldest weight version that sampled any of its tokens."""
+        return min(span.version for span in self.versions)
 
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """What the actor learns from one sample: ``advantage`` of its tokens, and whether it is ``kept`` in the loss."""
-
-    record: Record
-    advantage: float = 0.0
-    kept: bool = True
+    @property
+    def place(self) -> tuple[Any, int]:
+        """Where the :class:`ScoredSample` is: a reference to a list, and the position in it."""
+        return self.ref, self.slot
 
 
 def seed_of(*place: int) -> int:
-    """A 31-bit seed from a place in the run, the same on every machine."""
+    """Return a 31-bit seed from a place in the run, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=4).digest()) >> 1

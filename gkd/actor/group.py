@@ -17,7 +17,7 @@ from gkd.cluster.turns import Turns
 from gkd.config import Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_engine import environment
-from gkd.types import Lesson, Record
+from gkd.types import TrainingSample
 from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
@@ -40,7 +40,7 @@ class ActorGroup:
         self.group, self.config, self.model_path, self.version = group, config, model_path, 0
         self._restart, self.turns = restart, turns or Turns()
         self._loaded = False
-        self._budget = self._told = config.actor.max_tokens_per_micro_batch
+        self._budget = self._budget_warned_of = config.actor.max_tokens_per_micro_batch
         self._writing: Pending | None = None  # files of a checkpoint, by the present processes
 
     def submit_build(self) -> Pending:
@@ -56,58 +56,58 @@ class ActorGroup:
         limit = self.config.cluster.start_timeout_s
         host, port = self.group.only([0]).call("open_store", timeout_s=limit, what="opening the rendezvous")[0]
         self.group.call("join", host, port, timeout_s=limit, what="meeting the other ranks")
-        found: list[int] = self.group.call("load", timeout_s=limit, what="loading the student")
+        n_parameters: list[int] = self.group.call("load", timeout_s=limit, what="loading the student")
         self._loaded = True
-        return found[0]
+        return n_parameters[0]
 
-    def update(self, lessons: Sequence[Lesson], step: int) -> dict[str, float]:
-        """Learn from a batch: ``actor.epochs`` times over its mini-batches, one optimizer step each.
+    def update(self, samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
+        """Train on a batch: ``actor.epochs`` times over its mini-batches, one optimizer step each.
 
         Returns the mean of the mini-batches' metrics.
         """
         settings = self.config.actor
-        size = settings.mini_batch_size or len(lessons)
-        parts = [lessons[i : i + size] for i in range(0, len(lessons), size)]
+        size = settings.mini_batch_size or len(samples)
+        parts = [samples[i : i + size] for i in range(0, len(samples), size)]
         # The ratios of later updates are against the weights that the first one starts from.
         old = settings.epochs * len(parts) > 1
         reference = self.config.algorithm.kl.coef > 0 and not self.config.asks_reference
         for part in parts if old or reference else []:
             shares = self._shares(part)
-            self._call("remember", [([part[i] for i in share], old, reference) for share in shares])
+            self._call("compute_logprobs", [([part[i] for i in share], old, reference) for share in shares])
         parts *= settings.epochs
         rows = [self._run("update", part, step, i == len(parts)) for i, part in enumerate(parts, 1)]
         self.version = step
-        self._tell_of_memory(step)
+        self._warn_of_memory(step)
         return mean(rows)
 
-    def _tell_of_memory(self, step: int) -> None:
-        if self._budget < self._told:
+    def _warn_of_memory(self, step: int) -> None:
+        if self._budget < self._budget_warned_of:
             log.warning(
                 "step %d: memory ran out and the update was done again in micro-batches of at most %d tokens, with the "
                 "same gradient; actor.max_tokens_per_micro_batch=%d from the start would save the time",
                 step, self._budget, self._budget,
             )  # fmt: skip
-            self._told = self._budget
+            self._budget_warned_of = self._budget
 
-    def evaluate(self, records: Sequence[Record]) -> dict[str, float]:
+    def evaluate(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Distillation metrics of a batch under the current weights, at temperature 1, without training on it."""
-        return self._run("evaluate", [Lesson(record) for record in records], Loss(name="reverse_kl", tail=True))
+        return self._run("evaluate", samples, Loss(name="reverse_kl", tail=True))
 
-    def _run(self, method: str, lessons: Sequence[Lesson], *last: Any) -> dict[str, float]:
+    def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
-        lengths = [lesson.record.n_response for lesson in lessons]
-        kept = [lesson.kept for lesson in lessons]
+        lengths = [sample.n_sampled for sample in samples]
+        in_loss = [sample.in_loss for sample in samples]
         limit = self.config.rollout.max_response_length
-        weights = token_weights(lengths, kept, self.config.algorithm.aggregation, limit)
+        weights = token_weights(lengths, in_loss, self.config.algorithm.aggregation, limit)
         args = [
-            ([lessons[i] for i in share], [weights[i] for i in share], sum(lengths), *last)
-            for share in self._shares(lessons)
+            ([samples[i] for i in share], [weights[i] for i in share], sum(lengths), *further)
+            for share in self._shares(samples)
         ]
-        found: dict[str, float] = self._call(method, args)[0]
-        return found
+        metrics: dict[str, float] = self._call(method, args)[0]
+        return metrics
 
-    def _shares(self, lessons: Sequence[Lesson]) -> list[list[int]]:
-        return share([lesson.record.n_tokens for lesson in lessons], len(self.group))
+    def _shares(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
+        return share([sample.n_tokens for sample in samples], len(self.group))
 
     def _call(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
         """Call ``method`` of every rank; where memory runs out, again in smaller micro-batches, from now on.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkd.config import Overlong
-from gkd.types import Record
+from gkd.types import TrainingSample
 
 EPSILON = 1e-4  # beside a group's standard deviation, so that equal rewards give 0 and not noise
 
@@ -53,8 +53,8 @@ def overlong_penalty(n_tokens: int, max_tokens: int, buffer: int) -> float:
     return min(0.0, (max_tokens - buffer - n_tokens) / buffer)
 
 
-def with_overlong(record: Record, reward: float, max_tokens: int, overlong: Overlong) -> float:
+def with_overlong(sample: TrainingSample, reward: float, max_tokens: int, overlong: Overlong) -> float:
     """A sample's reward after what ``algorithm.overlong`` says of its length."""
     if overlong.action != "penalty":
         return reward
-    return reward + overlong_penalty(record.n_response, max_tokens, overlong.buffer)
+    return reward + overlong_penalty(sample.n_sampled, max_tokens, overlong.buffer)

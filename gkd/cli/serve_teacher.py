@@ -77,7 +77,7 @@ def _serve(config: Config, stop: _Stop) -> int:
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
     from gkd.inference.vllm_scorer import VllmEngine
     from gkd.inference.vllm_support import SCORER_REMEDY, require_vllm_runs
-    from gkd.scoring.server import TeacherServer
+    from gkd.scoring.server import ScoringServer
 
     directory = check_causal_lm(path, "teacher.model.path")
     require_vllm_runs(directory, "teacher.model.path", SCORER_REMEDY)
@@ -89,7 +89,7 @@ def _serve(config: Config, stop: _Stop) -> int:
     print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
     engine = VllmEngine(directory, checkpoint, teacher, device, dtype=config.model.dtype_on(device))
     try:
-        server = TeacherServer(engine, digest, host, port, key, rendering=Rendering.of(tokenizer))
+        server = ScoringServer(engine, digest, host, port, key, rendering=Rendering.of(tokenizer))
         limits = engine.limits
         print(
             f"teacher ready at {server.address}: {path}, K up to {limits.max_top_k} of {limits.vocabulary}, "

@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from gkd.cluster.failure import explain
 from gkd.errors import RunFailed
-from gkd.types import Record, Scored
+from gkd.types import ScoredSample, TrainingSample
 
 
 def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
@@ -23,13 +23,8 @@ def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
         raise explain(error, f"fetching {what}") from error
 
 
-def fetch_samples(places: Sequence[tuple[Any, int]], timeout_s: float) -> list[Scored]:
-    """Samples by their places (see :func:`places_of`), each list of them fetched once."""
-    refs = list(dict.fromkeys(ref for ref, _ in places))
+def fetch_samples(samples: Sequence[TrainingSample], timeout_s: float) -> list[ScoredSample]:
+    """The arrays of samples, in their order; each list that holds some of them is fetched once. Raises as fetch."""
+    refs = list(dict.fromkeys(sample.ref for sample in samples))
     lists = dict(zip(refs, fetch(refs, timeout_s, "sampled responses"), strict=True))
-    return [lists[ref][slot] for ref, slot in places]
-
-
-def places_of(records: Sequence[Record]) -> list[tuple[Any, int]]:
-    """Where the samples behind records are: a reference to a list, and the position in it."""
-    return [(record.ref, record.slot) for record in records]
+    return [lists[sample.ref][sample.slot] for sample in samples]

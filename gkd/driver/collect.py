@@ -1,63 +1,80 @@
-"""One step's samples: prompts to the engines, judged samples back, again until the batch is full."""
+"""One step's samples: prompts to the engines, scored samples back, again until the batch is full."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
 
 from gkd.algorithms.advantages import groups_that_differ
 from gkd.algorithms.top_k import top_k_wanted
-from gkd.algorithms.training_samples import groups_of, require_rewards, rewards_of
+from gkd.algorithms.training_samples import groups_of, rewards_of
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.rollout.group import RolloutGroup
-from gkd.types import Judging, Prompt, Record, Request, Sampling, seed_of
+from gkd.types import Prompt, SampleRequest, Sampling, Scoring, TrainingSample, seed_of
 
 Item = TypeVar("Item")
 
 
-def collect(config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_size: int, step: int) -> list[Record]:
-    """Judged samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Samples of one step: the ``batch``, and those that dynamic sampling left out of it."""
+
+    batch: list[TrainingSample]
+    left_out: list[TrainingSample]
+
+    @property
+    def all(self) -> list[TrainingSample]:
+        """Every sample of the step; a reward that fails on those left out fails as well."""
+        return self.batch + self.left_out
+
+
+def collect(config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_size: int, step: int) -> Collected:
+    """Collect scored samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
 
     With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
     ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups, evenly
-    among the others. A group whose rewards failed is one of them, so failures are counted over all that was sampled.
-
-    Raises RunFailed as :func:`gkd.algorithms.training_samples.require_rewards`.
+    among the others. A group whose rewards failed is one of them.
     """
-    judging = judging_wanted(config, vocab_size)
+    scoring = scoring_of(config, vocab_size)
     batch, rounds = config.trainer.batch_size, config.algorithm.dynamic_sampling.max_rounds
-    useful: list[list[Record]] = []
-    spare: list[list[Record]] = []
+    useful: list[list[TrainingSample]] = []
+    spare: list[list[TrainingSample]] = []
     for round_ in range(rounds if config.algorithm.policy_weight else 1):
-        wanted = responses_wanted(config, prompts.take(batch - len(useful)), step, first=round_ * batch)
-        records = rollout.sample(wanted, judging, config.rollout.timeout_s)
+        drawn = prompts.take(batch - len(useful))
+        requests = requests_of(config, drawn, scoring, step, first=round_ * batch)
+        samples = rollout.sample(requests, config.rollout.timeout_s)
         if rounds == 1 or not config.algorithm.policy_weight:
-            return records
-        groups = groups_of(config, records)
-        differ = groups_that_differ(rewards_of(config, records), groups)
-        for group, neighbours in groupby(zip(groups, records, strict=True), key=itemgetter(0)):
-            (useful if group in differ else spare).append([record for _, record in neighbours])
+            return Collected(samples, [])
+        groups = groups_of(config, samples)
+        differ = groups_that_differ(rewards_of(config, samples), groups)
+        for group, neighbours in groupby(zip(groups, samples, strict=True), key=itemgetter(0)):
+            (useful if group in differ else spare).append([sample for _, sample in neighbours])
         if len(useful) == batch:
             break
-    require_rewards(config, [record for group in useful + spare for record in group])
-    return [record for group in spread(useful, spare[: batch - len(useful)]) for record in group]
+    n_missing = batch - len(useful)
+    return Collected(_flat(spread(useful, spare[:n_missing])), _flat(spare[n_missing:]))
+
+
+def _flat(groups: Sequence[Sequence[Item]]) -> list[Item]:
+    return [item for group in groups for item in group]
 
 
 def spread(most: Sequence[Item], others: Sequence[Item]) -> list[Item]:
-    """Both together, each in its order, with ``others`` at even distances, so that every mini-batch has its share."""
+    """Merge both, each in its order, with ``others`` at even distances, so that every mini-batch has its share."""
     n = len(most) + len(others)
     places = {int((i + 0.5) * n / len(others)) for i in range(len(others))}
     rest, fill = iter(most), iter(others)
     return [next(fill if place in places else rest) for place in range(n)]
 
 
-def judging_wanted(config: Config, vocab_size: int) -> Judging:
-    """Who judges a training sample."""
+def scoring_of(config: Config, vocab_size: int) -> Scoring:
+    """Return which scorers a training sample goes to."""
     algorithm = config.algorithm
-    return Judging(
+    return Scoring(
         top_k=top_k_wanted(config, vocab_size) if algorithm.needs_teacher else None,
         temperature=algorithm.loss.temperature if algorithm.distils else config.rollout.temperature,
         reference=config.asks_reference,
@@ -65,17 +82,21 @@ def judging_wanted(config: Config, vocab_size: int) -> Judging:
     )
 
 
-def responses_wanted(config: Config, prompts: Sequence[Prompt], step: int, first: int = 0) -> list[Request]:
-    """``rollout.n`` requests a prompt, each with a seed of its own that depends on nothing but its place in the run.
+def requests_of(
+    config: Config, prompts: Sequence[Prompt], scoring: Scoring, step: int, first: int = 0
+) -> list[SampleRequest]:
+    """Return ``rollout.n`` requests a prompt, each with a seed that depends on nothing but its place in the run.
 
-    ``first``: the place in the step of the first of these prompts. The share of them that the student does not answer
-    itself comes first; it is rounded over the steps together, so that it holds for small batches as well.
+    ``first``: the place in the step of the first of these prompts. The share of them that the data answers instead of
+    the student comes first; it is rounded over the steps together, so that it holds for small batches as well.
     """
     share = len(prompts) * (1 - config.algorithm.on_policy_share)
     n_own = int(step * share + 0.5) - int((step - 1) * share + 0.5)
     sampling = Sampling(config.rollout.max_response_length, config.rollout.temperature, config.rollout.top_p)
     return [
-        Request(prompt, index, seed_of(config.trainer.seed, step, place, index), sampling, place - first < n_own)
+        SampleRequest(
+            prompt, index, seed_of(config.trainer.seed, step, place, index), sampling, scoring, place - first < n_own
+        )
         for place, prompt in enumerate(prompts, start=first)
         for index in range(config.rollout.n)
     ]

@@ -28,20 +28,22 @@ from gkd.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Directories of the student and, by group, of the models that score; tokenized prompts; what they share.
+    """Directories of the student and, by name, of the models that score; tokenized prompts; what they share.
 
     ``model`` describes the student; ``max_length`` is the number of tokens that a prompt and its response may have
-    together.
+    together. ``teacher_vocabulary``: rows of logits that the student and every teacher have. Teachers score these, so
+    that all give the same K; models of one tokenizer differ in rows that no token has.
     """
 
     student: str
-    judges: dict[str, str]
+    scorers: dict[str, str]
     tokenizer: Any
     tokenizer_hash: str
     train: PromptSet
     val: PromptSet
     model: ModelInfo
     max_length: int
+    teacher_vocabulary: int
 
     def fingerprints(self) -> dict[str, str]:
         """Of the prompts that are trained and validated on, for a run that goes on."""
@@ -51,15 +53,15 @@ class Inputs:
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     _require_known(config)
-    student, judges, train, val = _found(config, say)
+    student, scorers, train, val = _find_files(config, say)
     if config.asks_reference:
-        judges["reference"] = _reference(config, student)
+        scorers["reference"] = _reference(config, student)
     tokenizer = load_tokenizer(student)
     models = {"student": ModelInfo.read(student, "model.path", tokenizer)}
-    for name in judges:
-        models[name] = ModelInfo.read(judges[name], f"{name.partition(':')[0]}.model.path")
+    for name, path in scorers.items():
+        models[name] = ModelInfo.read(path, f"{name.partition(':')[0]}.model.path")
     own = models["student"]
-    _require_engines_run(config, student, judges)
+    _require_engines_run(config, student, scorers)
     if config.actor.lora.r is not None:
         from gkd.actor.lora import require_adaptable  # imports torch and peft
 
@@ -74,19 +76,19 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
     _require_known_teachers(config, [*train_prompts.prompts, *val_prompts.prompts])
     if config.algorithm.needs_teacher:
-        teachers = {name: path for name, path in judges.items() if name.startswith("teacher")}
+        teachers = {name: path for name, path in scorers.items() if name.startswith("teacher")}
         sets = {"train": train_prompts, "val": val_prompts}
         sets = teacher_prompts(config.teacher, teachers, tokenizer, sets, data.max_prompt_length)
         train_prompts, val_prompts = sets["train"], sets["val"]
-    for name, found in (("train", train_prompts), ("val", val_prompts)):
-        if found.n_too_long:
-            left_out = f"{found.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
-            say(f"data.{name}_files: {left_out}, {len(found.prompts)} are used")
+    for name, prompts in (("train", train_prompts), ("val", val_prompts)):
+        if prompts.n_too_long:
+            left_out = f"{prompts.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
+            say(f"data.{name}_files: {left_out}, {len(prompts.prompts)} are used")
     if config.reward_model.model.path is not None and config.asks_reward_model:
-        judges["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
+        scorers["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
     if config.algorithm.needs_teacher:
         for wanted in (top_k_wanted, top_k_for_validation):
-            wanted(config, own.vocabulary)  # says now what could not be asked of the teacher
+            wanted(config, own.vocabulary)  # refuses now what the teacher could not give
     _require_answers(config, train_prompts)
     end = turn_end([*train_prompts.prompts, *val_prompts.prompts], tokenizer)
     own = with_turn_end(own, end)
@@ -95,13 +97,14 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         train_prompts = replace(train_prompts, prompts=answered)
     return Inputs(
         student,
-        judges,
+        scorers,
         tokenizer,
         tokenizer_hash(tokenizer),
         train_prompts,
         val_prompts,
         own,
         max_length,
+        min(model.vocabulary for name, model in models.items() if name != "reference"),
     )
 
 
@@ -125,42 +128,42 @@ def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
             )
 
 
-def _require_engines_run(config: Config, student: str, judges: dict[str, str]) -> None:
+def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) -> None:
     """Raise ConfigError for a model that vLLM is to run and cannot."""
     if config.rollout.engine == "vllm":
         require_vllm_runs(student, "model.path", STUDENT_REMEDY)
-    for name, path in judges.items():
+    for name, path in scorers.items():
         group, _, teacher = name.partition(":")
         setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
         require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
 
 
-def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
+def _find_files(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
     """Directory of the student, those of the models that score by group, training and validation files."""
     if config.uses_builtin_task:
         made = prepare_builtin(config, say)
-        judges = {} if made.teacher is None else {"teacher": made.teacher}
-        return made.student, judges, made.train_files, made.val_files
+        scorers = {} if made.teacher is None else {"teacher": made.teacher}
+        return made.student, scorers, made.train_files, made.val_files
     assert config.model.path is not None
     student = check_causal_lm(config.model.path, "model.path")
-    judges = {}
+    scorers = {}
     if config.teacher.model.path is not None:
-        judges["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
+        scorers["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
     for name, path in config.teacher.models.items():
-        judges[f"teacher:{name}"] = check_causal_lm(path, f"teacher.models.{name}")
-    for teacher in judges.values():
+        scorers[f"teacher:{name}"] = check_causal_lm(path, f"teacher.models.{name}")
+    for teacher in scorers.values():
         check_same_tokenizer(student, teacher)
-    return student, judges, config.data.train_files, config.data.val_files
+    return student, scorers, config.data.train_files, config.data.val_files
 
 
-def _require_answers(config: Config, found: PromptSet) -> None:
-    """Raise ConfigError where a prompt that is trained on lacks the answer that it is judged by or learned from."""
-    judging = [name for name in config.reward.functions if name in NEED_ANSWERS and config.algorithm.policy_weight]
-    why = f"reward.functions={judging[0]} compares with it" if judging else "it is to be learned from"
-    lacking = [prompt for prompt in found.prompts if not (prompt.answer or "").strip()]
-    if lacking and (judging or config.algorithm.on_policy_share < 1):
+def _require_answers(config: Config, train: PromptSet) -> None:
+    """Raise ConfigError where a prompt that is trained on lacks the answer that is compared with or learned from."""
+    comparing = [name for name in config.reward.functions if name in NEED_ANSWERS and config.algorithm.policy_weight]
+    why = f"reward.functions={comparing[0]} compares with it" if comparing else "it is to be learned from"
+    lacking = [prompt for prompt in train.prompts if not (prompt.answer or "").strip()]
+    if lacking and (comparing or config.algorithm.on_policy_share < 1):
         raise ConfigError(
-            f"data.answer_key={config.data.answer_key}: {len(lacking)} of {len(found.prompts)} training prompts have "
+            f"data.answer_key={config.data.answer_key}: {len(lacking)} of {len(train.prompts)} training prompts have "
             f"no answer, and {why}; the first is row {lacking[0].id + 1} of data.train_files"
         )
 

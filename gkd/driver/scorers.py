@@ -1,4 +1,4 @@
-"""The groups whose models judge samples, teacher, reference and reward model: started alike, asked alike."""
+"""The groups whose models score samples, teacher, reference and reward model: built, served and reached alike."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.inputs import Inputs
 from gkd.inference.vllm_engine import environment
 from gkd.scoring.address import Key, external_addresses, external_key
-from gkd.scoring.worker import JudgeSpec
+from gkd.scoring.worker import ScorerSpec
 
 NAMES = ("teacher", "reference", "reward_model")
 
 
 @dataclass(frozen=True, slots=True)
-class Judges:
-    """The engines of every group that judges, by name, and the key their sockets need.
+class Scorers:
+    """The engines of every group that scores, by name, and the key their sockets need.
 
-    ``local``: they and all that ask them are on one machine, so that nobody else need reach them.
+    ``local``: they and all their clients are on one machine, so that nobody else need reach them.
     """
 
     config: Config
@@ -37,18 +37,18 @@ class Judges:
     local: bool = True
 
     @staticmethod
-    def of(config: Config, inputs: Inputs, groups: Mapping[str, Group], rollout: Group) -> Judges:
-        """The judging groups among ``groups``. Raises ConfigError where the user's key cannot be read."""
+    def of(config: Config, inputs: Inputs, groups: Mapping[str, Group], rollout: Group) -> Scorers:
+        """Find the groups that score among ``groups``. Raises ConfigError where the user's key cannot be read."""
         limit = config.cluster.start_timeout_s
-        found: dict[str, Engines] = {}
+        engines: dict[str, Engines] = {}
         for name in NAMES:
             if name in groups:
                 settings = _settings(config, name)
                 tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
-                found[name] = Engines.of(groups[name], tensor_parallel, limit)
-        asked = (rollout, *(engines.leaders for engines in found.values()))
-        ips = {report.ip for group in asked for report in group.reports} | {ray.util.get_node_ip_address()}
-        return Judges(config, inputs, _key(config), found, len(ips) == 1)
+                engines[name] = Engines.of(groups[name], tensor_parallel, limit)
+        connected = (rollout, *(group.leaders for group in engines.values()))
+        ips = {report.ip for group in connected for report in group.reports} | {ray.util.get_node_ip_address()}
+        return Scorers(config, inputs, _key(config), engines, len(ips) == 1)
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -62,16 +62,16 @@ class Judges:
     def _build(self, name: str, engines: Engines) -> list[Pending]:
         group, settings, models = engines.leaders, _settings(self.config, name), self._models(name)
         if isinstance(settings, Scorer):
-            # A server of this run's own takes exactly the sequences this run has, and gives the K it asks for; less
-            # memory is set aside for them.
+            # A server of this run's own takes exactly the sequences and the K that this run has; less memory is set
+            # aside for them.
             longest = settings.max_model_len or self.inputs.max_length
             settings = settings.model_copy(update={"max_model_len": longest, "max_top_k": max(1, self._top_k(name))})
         args = [
             (
                 settings,
-                JudgeSpec(
+                ScorerSpec(
                     self.config.model.dtype_on(report.device),
-                    self.inputs.judges[models[rank % len(models)]],
+                    self.inputs.scorers[models[rank % len(models)]],
                     report.device,
                     self._tokenizer(name),
                     "127.0.0.1" if self.local else report.ip,
@@ -85,7 +85,7 @@ class Judges:
         if name == "reward_model":
             return [group.submit_build("gkd.scoring.worker:RewardModelWorker", args, environment=threads)]
         return engines.submit_build(
-            "gkd.scoring.worker:TeacherWorker", "gkd.scoring.worker:teacher_follower", args, threads
+            "gkd.scoring.worker:TokenScorerWorker", "gkd.scoring.worker:token_scorer_follower", args, threads
         )
 
     def sleeping(self) -> list[str]:
@@ -104,16 +104,16 @@ class Judges:
     def _all_do(self, method: str, what: str) -> None:
         limit = self.config.weights.timeout_s
         for name in self.sleeping():
-            # One that died is missed where it is asked to judge.
+            # One that died is missed where it is to score.
             self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, what=what, keep_deaths=True)
 
     def _models(self, name: str) -> list[str]:
-        """Which of ``inputs.judges`` the engines of a group serve, dealt out in turn."""
-        return sorted(model for model in self.inputs.judges if model.partition(":")[0] == name)
+        """Which of ``inputs.scorers`` the engines of a group serve, dealt out in turn."""
+        return sorted(model for model in self.inputs.scorers if model.partition(":")[0] == name)
 
     def _tokenizer(self, name: str) -> str:
         own = self.inputs.tokenizer_hash
-        return tokenizer_hash(self.inputs.judges[name]) if name == "reward_model" else own
+        return tokenizer_hash(self.inputs.scorers[name]) if name == "reward_model" else own
 
     def serve(self) -> dict[str, Pending]:
         """Have the servers answer, by model; the calls end only when one fails."""
@@ -127,19 +127,16 @@ class Judges:
             for place, model in enumerate(self._models(name))
         }
 
-    def asking(self, n_clients: int) -> dict[str, dict[str, Any]]:
-        """By model, arguments of the clients of each, :class:`gkd.scoring.client.TeacherClient`.
-
-        ``n_clients`` of them ask.
-        """
+    def client_arguments(self, n_clients: int) -> dict[str, dict[str, Any]]:
+        """By model, arguments of each of its ``n_clients`` clients, :class:`gkd.scoring.client.ScoringClient`."""
         limit = self.config.cluster.start_timeout_s
         addresses = {model: group.control("address", timeout_s=limit) for model, group in self._by_model().items()}
         if self.config.algorithm.needs_teacher and "teacher" not in self.groups:
             addresses["teacher"] = external_addresses(self.config.teacher)
-        return {model: self._arguments(model, found, n_clients) for model, found in addresses.items()}
+        return {model: self._arguments(model, hosts, n_clients) for model, hosts in addresses.items()}
 
     def _top_k(self, name: str) -> int:
-        """The largest K that a group is asked for."""
+        """The largest K that requests to a group have."""
         vocabulary = self.inputs.model.vocabulary
         if name != "teacher":
             return 0
@@ -147,8 +144,9 @@ class Judges:
 
     def _arguments(self, model: str, addresses: list[str], n_clients: int) -> dict[str, Any]:
         name = model.partition(":")[0]
-        settings, vocabulary = _settings(self.config, name), self.inputs.model.vocabulary
+        settings = _settings(self.config, name)
         rates = name == "reward_model"  # in its own tokens
+        vocabulary = self.inputs.teacher_vocabulary if name == "teacher" else self.inputs.model.vocabulary
         return {
             "addresses": addresses,
             "tokenizer_hash": self._tokenizer(name),
@@ -160,6 +158,7 @@ class Judges:
             "request_timeout_s": settings.request_timeout_s,
             "max_attempts": settings.max_attempts,
             "heartbeat_s": settings.heartbeat_s,
+            "scorer": model,
         }
 
 

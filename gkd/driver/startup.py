@@ -15,14 +15,14 @@ from gkd.cluster.turns import Turns
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.driver.inputs import Inputs
-from gkd.driver.scorers import Judges
+from gkd.driver.scorers import Scorers
 from gkd.driver.trainer import Parts
 from gkd.driver.validation import Validation
 from gkd.driver.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_engine import environment, require_device
 from gkd.rollout.group import RolloutGroup
-from gkd.scoring.client import TeacherClient
+from gkd.scoring.client import ScoringClient
 from gkd.weights.choice import choose
 
 log = logging.getLogger("gkd")
@@ -30,10 +30,10 @@ log = logging.getLogger("gkd")
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Running parts, and how to ask the teachers, by name; none where none is needed."""
+    """Running parts, and the clients of the teachers, by name; none where none is needed."""
 
     parts: Parts
-    teachers: dict[str, TeacherClient]
+    teachers: dict[str, ScoringClient]
 
 
 def start(config: Config, inputs: Inputs, placement: Placement) -> System:
@@ -48,23 +48,23 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     rollout = engines.leaders
     turns = Turns()
     actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), turns)
-    judges = Judges.of(config, inputs, groups, rollout)
+    scorers = Scorers.of(config, inputs, groups, rollout)
     builds: dict[str, Callable[[], list[Pending]]] = {
         "actor": lambda: [actor.submit_build()],
         "rollout": partial(_build_rollout, config, inputs, engines),
-        **judges.builds(),
+        **scorers.builds(),
     }
     for wave in waves({name: groups[name] for name in builds}):
         gather([call for name in wave for call in builds[name]()], limit)
-    followers = [found.bind() for found in (engines, *judges.engines.values())]
-    asking, serving = judges.asking(len(rollout)), judges.serve()
-    teachers = {name: TeacherClient(**how) for name, how in asking.items() if name.startswith("teacher")}
+    followers = [found.bind() for found in (engines, *scorers.engines.values())]
+    clients, serving = scorers.client_arguments(len(rollout)), scorers.serve()
+    teachers = {name: ScoringClient(**arguments) for name, arguments in clients.items() if name.startswith("teacher")}
     for client in teachers.values():
         client.connect()
-    rollout.control("connect", asking, timeout_s=limit, what="connecting to the models that judge")
+    rollout.control("connect", clients, timeout_s=limit, what="connecting to the models that score")
     rollout_group = RolloutGroup(rollout, config, serving, turns, followers, placement.session.require_control)
     if config.cluster.offload is True:
-        turns.actor, turns.judging = actor, [judges]
+        turns.actor, turns.judging = actor, [scorers]
         turns.sampling = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
     actor.load()
@@ -73,7 +73,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     validation = Validation(config, inputs, rollout_group, actor, teachers)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
-    measured = tuple(judges.groups.values())
+    measured = tuple(scorers.groups.values())
     parts = Parts(stream, rollout_group, actor, sync, validation, measured, n_gpus, inputs.model.vocabulary)
     return System(parts, teachers)
 

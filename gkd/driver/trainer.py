@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from gkd.actor.group import ActorGroup
-from gkd.algorithms.training_samples import lessons_of
+from gkd.algorithms.training_samples import require_rewards, with_advantages
 from gkd.cluster.group import Group
 from gkd.cluster.memory import MemoryReports
 from gkd.config import Config
@@ -33,19 +33,19 @@ class Parts:
     actor: ActorGroup
     sync: WeightSync
     validation: Validation
-    judges: tuple[Group, ...]
+    scorers: tuple[Group, ...]
     n_gpus: int
     vocab_size: int
     reports: MemoryReports = field(default_factory=MemoryReports)
 
     def memory(self) -> dict[str, float]:
         """memory/* of every group."""
-        return self.reports.read([self.actor.group, self.rollout.living, *self.judges])
+        return self.reports.read([self.actor.group, self.rollout.living, *self.scorers])
 
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """Where the loop tells what it did."""
+    """Where the loop writes what it did."""
 
     metrics: JsonLines
     samples: SampleLog
@@ -63,21 +63,22 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
     state = start if start.row is None else _log(config, parts, log, watcher, start)
     for step in range(start.step + 1, config.trainer.total_steps + 1):
         started, clock = time.monotonic(), time.time()
-        records = collect(config, parts.prompts, parts.rollout, parts.vocab_size, step)
-        lessons, row = lessons_of(config, records)
-        log.samples.write(step, records)
+        collected = collect(config, parts.prompts, parts.rollout, parts.vocab_size, step)
+        log.samples.write(step, collected.batch)
+        require_rewards(config, collected.all)
+        batch, row = with_advantages(config, collected.batch)
         sampled = time.monotonic()
-        row |= measured.of_batch(records, parts.actor.version) | measured.of_stages(
-            clock, records, clock + sampled - started
+        row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(
+            clock, batch, clock + sampled - started
         )
         state = replace(state, step=step, prompts=parts.prompts.state(), row=measured.finite(row))
         log.checkpoints.train(state)
-        row |= parts.actor.update(lessons, step)
+        row |= parts.actor.update(batch, step)
         updated = time.monotonic()
         parts.sync.push()
         done = time.monotonic()
         row |= {"timing_s/update": updated - sampled, "timing_s/sync": done - updated, "timing_s/step": done - started}
-        row |= throughput(sum(r.n_tokens for r in records), done - started, parts.n_gpus)
+        row |= throughput(sum(sample.n_tokens for sample in batch), done - started, parts.n_gpus)
         row |= parts.memory()
         state = replace(state, row=measured.finite(row))
         log.checkpoints.train(state)

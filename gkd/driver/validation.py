@@ -13,17 +13,17 @@ from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed
 from gkd.rewards.accuracy import agreement
 from gkd.rollout.group import RolloutGroup
-from gkd.scoring.client import Generate, TeacherClient
-from gkd.types import Int32, Judging, Prompt, Request, Sampling, teacher_of
+from gkd.scoring.client import Generate, ScoringClient
+from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, teacher_of
 
 SEED = 1  # the same samples' seeds at every validation, so that curves are comparable
 
 
 class Validation:
-    """Asks the same held-out prompts again and again.
+    """Measures the student on the same held-out prompts again and again.
 
     ``val/accuracy`` is the share of greedy answers that are right, measured where the data has answers;
-    ``val/reward/*`` what the run's own rewards give the greedy answers, measured where it has rewards;
+    ``val/reward/*`` the run's own rewards of the greedy answers, measured where it has rewards;
     ``val/reverse_kl`` the mean over response tokens of KL(student || teacher), in nats, on one response a prompt
     sampled from the student at temperature 1, measured where there is a teacher.
     """
@@ -34,7 +34,7 @@ class Validation:
         inputs: Inputs,
         rollout: RolloutGroup,
         actor: ActorGroup,
-        teachers: Mapping[str, TeacherClient],
+        teachers: Mapping[str, ScoringClient],
     ) -> None:
         self.config, self.prompts, self.tokenizer = config, inputs.val.prompts, inputs.tokenizer
         self.rollout, self.actor, self.teachers = rollout, actor, teachers
@@ -44,37 +44,38 @@ class Validation:
     def run(self) -> dict[str, float]:
         """Measure the student as it is."""
         limit, length = self.config.rollout.timeout_s, self.config.rollout.max_response_length
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.teachers:
-            sampled = [Request(p, 0, SEED + i, Sampling(length)) for i, p in enumerate(self.prompts)]
-            records = self.rollout.sample(sampled, Judging(top_k_for_validation(self.config, self.vocabulary)), limit)
-            found["val/reverse_kl"] = self.actor.evaluate(records)["distill/reverse_kl"]
-        return found | self._greedy()
+            scoring, sampling = Scoring(top_k_for_validation(self.config, self.vocabulary)), Sampling(length)
+            requests = [SampleRequest(p, 0, SEED + i, sampling, scoring) for i, p in enumerate(self.prompts)]
+            samples = self.rollout.sample(requests, limit)
+            metrics["val/reverse_kl"] = self.actor.evaluate(samples)["distill/reverse_kl"]
+        return metrics | self._greedy()
 
     def _greedy(self) -> dict[str, float]:
-        """What greedy answers are worth; where a reward compares with answers, those to prompts that have one."""
+        """Measure greedy answers; where a reward compares with answers, those to prompts that have one."""
         with_answers = [p for p in self.prompts if p.answer is not None]
         needed = not self.rewarded or any(name in NEED_ANSWERS for name in self.config.reward.functions)
-        asked = with_answers if needed else self.prompts
-        if not asked:
+        prompts = with_answers if needed else self.prompts
+        if not prompts:
             return {}
         sampling = Sampling(self.config.rollout.max_response_length, temperature=0.0)
-        requests = [Request(p, 0, SEED, sampling) for p in asked]
-        records = self.rollout.sample(requests, Judging(rewards=self.rewarded), self.config.rollout.timeout_s)
-        found = validation_rewards(self.config, records) if self.rewarded else {}
+        requests = [SampleRequest(p, 0, SEED, sampling, Scoring(rewards=self.rewarded)) for p in prompts]
+        samples = self.rollout.sample(requests, self.config.rollout.timeout_s)
+        metrics = validation_rewards(self.config, samples) if self.rewarded else {}
         if with_answers:
-            answers = {s.sample.request.prompt.id: s.sample.response_ids for s in self.rollout.fetch(records)}
-            found["val/accuracy"] = self._accuracy([(p, answers[p.id]) for p in with_answers])
-        return found
+            answers = {s.sample.request.prompt.id: s.sample.sampled_ids for s in self.rollout.fetch(samples)}
+            metrics["val/accuracy"] = self._accuracy([(p, answers[p.id]) for p in with_answers])
+        return metrics
 
     def teacher(self) -> dict[str, float]:
         """The teacher's accuracy on the same prompts; its divergence from itself is not a measurement."""
-        asked = [p for p in self.prompts if p.answer is not None]
-        if not asked or not self.teachers:
+        prompts = [p for p in self.prompts if p.answer is not None]
+        if not prompts or not self.teachers:
             return {}
         self.rollout.turns.for_engines()
         length = self.config.rollout.max_response_length
-        futures = [self.teachers[teacher_of(p)].submit(Generate(p.as_teacher_sees_it, length)) for p in asked]
+        futures = [self.teachers[teacher_of(p)].submit(Generate(p.teacher_prompt_ids, length)) for p in prompts]
         limit = self.config.rollout.timeout_s
         _, late = wait(futures, limit)
         if late:
@@ -82,7 +83,7 @@ class Validation:
                 f"the teacher had not answered {len(late)} of {len(futures)} validation prompts after {limit:g} s "
                 "(rollout.timeout_s)"
             )
-        return {"val/accuracy": self._accuracy([(p, f.result()) for p, f in zip(asked, futures, strict=True)])}
+        return {"val/accuracy": self._accuracy([(p, f.result()) for p, f in zip(prompts, futures, strict=True)])}
 
     def _accuracy(self, answers: Sequence[tuple[Prompt, Int32]]) -> float:
         right = [

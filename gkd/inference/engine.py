@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from gkd.data.model_info import ModelInfo
 from gkd.inference.vllm_engine import Device
-from gkd.types import Float32, Int32, Request
+from gkd.types import Sample, SampleRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,27 +30,19 @@ class EngineSpec:
     device: Device
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A response that is complete: ``key`` as given to :meth:`SamplingEngine.add`, arrays of R tokens."""
-
-    key: int
-    response_ids: Int32
-    logprobs: Float32
-    finish_reason: Literal["stop", "length"]
-
-
 class SamplingEngine(Protocol):
     """Samples responses. All methods are called from one thread."""
 
     forward_passes: int
     """Passes through the model so far; grows while the engine works. Read from other threads."""
+    version: int
+    """Version of the weights that it samples from, as given to :meth:`load_weights`; 0 before."""
 
-    def add(self, key: int, request: Request) -> None:
+    def add(self, request: SampleRequest) -> None:
         """Take a request on. Raises ValueError when the engine cannot serve it."""
 
-    def step(self) -> list[Finished]:
-        """Work for a moment; return what became finished."""
+    def step(self) -> list[Sample]:
+        """Work for a moment; return the samples that it finished, each with its request."""
 
     def busy(self) -> bool:
         """Whether requests are unfinished."""

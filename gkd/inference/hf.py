@@ -26,8 +26,7 @@ from transformers.utils.logging import (
 )
 
 from gkd.data.model_info import ModelInfo, exact_attention
-from gkd.inference.engine import Finished
-from gkd.types import Request, Sampling
+from gkd.types import Sample, SampleRequest, Sampling
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]
@@ -78,41 +77,41 @@ class HFEngine:
         self.model.generation_config = GenerationConfig()
         self.checkpoint, self.device, self.max_batch = model, device, max_batch
         self.eos_ids = model.eos_ids
-        self.waiting: list[tuple[int, Request]] = []
-        self.forward_passes = 0
+        self.waiting: list[SampleRequest] = []
+        self.forward_passes = self.version = 0
 
-    def add(self, key: int, request: Request) -> None:
+    def add(self, request: SampleRequest) -> None:
         """Queue a request. Raises ValueError when it is longer than the model's positions."""
         limit = self.checkpoint.positions
         length = len(request.prompt.token_ids) + request.sampling.max_tokens
         if limit is not None and length > limit:
             raise ValueError(f"prompt and response of {length} tokens exceed the model's {limit} positions")
-        self.waiting.append((key, request))
+        self.waiting.append(request)
 
     def busy(self) -> bool:
         """Whether requests are queued."""
         return bool(self.waiting)
 
     @torch.no_grad()
-    def step(self) -> list[Finished]:
+    def step(self) -> list[Sample]:
         """Generate for the queued requests that share the sampling settings of the first."""
         if not self.waiting:
             return []
-        sampling = self.waiting[0][1].sampling
-        chosen = [w for w in self.waiting if w[1].sampling == sampling][: self.max_batch]
-        keys = {key for key, _ in chosen}
-        self.waiting = [w for w in self.waiting if w[0] not in keys]
+        sampling = self.waiting[0].sampling
+        chosen = [request for request in self.waiting if request.sampling == sampling][: self.max_batch]
+        keys = {request.key for request in chosen}
+        self.waiting = [request for request in self.waiting if request.key not in keys]
         return self._generate(chosen, sampling)
 
-    def _generate(self, chosen: list[tuple[int, Request]], sampling: Sampling) -> list[Finished]:
-        prompts = [torch.from_numpy(r.prompt.token_ids.astype(np.int64)) for _, r in chosen]
+    def _generate(self, chosen: list[SampleRequest], sampling: Sampling) -> list[Sample]:
+        prompts = [torch.from_numpy(r.prompt.token_ids.astype(np.int64)) for r in chosen]
         longest = max(len(p) for p in prompts)
         ids = torch.full((len(prompts), longest), self.eos_ids[0] if self.eos_ids else 0)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):  # padding on the left: generation goes on at the right
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
-        draw = _Draw(sampling, [request.seed for _, request in chosen], self.checkpoint.n_tokens, self._count)
+        draw = _Draw(sampling, [request.seed for request in chosen], self.checkpoint.n_tokens, self._count)
         sequences = self.model.generate(
             ids.to(self.device),
             attention_mask=mask.to(self.device),
@@ -124,18 +123,19 @@ class HFEngine:
         )
         new = sequences[:, longest:]  # [B, T]
         logprobs = torch.stack(draw.logprobs, 1)  # [B, T]
-        return [self._finish(key, new[row], logprobs[row]) for row, (key, _) in enumerate(chosen)]
+        return [self._finish(request, new[row], logprobs[row]) for row, request in enumerate(chosen)]
 
     def _count(self) -> None:
         self.forward_passes += 1
 
-    def _finish(self, key: int, tokens: Tensor, logprobs: Tensor) -> Finished:
+    def _finish(self, request: SampleRequest, tokens: Tensor, logprobs: Tensor) -> Sample:
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device)).nonzero()
         length = int(ends[0]) + 1 if len(ends) else len(tokens)
-        return Finished(
-            key,
+        return Sample.single_turn(
+            request,
             tokens[:length].cpu().numpy().astype(np.int32),
             logprobs[:length].cpu().numpy().astype(np.float32),
+            self.version,
             "stop" if len(ends) else "length",
         )
 
@@ -163,6 +163,7 @@ class HFEngine:
             if names := sorted(map(str, found[f"{problem}_keys"])):
                 raise RuntimeError(f"weights version {version}: {names[0]} is {problem} ({len(names)} tensors in all)")
         self.model.load_state_dict(loaded.state_dict())
+        self.version = version
 
 
 @contextmanager

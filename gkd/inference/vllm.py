@@ -10,9 +10,8 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMValidationError
 
 from gkd.data.model_info import ModelInfo
-from gkd.inference.engine import Finished
 from gkd.inference.vllm_engine import Device, SetShape, Shape, sleep, wake
-from gkd.types import Request
+from gkd.types import Sample, SampleRequest
 from gkd.weights import vllm_backend
 
 if TYPE_CHECKING:
@@ -30,12 +29,13 @@ class VLLMEngine:
 
     def __init__(self, llm: LLM, model: ModelInfo, device: Device = "cpu") -> None:
         self.llm, self.engine, self.eos_ids, self.device = llm, llm.llm_engine, model.eos_ids, device
-        self.forward_passes = 0
+        self.forward_passes = self.version = 0
+        self._requests: dict[str, SampleRequest] = {}
         if 0 < model.n_tokens < model.vocabulary:
             # A padded row has some probability, however small, and no teacher and no tokenizer knows its id.
             llm.apply_model(SetShape(Shape(rows=model.n_tokens)))
 
-    def add(self, key: int, request: Request) -> None:
+    def add(self, request: SampleRequest) -> None:
         """Take a request on. Raises ValueError when it is longer than the model takes."""
         sampling = request.sampling
         params = SamplingParams(
@@ -50,15 +50,16 @@ class VLLMEngine:
         )
         prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())
         try:
-            self.engine.add_request(str(key), prompt, params)
+            self.engine.add_request(str(request.key), prompt, params)
         except VLLMValidationError as error:
             raise ValueError(str(error)) from None
+        self._requests[str(request.key)] = request
 
     def busy(self) -> bool:
         """Whether requests are unfinished."""
         return bool(self.engine.has_unfinished_requests())
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[Sample]:
         """One forward pass over everything running."""
         finished = []
         self.forward_passes += 1
@@ -66,10 +67,11 @@ class VLLMEngine:
             if output.finished:
                 completion = output.outputs[0]
                 finished.append(
-                    Finished(
-                        int(output.request_id),
+                    Sample.single_turn(
+                        self._requests.pop(output.request_id),
                         np.array(completion.token_ids, dtype=np.int32),
                         np.array(completion.logprobs.logprobs, dtype=np.float32),
+                        self.version,
                         "stop" if completion.finish_reason == "stop" else "length",
                     )
                 )
@@ -86,6 +88,7 @@ class VLLMEngine:
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
         """Replace the weights while idle and forget every cached prefix."""
         vllm_backend.load(self.llm, pieces, version)
+        self.version = version
 
     def join(self, unique_id: str, offset: int, world: int) -> None:
         """Meet the actor in an NCCL group of ``world`` ranks, with this engine's from ``offset`` on."""
@@ -98,3 +101,4 @@ class VLLMEngine:
     def finish(self, version: int) -> None:
         """Serve ``version`` and forget every cached prefix."""
         vllm_backend.finish(self.llm, version)
+        self.version = version

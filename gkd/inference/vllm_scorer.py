@@ -1,8 +1,8 @@
 """A vLLM engine that scores.
 
 vLLM gives, with ``prompt_logprobs=K``, one row of K + 1 entries for every prompt token but the first: the token itself,
-then the K most likely ones in falling order (the token once more when it is among them). Response rows are therefore
-the last R, and a Target is a slice of them. Five things are not as one would expect:
+then the K most likely ones in falling order (the token once more when it is among them). A Target is therefore a slice
+of them for each span of positions. Five things are not as one would expect:
 
 - ``flat_logprobs`` still takes the rows apart number by number, into Python lists, for every prompt token; see
   :meth:`VllmEngine._tap`.
@@ -190,7 +190,7 @@ class VllmEngine:
         return sum(running.bytes for running in self._running.values()) + self._bytes(request) <= RESULT_BYTES
 
     def _bytes(self, request: Score) -> int:
-        return (len(request.prompt_ids) + len(request.response_ids)) * (self.limits.width(request) + 1) * 8
+        return len(request.token_ids) * (self.limits.width(request) + 1) * 8
 
     def _start(self, key: int, request: Request) -> None:
         from vllm import SamplingParams
@@ -209,7 +209,6 @@ class VllmEngine:
             self.llm_engine.apply_model(SetShape(shape))
             self._shape = shape
         self._top_k = self.limits.width(request)
-        ids = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -217,7 +216,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
         )
-        internal = self.llm_engine.add_request(str(key), tokens_input(ids), params)
+        internal = self.llm_engine.add_request(str(key), tokens_input(request.token_ids.tolist()), params)
         self._running[key] = running = _Running(request, self._bytes(request))
         self._tap(internal, running.rows)
 
@@ -236,20 +235,23 @@ def _target(request: Score, chunks: list[Any], whole: bool) -> Target:
 
     ``whole``: there is no token beyond the top K.
     """
-    n = len(request.response_ids)
-    ids = _last_rows([chunk.logprob_token_ids for chunk in chunks], n)
-    logprobs = _last_rows([chunk.logprobs for chunk in chunks], n)
-    if not np.array_equal(ids[:, 0], request.response_ids):
-        raise RunFailed("vLLM's rows are not those of the response tokens: this version orders them differently")
+    n = len(request.token_ids)
+    # The last row is that of the last token.
+    places = [slice(start - n, stop - n or None) for start, stop in request.spans]
+    ids = _rows([chunk.logprob_token_ids for chunk in chunks], places)
+    logprobs = _rows([chunk.logprobs for chunk in chunks], places)
+    if not np.array_equal(ids[:, 0], np.concatenate([request.token_ids[place] for place in places])):
+        raise RunFailed("vLLM's rows are not those of the scored tokens: this version orders them differently")
     return Target(
         np.ascontiguousarray(logprobs[:, 0]),
         np.ascontiguousarray(ids[:, 1:], np.int32),
         np.ascontiguousarray(logprobs[:, 1:]),
         request.temperature,
-        None if whole or not request.top_k else _last_rows([tails_of(chunk) for chunk in chunks], n),
+        None if whole or not request.top_k else _rows([tails_of(chunk) for chunk in chunks], places),
     )
 
 
-def _last_rows(chunks: list[torch.Tensor], n: int) -> NDArray[Any]:
-    """The last ``n`` rows of tensors [rows, ...] put end to end."""
-    return np.concatenate([chunk.numpy() for chunk in chunks])[-n:] if len(chunks) > 1 else chunks[0].numpy()[-n:]
+def _rows(chunks: list[torch.Tensor], places: list[slice]) -> NDArray[Any]:
+    """The rows at ``places`` of tensors [rows, ...] put end to end; a view where both are one."""
+    whole = np.concatenate([chunk.numpy() for chunk in chunks]) if len(chunks) > 1 else chunks[0].numpy()
+    return whole[places[0]] if len(places) == 1 else np.concatenate([whole[place] for place in places])

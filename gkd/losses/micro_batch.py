@@ -1,6 +1,6 @@
 """Samples laid end to end: one micro-batch, without padding.
 
-Shapes: S sequences, L tokens in all, N response positions.
+Shapes: S sequences, L tokens in all, N sampled positions.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from gkd.losses.targets import ABSENT_TAIL, PositionTargets
-from gkd.types import Scored
+from gkd.types import ScoredSample
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """S sequences laid end to end.
 
-    token_ids, position_ids: [L]; cu_seqlens [S + 1]: where each sequence starts; rows [N]: index of the token whose
-    hidden state predicts each response token (the token before it); bounds [S + 1]: where each sequence's rows start.
-    Of each response token, [N]: response_ids; weights in the loss; advantages; sampler_logprobs; old_logprobs, those of
-    the weights before the batch's first update, None where that is this one; reference_logprobs, None without a
-    reference. targets are the teacher's, of N positions, None without one.
+    token_ids, position_ids: [L], positions counted from each sequence's start; cu_seqlens [S + 1]: where each sequence
+    starts; rows [N]: index of the token whose hidden state predicts each sampled token (the token before it); bounds
+    [S + 1]: where each sequence's rows start. Of each sampled token, [N]: response_ids; weights in the loss;
+    advantages; sampler_logprobs; old_logprobs, those of the weights before the batch's first update, None where that is
+    this one; reference_logprobs, None without a reference. targets are the teacher's, of N positions, None without one.
 
-    S = 0 is allowed: the turn of a rank that has nothing left while the others still do. Such a batch holds one
-    token and no response position.
+    S = 0 is allowed: a rank that has nothing left takes part in the others' passes with one token and no sampled
+    position.
     """
 
     token_ids: Tensor
@@ -55,7 +55,7 @@ class MicroBatch:
 
 
 def collate(
-    scored: Sequence[Scored],
+    scored: Sequence[ScoredSample],
     top_k: int | None,
     weights: Sequence[float],
     advantages: Sequence[float],
@@ -65,45 +65,45 @@ def collate(
 
     ``top_k`` is the K of their targets, None where they have none; a batch without samples has as well.
 
-    The end token is a response token like the others and has a row; what would follow it has none, so the position
-    after the end carries no loss.
+    Exactly the sampled tokens have a row, the end token like the others, so that nothing else carries loss: neither the
+    prompt, nor what stands between turns, nor the position after the end.
     """
     if not scored:
         return _empty(top_k, old is not None)
-    prompts = [len(s.sample.request.prompt.token_ids) for s in scored]
-    responses = [len(s.sample.response_ids) for s in scored]
-    lengths = [p + r for p, r in zip(prompts, responses, strict=True)]
+    samples = [s.sample for s in scored]
+    lengths = [len(sample.token_ids) for sample in samples]
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    rows = [starts[i] + prompts[i] - 1 + np.arange(responses[i]) for i in range(len(scored))]
-    ids = [part for s in scored for part in (s.sample.request.prompt.token_ids, s.sample.response_ids)]
+    positions = np.flatnonzero(np.concatenate([sample.sampled for sample in samples]))
+    counts = [int(sample.sampled.sum()) for sample in samples]
     references = [s.reference for s in scored if s.reference is not None]
-    assert len(references) in (0, len(scored)), "some samples were put to the reference, others not"
-    response_ids = torch.from_numpy(np.concatenate([s.sample.response_ids for s in scored]).astype(np.int64))
+    assert len(references) in (0, len(scored)), "the reference scored some samples and not others"
+    token_ids = torch.from_numpy(np.concatenate([sample.token_ids for sample in samples]).astype(np.int64))
+    response_ids = token_ids[torch.from_numpy(positions)]
     return MicroBatch(
-        token_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
+        token_ids=token_ids,
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         max_seqlen=max(lengths),
-        rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
-        bounds=torch.from_numpy(np.concatenate([[0], np.cumsum(responses)])),
+        rows=torch.from_numpy(positions - 1),
+        bounds=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
         response_ids=response_ids,
-        weights=_each(weights, responses),
-        advantages=_each(advantages, responses),
-        sampler_logprobs=torch.from_numpy(np.concatenate([s.sample.logprobs for s in scored])),
+        weights=_repeat(weights, counts),
+        advantages=_repeat(advantages, counts),
+        sampler_logprobs=torch.from_numpy(np.concatenate([sample.sampled_logprobs for sample in samples])),
         old_logprobs=None if old is None else torch.cat(list(old)),
         reference_logprobs=torch.from_numpy(np.concatenate(references)) if references else None,
         targets=None if top_k is None else _targets(scored, response_ids),
     )
 
 
-def _each(values: Sequence[float], lengths: Sequence[int]) -> Tensor:
-    """One value a sample as one a response token."""
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+def _repeat(values: Sequence[float], counts: Sequence[int]) -> Tensor:
+    """Turn one value a sample into one a sampled token."""
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
 
 
-def _targets(scored: Sequence[Scored], response_ids: Tensor) -> PositionTargets:
-    targets = [s.target for s in scored if s.target is not None]
-    assert len(targets) == len(scored), "some samples were put to the teacher, others not"
+def _targets(scored: Sequence[ScoredSample], response_ids: Tensor) -> PositionTargets:
+    targets = [s.teacher for s in scored if s.teacher is not None]
+    assert len(targets) == len(scored), "the teacher scored some samples and not others"
     tails = [
         np.full(len(t.ids), ABSENT_TAIL, np.float32) if t.tail_logprobs is None else t.tail_logprobs for t in targets
     ]

@@ -12,7 +12,7 @@ from typing import Any, Self, TextIO
 
 import numpy as np
 
-from gkd.types import Record
+from gkd.types import TrainingSample
 
 _NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What some programs take for the end of a line, and halves of surrogate pairs, which no file can hold."""
@@ -44,12 +44,12 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def of_batch(records: Iterable[Record], version: int) -> dict[str, float]:
+def of_batch(samples: Iterable[TrainingSample], version: int) -> dict[str, float]:
     """response/* and staleness/* of a batch sampled for weights ``version``."""
-    records = list(records)
-    lengths = np.array([r.n_response for r in records])
-    age = np.array([version - r.version for r in records])
-    clipped = np.array([r.finish_reason == "length" for r in records])
+    samples = list(samples)
+    lengths = np.array([sample.n_sampled for sample in samples])
+    age = np.array([version - sample.version for sample in samples])
+    clipped = np.array([sample.finish_reason == "length" for sample in samples])
     return {
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
@@ -59,15 +59,15 @@ def of_batch(records: Iterable[Record], version: int) -> dict[str, float]:
     }
 
 
-def of_stages(started_s: float, records: Iterable[Record], waited_until_s: float) -> dict[str, float]:
+def of_stages(started_s: float, samples: Iterable[TrainingSample], waited_until_s: float) -> dict[str, float]:
     """timing_s/{generate,score,wait} of a batch requested at ``started_s`` (``time.time``).
 
     ``generate`` lasts until the last sample was finished, ``score`` is what scoring took beyond that (it runs beside
     sampling), ``wait`` is how long the actor had nothing to do.
     """
-    records = list(records)
-    generated = max(r.generated_s for r in records)
-    scored = max(r.scored_s for r in records)
+    samples = list(samples)
+    generated = max(sample.generated_s for sample in samples)
+    scored = max(sample.scored_s for sample in samples)
     return {
         "timing_s/generate": generated - started_s,
         "timing_s/score": max(0.0, scored - generated),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gkd.cluster.fetch import fetch_samples, places_of
+from gkd.cluster.fetch import fetch_samples
 from gkd.observability.metrics import JsonLines
-from gkd.types import Record, Scored
+from gkd.types import ScoredSample, TrainingSample
 
 FETCH_TIMEOUT_S = 60.0
 
@@ -18,25 +18,25 @@ class SampleLog:
     def __init__(self, file: JsonLines, n: int, decode: Callable[[list[int]], str]) -> None:
         self.file, self.n, self.decode = file, n, decode
 
-    def write(self, step: int, records: Sequence[Record]) -> None:
+    def write(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Fetch and write samples of a step."""
-        first = sorted(records, key=lambda r: (r.prompt_id, r.index))[: self.n]
-        for record, scored in zip(first, fetch_samples(places_of(first), FETCH_TIMEOUT_S), strict=True):
-            self.file.write({"step": step, **self._row(record, scored)})
+        first = sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))[: self.n]
+        for sample, scored in zip(first, fetch_samples(first, FETCH_TIMEOUT_S), strict=True):
+            self.file.write({"step": step, **self._row(sample, scored)})
 
-    def _row(self, record: Record, scored: Scored) -> dict[str, Any]:
+    def _row(self, training: TrainingSample, scored: ScoredSample) -> dict[str, Any]:
         sample = scored.sample
         row: dict[str, Any] = {
             "prompt": sample.request.prompt.text,
-            "response": self.decode(sample.response_ids.tolist()),
+            "response": self.decode(sample.sampled_ids.tolist()),
             "answer": sample.request.prompt.answer,
             "finish_reason": sample.finish_reason,
-            "version": sample.version,
+            "version": training.version,
         }
-        if record.rewards:
-            row["rewards"] = record.rewards
+        if training.rewards:
+            row["rewards"] = training.rewards
         if not sample.request.own_answer:
-            row["logprob_mean"] = float(sample.logprobs.mean())
-        if scored.target is not None:
-            row["teacher_logprob_mean"] = float(scored.target.token_logprobs.mean())
+            row["logprob_mean"] = float(sample.sampled_logprobs.mean())
+        if scored.teacher is not None:
+            row["teacher_logprob_mean"] = float(scored.teacher.token_logprobs.mean())
         return row

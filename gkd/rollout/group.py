@@ -1,29 +1,31 @@
-"""The driver's view of the rollout engines: prompts out as engines free up, records in as samples finish."""
+"""The driver's view of the rollout engines: requests out as engines free up, samples in as they are scored."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
-from gkd.cluster.fetch import fetch_samples, places_of
+from gkd.cluster.fetch import fetch_samples
 from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.turns import SLACK_S, Turns
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.heartbeat import Heartbeat
-from gkd.rollout.stream import RecordStream
-from gkd.types import Job, Judging, Record, Request, Scored
+from gkd.rollout.stream import SampleStream
+from gkd.types import SampleRequest, ScoredSample, TrainingSample
 from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 1.0
+LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 
 
 class RolloutGroup:
@@ -47,90 +49,91 @@ class RolloutGroup:
     ) -> None:
         self.group, self.config, self.turns = group, config, turns or Turns()
         self._require = require
-        # What serves until it fails, by reference: the group it belongs to, and its name for messages.
-        self._judges = {
-            ref: (name, who)
+        # Scorers' calls, which end only when one fails, by reference: its group, and its name for messages.
+        self._scorers = {
+            ref: (name, worker)
             for name, calls in serving.items()
-            for ref, who in zip(calls.refs, calls.workers, strict=True)
+            for ref, worker in zip(calls.refs, calls.workers, strict=True)
         }
-        # Parts of engines on further nodes. When one fails, its leader ends, and this is told as the reason.
+        # Parts of engines on further nodes. When one fails, its leader ends, and this is the reason.
         self._followers = {ref: who for call in followers for ref, who in zip(call.refs, call.workers, strict=True)}
         self.alive = list(range(len(group)))
         self._next_key = 0
         self._serving = group.submit("serve")  # what it raises comes out of the streams
-        self._streams = {i: RecordStream(group.stream(i, "records")) for i in self.alive}
+        self._streams = {i: SampleStream(group.stream(i, "finished")) for i in self.alive}
         self._heartbeat = Heartbeat(group, config.rollout.engine_timeout_s)
 
-    def sample(self, requests: Sequence[Request], judging: Judging, timeout_s: float) -> list[Record]:
-        """Have every request sampled and judged.
+    def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
+        """Have every request sampled and scored.
 
-        Returns one record a request, in the order of ``requests``. Raises RunFailed when ``timeout_s`` is over or no
+        Returns one sample a request, in the order of ``requests``. Raises RunFailed when ``timeout_s`` is over or no
         engine is left.
         """
         self.turns.for_engines()
         first = self._next_key
         self._next_key += len(requests)
-        jobs = {first + i: Job(first + i, r, judging) for i, r in enumerate(requests)}
-        waiting = list(reversed(jobs.values()))  # taken from the end
-        at_work: dict[int, dict[int, Job]] = {i: {} for i in self.alive}
-        found: dict[int, Record] = {}
+        waiting = [replace(request, key=first + i) for i, request in enumerate(requests)]
+        waiting.reverse()  # taken from the end
+        at_work: dict[int, dict[int, SampleRequest]] = {i: {} for i in self.alive}
+        done: dict[int, TrainingSample] = {}
         deadline = time.monotonic() + timeout_s
         self._heartbeat.begin()
-        while len(found) < len(requests):
+        while len(done) < len(requests):
             self._hand_out(waiting, at_work)
             if time.monotonic() > deadline:
-                raise RunFailed(self._late(len(requests) - len(found), timeout_s, at_work))
-            for engine, records in [*self._collect(deadline), *self._end_hanging(at_work)]:
+                raise RunFailed(self._late(len(requests) - len(done), timeout_s, at_work))
+            for engine, samples in [*self._collect(deadline), *self._end_hanging(at_work)]:
                 if engine not in at_work:  # it has ended since
                     continue
-                if records is None:
+                if samples is None:
                     waiting += at_work.pop(engine).values()
                     continue
-                for record in records:
-                    if at_work[engine].pop(record.key, None) is not None:
-                        found[record.key] = record
-        return [found[key] for key in sorted(found)]
+                for sample in samples:
+                    if at_work[engine].pop(sample.key, None) is not None:
+                        done[sample.key] = sample
+        return [done[key] for key in sorted(done)]
 
-    def _hand_out(self, waiting: list[Job], at_work: dict[int, dict[int, Job]]) -> None:
+    def _hand_out(self, waiting: list[SampleRequest], at_work: dict[int, dict[int, SampleRequest]]) -> None:
         """Fill the engines' free places, the emptiest engine first."""
-        chosen: dict[int, list[Job]] = {}
+        chosen: dict[int, list[SampleRequest]] = {}
         capacity = self.config.rollout.max_num_seqs
         while waiting:
             engine = min(at_work, key=lambda i: len(at_work[i]))
             if len(at_work[engine]) >= capacity:
                 break
-            job = waiting.pop()
-            at_work[engine][job.key] = job
-            chosen.setdefault(engine, []).append(job)
-        for engine, jobs in chosen.items():
-            self.group.workers[engine].control.remote("submit", jobs)
+            request = waiting.pop()
+            at_work[engine][request.key] = request
+            chosen.setdefault(engine, []).append(request)
+        for engine, requests in chosen.items():
+            self.group.workers[engine].control.remote("submit", requests)
 
-    def _collect(self, deadline: float) -> list[tuple[int, list[Record] | None]]:
-        """Records that have come within a second or so, by engine; None for an engine that died."""
+    def _collect(self, deadline: float) -> list[tuple[int, list[TrainingSample] | None]]:
+        """Samples that have come within a second or so, by engine; None for an engine that died."""
         self._require()
-        engines = {stream.awaited: engine for engine, stream in self._streams.items()}
-        watched = [*engines, *self._judges, *self._followers]
-        # Samples stay on their node until the actor wants them.
-        left = min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
-        ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)
-        found: list[tuple[int, list[Record] | None]] = []
+        late = [engine for engine, stream in self._streams.items() if stream.is_late]
+        engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
+        watched = [*engines, *self._scorers, *self._followers]
+        left = min(LATE_EVERY_S if late else LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+        # Arrays stay on their node until the actor wants them.
+        ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False) if watched else ([], [])
         for ref in ready:
-            if ref in self._judges:
-                self._lose_judge(ref)
-                continue
-            if ref in self._followers:
-                self._tell_of_followers()
-                continue
-            engine = engines[ref]
+            if ref in self._scorers:
+                self._lose_scorer(ref)
+            elif ref in self._followers:
+                self._warn_of_followers()
+        collected: list[tuple[int, list[TrainingSample] | None]] = []
+        for engine in [*late, *(engines[ref] for ref in ready if ref in engines)]:
             try:
-                found.append((engine, self._next(engine)))
+                collected.append((engine, self._next(engine)))
             except WorkerDied as failure:
                 self._lose(engine, failure)
-                found.append((engine, None))
-        return found
+                collected.append((engine, None))
+            else:
+                self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
+        return collected
 
-    def _next(self, engine: int) -> list[Record]:
-        """Records of what an engine has finished."""
+    def _next(self, engine: int) -> list[TrainingSample]:
+        """Samples that an engine has finished."""
         try:
             return self._streams[engine].take()
         except StopIteration:
@@ -138,7 +141,7 @@ class RolloutGroup:
         except RayError as error:
             raise self.group.explain(engine, error) from error
 
-    def _end_hanging(self, at_work: Mapping[int, Mapping[int, Job]]) -> list[tuple[int, None]]:
+    def _end_hanging(self, at_work: Mapping[int, Mapping[int, SampleRequest]]) -> list[tuple[int, None]]:
         """End engines that have work and do not do it; returns them, as :meth:`_collect` does those that died."""
         ended: list[tuple[int, None]] = []
         limit = self.config.rollout.engine_timeout_s
@@ -148,9 +151,9 @@ class RolloutGroup:
             ended.append((engine, None))
         return ended
 
-    def _late(self, missing: int, timeout_s: float, at_work: Mapping[int, Mapping[int, Job]]) -> str:
-        """What is said when a batch takes too long."""
-        holding = [f"{self.group.reports[i]} with {len(jobs)}" for i, jobs in at_work.items() if jobs]
+    def _late(self, missing: int, timeout_s: float, at_work: Mapping[int, Mapping[int, SampleRequest]]) -> str:
+        """Message for a batch that takes too long."""
+        holding = [f"{self.group.reports[i]} with {len(requests)}" for i, requests in at_work.items() if requests]
         others = f" and {len(holding) - 3} more" if len(holding) > 3 else ""
         return (
             f"{missing} samples were not finished and scored within {timeout_s:g} s (rollout.timeout_s); engines "
@@ -158,7 +161,7 @@ class RolloutGroup:
         )
 
     def _lose(self, engine: int, failure: WorkerDied) -> None:
-        self._tell_of_followers()
+        self._warn_of_followers()
         self.alive.remove(engine)
         del self._streams[engine]
         if isinstance(failure, WorkerHangs):
@@ -167,34 +170,35 @@ class RolloutGroup:
             raise failure
         log.warning("%s; its samples are done again by the other %d engines", failure, len(self.alive))
 
-    def _tell_of_followers(self) -> None:
+    def _warn_of_followers(self) -> None:
         """Name the parts of engines that have failed, which is why their leaders end."""
         if not self._followers:
             return
         failed, _ = ray.wait(list(self._followers), num_returns=len(self._followers), timeout=0)
         for serving in failed:
-            who = self._followers.pop(serving)
+            worker = self._followers.pop(serving)
             try:
                 ray.get(serving, timeout=FETCH_TIMEOUT_S)
             except Exception as error:
-                log.warning("%s is lost, and the engine that it is a part of with it: %s", who, explain(error, who))
+                reason = explain(error, worker)
+                log.warning("%s is lost, and the engine that it is a part of with it: %s", worker, reason)
 
-    def _lose_judge(self, serving: Any) -> None:
-        self._tell_of_followers()
-        group, who = self._judges.pop(serving)
+    def _lose_scorer(self, serving: Any) -> None:
+        self._warn_of_followers()
+        group, worker = self._scorers.pop(serving)
         try:
             ray.get(serving)
-            failure: Exception = RunFailed(f"{who} stopped serving by itself")
+            failure: Exception = RunFailed(f"{worker} stopped serving by itself")
         except Exception as error:
-            failure = explain(error, who)
-        others = sum(name == group for name, _ in self._judges.values())
+            failure = explain(error, worker)
+        others = sum(name == group for name, _ in self._scorers.values())
         if not others:
             raise failure
         log.warning("%s; %d others of the %s group go on", failure, others, group)
 
-    def fetch(self, records: Sequence[Record]) -> list[Scored]:
-        """The samples behind records, with the arrays. For the few that the driver looks at."""
-        return fetch_samples(places_of(records), FETCH_TIMEOUT_S)
+    def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
+        """The arrays of samples. For the few that the driver looks at."""
+        return fetch_samples(samples, FETCH_TIMEOUT_S)
 
     def receive(self, push: Push, timeout_s: float) -> None:
         """Have every living engine load a version of the weights before it samples again."""
@@ -216,13 +220,12 @@ class RolloutGroup:
         """Call ``method`` of every living engine's worker; what it gave, by engine, without those that died of it.
 
         One that has not answered after ``timeout_s`` hangs, and is ended.
-
         Raises RunFailed when no engine is left.
         """
-        asked = list(self.alive)
-        call = self.group.only(asked).submit_control(method, *args, what=what)
-        (told,) = gather([call], timeout_s, keep_deaths=True, keep_late=True)
-        answers = dict(zip(asked, told, strict=True))
+        engines = list(self.alive)
+        call = self.group.only(engines).submit_control(method, *args, what=what)
+        (results,) = gather([call], timeout_s, keep_deaths=True, keep_late=True)
+        answers = dict(zip(engines, results, strict=True))
         for engine, answer in answers.items():
             if isinstance(answer, WorkerDied):
                 self._lose(engine, answer)

@@ -1,56 +1,58 @@
-"""What one engine sends, taken as it comes: no wait for one engine ever keeps the records of another."""
+"""What one engine sends, taken as it comes: no wait for one engine ever keeps the samples of another."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
 
-from gkd.types import Record
+from gkd.types import TrainingSample
 
-GET_TIMEOUT_S = 1.0
-"""Records are a few numbers and come with the message that they are there; large ones, of another node, come later."""
+GET_TIMEOUT_S = 30.0
+"""For what is on this node already."""
 
 
-class RecordStream:
-    """Ray's ``generator`` of what an engine has finished: a list of samples, then that of their records, and again."""
+class SampleStream:
+    """Ray's generator ``items`` of what an engine has finished: a list of ScoredSample, one of TrainingSample, again.
 
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._samples: Any = None  # which have come, and their records have not
-        self._records: Any = None  # which have come on their node
+    The second list is a few numbers a sample and comes with the message that it is there, unless it is large and of
+    another node: then the stream :attr:`is_late` until it has come as well.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+        """What ``ray.wait`` is to wait for before :meth:`take`, unless the stream is late."""
+        self._arrays: Any = None  # reference to ScoredSamples whose TrainingSamples have not come
+        self._late: Future[list[TrainingSample]] | None = None  # those, on their way
 
     @property
-    def awaited(self) -> Any:
-        """What ``ray.wait`` is to wait for before :meth:`take`."""
-        return self._generator if self._records is None else self._records
+    def is_late(self) -> bool:
+        """Whether samples are on their way; :meth:`take` is then to be called without anything to wait for."""
+        return self._late is not None
 
-    def take(self) -> list[Record]:
-        """Records of what the engine has finished, with references to the samples; often none yet.
+    def take(self) -> list[TrainingSample]:
+        """Return what the engine has finished, often nothing yet; never waits.
 
-        The samples come first, so that records are of whole ones. Raises what ended the stream, or StopIteration.
+        The arrays come first, so that samples are whole ones. Raises what ended the stream, or StopIteration.
         """
-        if self._records is None and not self._take_item():
-            return []
+        if self._late is not None:
+            return self._complete(self._late.result()) if self._late.done() else []
         try:
-            records = ray.get(self._records, timeout=GET_TIMEOUT_S)
-        except GetTimeoutError:  # still on the way
-            return []
-        samples, self._samples, self._records = self._samples, None, None
-        return [replace(record, ref=samples) for record in records]
-
-    def _take_item(self) -> bool:
-        """Take the next item; returns whether it is that of the records."""
-        try:
-            item = next(self._generator)
+            item = next(self.items)
         except StopIteration:
-            if self._samples is not None:
-                ray.get(self._samples, timeout=GET_TIMEOUT_S)  # not samples, but what ended the stream
+            if self._arrays is not None:
+                ray.get(self._arrays, timeout=GET_TIMEOUT_S)  # not arrays, but what ended the stream
             raise
-        if self._samples is None:
-            self._samples = item
-            return False
-        self._records = item
-        return True
+        if self._arrays is None:
+            self._arrays = item
+            return []
+        if ray.wait([item], timeout=0, fetch_local=True)[0]:
+            return self._complete(ray.get(item, timeout=GET_TIMEOUT_S))
+        self._late = item.future()
+        return []
+
+    def _complete(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+        arrays, self._arrays, self._late = self._arrays, None, None
+        return [replace(sample, ref=arrays) for sample in samples]

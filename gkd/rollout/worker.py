@@ -1,10 +1,8 @@
-"""One sampling engine: takes requests as they come, has every finished sample scored at once, hands both on."""
+"""One sampling engine: takes requests as they come, has every finished sample scored at once, hands it on."""
 
 from __future__ import annotations
 
 import queue
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,17 +11,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gkd.cluster.failure import WorkerHangs, one_line
-from gkd.config import REWARD_MODEL, Config
-from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
+from gkd.config import Config
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
+from gkd.inference.engine import EngineSpec, GpuReceiver, SamplingEngine
 from gkd.inference.vllm_engine import Follower, Span, engine_arguments, start_llm
 from gkd.observability.memory import memory_here
-from gkd.rewards.completion import Completion
-from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
-from gkd.rewards.reward_model import tokens_of
-from gkd.scoring.client import Rate, Score, TeacherClient
-from gkd.types import Job, Record, Sample, Scored, Target, teacher_of
+from gkd.rollout.pipeline import ScoringPipeline
+from gkd.types import FinishReason, Int32, Sample, SampleRequest, ScoredSample, TrainingSample
 from gkd.weights import object_store
 from gkd.weights.pieces import Piece
 
@@ -37,33 +31,20 @@ class RolloutWorker:
     def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
         self.config, self.rank, self.device = config, spec.rank, spec.device
         self.engine, self._eos_ids = _engine(config, spec, span), spec.model.eos_ids
-        self.judges: dict[str, TeacherClient] = {}
-        self.tokenizer = load_tokenizer(spec.model_path)
-        self.rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
-        self._rater: tuple[Any, bool] | None = None  # the reward model's tokenizer, and whether it is the student's
-        if config.asks_reward_model:
-            tokenizer = load_tokenizer(config.reward_model.model.path or "", "reward_model.model.path")
-            self._rater = tokenizer, tokenizer_hash(tokenizer) == tokenizer_hash(self.tokenizer)
-        self.version = 0
+        self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank)
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._out: queue.Queue[tuple[Record, Scored] | BaseException] = queue.Queue()
-        self._jobs: dict[int, Job] = {}
+        self._unfinished = 0  # requests in the engine
         self._ended: BaseException | None = None
         self._asleep = False
         self._intact = True  # whether the engine holds one whole version of the weights
 
-    def connect(self, judges: Mapping[str, dict[str, Any]]) -> None:
-        """Shake hands with the servers of teacher and reference; arguments by name, of :class:`TeacherClient`.
+    def connect(self, scorers: Mapping[str, dict[str, Any]]) -> None:
+        """Shake hands with the models that score; as :meth:`gkd.rollout.pipeline.ScoringPipeline.connect`."""
+        self.pipeline.connect(scorers)
 
-        Raises ConfigError where student and teacher do not fit together, RunFailed when a server does not answer.
-        """
-        for name, arguments in judges.items():
-            self.judges[name] = TeacherClient(**arguments)
-            self.judges[name].connect()
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand over requests; their records come out of :meth:`records`."""
-        self._commands.put(lambda: self._add(jobs))
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Hand over requests; their samples come out of :meth:`finished`."""
+        self._commands.put(lambda: self._add(requests))
 
     def receive(self, push: object_store.Push) -> int:
         """Load a version of the weights once the engine is idle; returns it. Raises WorkerHangs past the deadline."""
@@ -117,14 +98,14 @@ class RolloutWorker:
 
     def progress(self) -> tuple[int, int]:
         """Forward passes so far, and responses that are not finished, those not begun included."""
-        return self.engine.forward_passes, len(self._jobs) + self._commands.qsize()
+        return self.engine.forward_passes, self._unfinished + self._commands.qsize()
 
     def memory(self) -> dict[str, float]:
         """Memory of this engine's process."""
         return memory_here()
 
     def serve(self) -> None:
-        """Run the engine for as long as this process lives. What it raises also comes out of :meth:`records`."""
+        """Run the engine for as long as this process lives. What it raises also comes out of :meth:`finished`."""
         try:
             while True:
                 busy = self.engine.busy()
@@ -135,153 +116,56 @@ class RolloutWorker:
                 command()
         except BaseException as error:
             self._ended = error
-            self._out.put(error)
+            self.pipeline.scored.put(error)
             raise
         finally:
-            for client in self.judges.values():
-                client.close()
-            if self.rewards is not None:
-                self.rewards.close()
+            self.pipeline.close()
 
-    def records(self) -> Iterator[list[Scored] | list[Record]]:
-        """Finished samples as they come, several at a time where several are there: a list, then that of their records.
+    def finished(self) -> Iterator[list[ScoredSample] | list[TrainingSample]]:
+        """Yield scored samples as they come, all that are there at a time: a list of their arrays, then their numbers.
 
         Being streamed, they belong to the driver, not to this process: they outlive it.
         """
+        scored = self.pipeline.scored
         while True:
-            batch = [self._out.get()]
-            while not self._out.empty():
-                batch.append(self._out.get_nowait())
-            samples: list[Scored] = []
-            records: list[Record] = []
+            batch = [scored.get()]
+            while not scored.empty():
+                batch.append(scored.get_nowait())
+            arrays: list[ScoredSample] = []
+            samples: list[TrainingSample] = []
             for item in batch:
                 if isinstance(item, BaseException):
                     raise item
-                records.append(replace(item[0], slot=len(samples)))
-                samples.append(item[1])
+                samples.append(replace(item[0], slot=len(arrays)))
+                arrays.append(item[1])
+            yield arrays
             yield samples
-            yield records
 
-    def _add(self, jobs: Sequence[Job]) -> None:
+    def _add(self, requests: Sequence[SampleRequest]) -> None:
         if not self._intact:
             raise RunFailed(f"rollout rank {self.rank} was asked to sample from weights that are only half there")
         if self._asleep:
             raise RunFailed(f"rollout rank {self.rank} was asked to sample while its memory was others'")
-        for job in jobs:
-            ids = job.request.prompt.answer_ids
-            if job.request.own_answer and ids is not None:
-                unknown = np.full(len(ids), np.nan, dtype=np.float32)
-                ended = int(ids[-1]) in self._eos_ids
-                self._finish(job, Finished(job.key, ids, unknown, "stop" if ended else "length"))
+        for request in requests:
+            if request.own_answer and request.prompt.answer_ids is not None:
+                self.pipeline.submit(self._own_answer(request, request.prompt.answer_ids))
                 continue
-            self._jobs[job.key] = job
             try:
-                self.engine.add(job.key, job.request)
+                self.engine.add(request)
             except ValueError as error:
-                raise RunFailed(
-                    f"rollout rank {self.rank} cannot sample prompt {job.request.prompt.id}: {error}"
-                ) from None
+                raise RunFailed(f"rollout rank {self.rank} cannot sample prompt {request.prompt.id}: {error}") from None
+            self._unfinished += 1
+
+    def _own_answer(self, request: SampleRequest, answer_ids: Int32) -> Sample:
+        """The data's answer as a sample; it was cut where it has no end token."""
+        unknown = np.full(len(answer_ids), np.nan, dtype=np.float32)
+        reason: FinishReason = "stop" if int(answer_ids[-1]) in self._eos_ids else "length"
+        return Sample.single_turn(request, answer_ids, unknown, self.engine.version, reason)
 
     def _step(self) -> None:
-        for finished in self.engine.step():
-            self._finish(self._jobs.pop(finished.key), finished)
-
-    def _finish(self, job: Job, finished: Finished) -> None:
-        sample = Sample(job.request, finished.response_ids, finished.logprobs, self.version, finished.finish_reason)
-        now, asked = time.time(), self._ask(job, sample)
-        if not asked:
-            self._deliver(job, sample, now, asked)
-            return
-        left, lock = [len(asked)], threading.Lock()
-
-        def one_less(_: Future[Any]) -> None:
-            with lock:
-                left[0] -= 1
-                last = left[0] == 0
-            if not last:
-                return
-            try:
-                self._deliver(job, sample, now, asked)
-            except BaseException as error:  # a future's callback would swallow it, and the sample would be waited for
-                self._out.put(error)
-
-        for future in list(asked.values()):
-            future.add_done_callback(one_less)
-
-    def _ask(self, job: Job, sample: Sample) -> dict[str, Future[Any]]:
-        """Start judging a finished sample: by "teacher", by "reference", and by every reward's name."""
-        prompt, judging = job.request.prompt, job.judging
-        asked: dict[str, Future[Any]] = {}
-        if judging.top_k is not None:
-            score = Score(prompt.as_teacher_sees_it, sample.response_ids, judging.top_k, judging.temperature)
-            asked["teacher"] = self.judges[teacher_of(prompt)].submit(score)
-        if judging.reference:
-            score = Score(prompt.token_ids, sample.response_ids, 0, job.request.sampling.temperature)
-            asked["reference"] = self.judges["reference"].submit(score)
-        if judging.rewards:
-            assert self.rewards is not None, "rewards are asked for only where the configuration has them"
-            response = self.tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
-            if self._rater is not None:
-                asked[REWARD_MODEL] = self._rated(sample, response, *self._rater)
-            asked |= self.rewards.submit(
-                Completion(
-                    prompt=prompt.text,
-                    response=response,
-                    answer=prompt.answer,
-                    n_tokens=len(sample.response_ids),
-                    max_tokens=job.request.sampling.max_tokens,
-                    truncated=sample.finish_reason == "length",
-                )
-            )
-        return asked
-
-    def _rated(self, sample: Sample, response: str, tokenizer: Any, same_tokenizer: bool) -> Future[Timed]:
-        """The reward model's mark and how long it took to come."""
-        started, found = time.monotonic(), Future[Timed]()
-        ids = tokens_of(sample.request.prompt, sample.response_ids, response, tokenizer, same_tokenizer)
-
-        def marked(mark: Future[float]) -> None:
-            try:
-                found.set_result((finite(mark.result()), time.monotonic() - started))
-            except Exception as error:
-                found.set_exception(error)
-
-        self.judges[REWARD_MODEL].submit(Rate(ids)).add_done_callback(marked)
-        return found
-
-    def _deliver(self, job: Job, sample: Sample, generated: float, asked: Mapping[str, Future[Any]]) -> None:
-        """Hand on a sample that all have judged, or the error of a model that could not."""
-        models = {name: asked[name] for name in ("teacher", "reference") if name in asked}
-        failures = [error for error in (future.exception() for future in models.values()) if error is not None]
-        if failures:
-            self._out.put(failures[0])
-            return
-        told: dict[str, Target] = {name: future.result() for name, future in models.items()}
-        reference = told["reference"].token_logprobs if "reference" in told else None
-        given = {name: self._reward(future) for name, future in asked.items() if name not in models}
-        record = Record(
-            key=job.key,
-            prompt_id=job.request.prompt.id,
-            index=job.request.index,
-            rewards={name: one if isinstance(one, str) else one[0] for name, one in given.items()},
-            reward_s={name: one[1] for name, one in given.items() if not isinstance(one, str)},
-            n_prompt=len(job.request.prompt.token_ids),
-            n_response=len(sample.response_ids),
-            finish_reason=sample.finish_reason,
-            version=sample.version,
-            worker=self.rank,
-            generated_s=generated,
-            scored_s=time.time(),
-            slot=0,
-        )
-        self._out.put((record, Scored(sample, told.get("teacher"), reference)))
-
-    def _reward(self, future: Future[Timed]) -> Timed | str:
-        """What a reward function gave and how long it took, or why it gave nothing."""
-        error = future.exception()
-        if error is None:
-            return future.result()
-        return one_line(error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}")
+        for sample in self.engine.step():
+            self._unfinished -= 1
+            self.pipeline.submit(sample)
 
     def _halt(self) -> None:
         self._become_idle()
@@ -311,7 +195,6 @@ class RolloutWorker:
 
     def _serve(self, version: int) -> int:
         self._intact = True
-        self.version = version
         return version
 
     @property

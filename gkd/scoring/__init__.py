@@ -1,1 +1,1 @@
-"""Scoring samples with the teacher: an engine behind a ZeroMQ server, and the client that asks it."""
+"""Scoring samples with other models, each an engine behind a ZeroMQ server, and the client of these servers."""

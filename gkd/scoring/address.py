@@ -1,4 +1,4 @@
-"""Where teachers are, and the key that whoever asks them has to have."""
+"""Where scorers are, and the key that their clients have to have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
+from zmq.auth import load_certificate
 
 from gkd.config import Teacher
 from gkd.errors import ConfigError
@@ -19,7 +20,7 @@ from gkd.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A CURVE key pair, Z85 text, that server and clients share; whoever has it may ask."""
+    """A CURVE key pair, Z85 text, that server and clients share; whoever has it is served."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -33,16 +34,14 @@ class Key:
     def load(path: str | Path) -> Key:
         """Read a pair. Raises ConfigError when there is none in the file."""
         try:
-            found = dict(
-                re.findall(rb'^\s*(public|secret)-key\s*=\s*"(.{40})"\s*$', Path(path).read_bytes(), re.MULTILINE)
-            )
+            public, secret = load_certificate(path)
+            if secret is not None and zmq.curve_public(secret) == public:
+                return Key(public, secret)
         except OSError as error:
-            raise ConfigError(f"teacher.key_file={path}: cannot be read ({error.strerror})") from None
-        try:
-            if zmq.curve_public(found[b"secret"]) == found[b"public"]:
-                return Key(found[b"public"], found[b"secret"])
-        except (KeyError, zmq.ZMQError):
-            pass  # said below
+            reason = error.strerror or "no such file"
+            raise ConfigError(f"teacher.key_file={path}: cannot be read ({reason})") from None
+        except (ValueError, zmq.ZMQError):
+            pass  # as for a pair that does not belong together
         raise ConfigError(f"teacher.key_file={path}: holds no pair of CURVE keys")
 
     @staticmethod
@@ -104,7 +103,7 @@ def host_of(address: str) -> str:
             return str(parts.hostname)
     except ValueError:
         pass
-    raise ConfigError(f"{address!r} is no address of a teacher: expected tcp://HOST:PORT")
+    raise ConfigError(f"{address!r} is no address of a scorer: expected tcp://HOST:PORT")
 
 
 def external_addresses(teacher: Teacher) -> list[str]:

@@ -1,10 +1,11 @@
-"""Ask the teachers: one client speaks with all replicas, from any thread, without ever waiting on a socket."""
+"""One client for all replicas of a model that scores, from any thread, without ever waiting on a socket."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 from typing import overload
 
@@ -19,8 +20,8 @@ from gkd.scoring.requests import (
     Rate,
     Request,
     Score,
-    TeacherRefused,
-    TeacherUnavailable,
+    ScorerRefused,
+    ScorerUnavailable,
 )
 from gkd.scoring.wire import PROTOCOL, Welcome
 from gkd.types import Int32, Target
@@ -32,21 +33,22 @@ __all__ = [
     "Generate",
     "Rate",
     "Score",
-    "TeacherClient",
-    "TeacherRefused",
-    "TeacherUnavailable",
+    "ScorerRefused",
+    "ScorerUnavailable",
+    "ScoringClient",
     "Welcome",
 ]
 
 
-class TeacherClient:
+class ScoringClient:
     """Sends every request to the replica with the fewest; asks another one when it does not answer.
 
     ``addresses`` are ``tcp://host:port``. ``tokenizer_hash`` is the student's; ``top_k`` the largest K that will be
     asked for (``FULL_VOCABULARY`` for all); ``max_length`` the longest prompt and response together, tokens;
     ``vocabulary`` the student's rows of logits, put into every request that names none; ``n_clients`` how many ask the
-    same teachers at the same time, each its share of what they can hold; ``key`` that of the servers. The times are
-    those of config.Teacher. Raises ConfigError for an address that is none.
+    same servers at the same time, each its share of what they can hold; ``key`` that of the servers. The times are
+    those of config.Teacher; ``scorer`` is the model's name in messages, with that of its section before a colon, if
+    any. Raises ConfigError for an address that is none.
     """
 
     def __init__(
@@ -62,15 +64,16 @@ class TeacherClient:
         request_timeout_s: float = 120.0,
         max_attempts: int = 3,
         heartbeat_s: float = 2.0,
+        scorer: str = "teacher",
     ) -> None:
         if not addresses:
-            raise ConfigError("no address of a teacher is known")
+            raise ConfigError(f"no address of a {scorer} is known")
         for address in addresses:
             host_of(address)
         self._tokenizer_hash, self._top_k, self._max_length = tokenizer_hash, top_k, max_length
-        self._vocabulary, self._timeout_s = vocabulary, request_timeout_s
+        self._vocabulary, self._timeout_s, self._scorer = vocabulary, request_timeout_s, scorer
         self._ids = count()
-        patience = Patience(request_timeout_s, max_attempts, heartbeat_s)
+        patience = Patience(request_timeout_s, max_attempts, heartbeat_s, scorer)
         largest = wire.largest_reply(max_length or MOST_TOKENS, min(top_k, vocabulary or MOST_IDS))
         self._dispatcher = Dispatcher(list(dict.fromkeys(addresses)), key, patience, n_clients, largest, self._check)
 
@@ -82,7 +85,7 @@ class TeacherClient:
     def connect(self, timeout_s: float | None = None) -> dict[str, Welcome]:
         """Wait until every replica has answered a greeting; returns what each said of itself, by address.
 
-        Raises ConfigError when one does not fit the student, TeacherUnavailable when one has not answered within
+        Raises ConfigError when one does not fit the student, ScorerUnavailable when one has not answered within
         ``timeout_s`` (None: the time of one request).
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -93,9 +96,9 @@ class TeacherClient:
                 found[address] = future.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
                 silent = ", ".join(a for a, f in self._dispatcher.greeted.items() if not f.done())
-                raise TeacherUnavailable(
-                    f"no answer from the teacher at {silent} within {timeout_s:g} s: it is not running, cannot be "
-                    "reached, or has another key"
+                raise ScorerUnavailable(
+                    f"no answer from the {self._scorer} at {silent} within {timeout_s:g} s: it is not running, "
+                    "cannot be reached, or has another key"
                 ) from None
         return found
 
@@ -108,14 +111,12 @@ class TeacherClient:
     def submit(self, request: Request) -> Future[Target] | Future[Int32] | Future[float]:
         """Ask; never blocks. The arrays of the answer cannot be written to.
 
-        The future fails with TeacherRefused when the teacher cannot answer this request (too long, a token it does
-        not know, ...), with TeacherUnavailable when no replica answered, with ConfigError when a replica that has
+        The future fails with ScorerRefused when the model cannot answer this request (too long, a token it does
+        not know, ...), with ScorerUnavailable when no replica answered, with ConfigError when a replica that has
         come (back) does not fit the student, and with RunFailed when the client was closed.
         """
         if isinstance(request, Score) and request.vocabulary is None and self._vocabulary is not None:
-            request = Score(
-                request.prompt_ids, request.response_ids, request.top_k, request.temperature, self._vocabulary
-            )
+            request = replace(request, vocabulary=self._vocabulary)
         call = Call(next(self._ids), request, Future(), time.monotonic())
         self._dispatcher.submit(call)
         return call.future
@@ -125,25 +126,26 @@ class TeacherClient:
         self._dispatcher.close()
 
     def _check(self, address: str, welcome: Welcome) -> None:
-        """Raise ConfigError, naming both sides, when the teacher at ``address`` does not fit the student."""
-        them = f"the teacher {welcome.model} at {address}"
+        """Raise ConfigError, naming both sides, when the model at ``address`` does not fit the student."""
+        section = self._scorer.partition(":")[0]
+        them = f"the {self._scorer} {welcome.model} at {address}"
         if welcome.protocol != PROTOCOL:
             raise ConfigError(
                 f"{them} speaks protocol {welcome.protocol}, this side {PROTOCOL}: use one version of gkd"
             )
         if welcome.tokenizer_hash != self._tokenizer_hash:
             raise ConfigError(
-                f"the tokenizers of student and teacher differ: the student's has hash {self._tokenizer_hash[:16]}, "
-                f"that of {them} {welcome.tokenizer_hash[:16]}"
+                f"the tokenizers of student and {self._scorer} differ: the student's has hash "
+                f"{self._tokenizer_hash[:16]}, that of {them} {welcome.tokenizer_hash[:16]}"
             )
         vocabulary = min(welcome.vocabulary, self._vocabulary or welcome.vocabulary)
         if (k := min(self._top_k, vocabulary)) > welcome.max_top_k:
             raise ConfigError(
                 f"K={k} is wanted (algorithm.loss.top_k, data.val_top_k), {them} gives at most {welcome.max_top_k} "
-                "(teacher.max_top_k)"
+                f"({section}.max_top_k)"
             )
         if self._max_length is not None and self._max_length > welcome.max_length:
             raise ConfigError(
                 f"prompt and response may have {self._max_length} tokens, {them} takes at most {welcome.max_length} "
-                "(teacher.max_model_len)"
+                f"({section}.max_model_len)"
             )

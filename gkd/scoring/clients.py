@@ -35,7 +35,7 @@ class Job:
         """A job for an engine with ``limits``."""
         rows, width = 0, 0
         if isinstance(request, Score):
-            rows, width = len(request.response_ids), limits.width(request)
+            rows, width = request.n_positions, limits.width(request)
         return Job(client, id, deadline, request, request_bytes + 1024, 1024 + rows * (8 + 8 * width))
 
 
@@ -77,7 +77,7 @@ class Clients:
     def __init__(self, bounds: Bounds, expired: Callable[[Job], None]) -> None:
         self._bounds, self._expired = bounds, expired
         self._clients: dict[bytes, _Client] = {}
-        self._turns: deque[bytes] = deque()  # clients with requests
+        self._order: deque[bytes] = deque()  # clients with requests
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
 
@@ -91,8 +91,8 @@ class Clients:
         """A client has gone; nobody waits for its answers any more."""
         with self._changed:
             self._clients.pop(id, None)
-            if id in self._turns:
-                self._turns.remove(id)
+            if id in self._order:
+                self._order.remove(id)
 
     def fail(self, error: BaseException) -> None:
         """Have :meth:`take` raise RunFailed from now on."""
@@ -111,7 +111,7 @@ class Clients:
             if client.queue and (queued > most or len(client.queue) >= MAX_QUEUED):
                 raise Refused("busy", f"{len(client.queue)} of this client's requests are waiting already")
             if not client.queue:
-                self._turns.append(job.client)
+                self._order.append(job.client)
             client.queue.append(job)
             client.queued = queued
             self._changed.notify_all()
@@ -125,7 +125,7 @@ class Clients:
         with self._changed:
             while True:
                 if self._failure is not None:
-                    raise RunFailed(f"the teacher's socket thread died: {self._failure!r}") from self._failure
+                    raise RunFailed(f"the scorer's socket thread died: {self._failure!r}") from self._failure
                 jobs = self._take(room)
                 left = end - time.monotonic()
                 if jobs or room <= 0 or left <= 0:
@@ -136,21 +136,21 @@ class Clients:
         jobs: list[Job] = []
         passed, now = 0, time.monotonic()
         in_all = sum(client.owed + client.unread for client in self._clients.values())
-        while len(jobs) < room and passed < len(self._turns):
-            id = self._turns.popleft()
+        while len(jobs) < room and passed < len(self._order):
+            id = self._order.popleft()
             client = self._clients[id]
             job = client.queue[0]
             held = client.owed + client.unread
             full = held + job.answer_bytes > self._bounds.unread_bytes
             crowded = in_all + job.answer_bytes > self._bounds.unread_bytes_in_all
             if job.deadline > now and held > 0 and (full or crowded):
-                self._turns.append(id)
+                self._order.append(id)
                 passed += 1
                 continue
             client.queue.popleft()
             client.queued -= job.request_bytes
             if client.queue:
-                self._turns.append(id)
+                self._order.append(id)
             if job.deadline <= now:
                 self._expired(job)
                 continue
@@ -191,5 +191,5 @@ class Clients:
             for client in self._clients.values():
                 client.queue.clear()
                 client.queued = 0
-            self._turns.clear()
+            self._order.clear()
             return jobs

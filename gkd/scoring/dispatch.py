@@ -16,7 +16,7 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.scoring import wire
 from gkd.scoring.address import Key
 from gkd.scoring.replica import BUSY_S, Call, Replica
-from gkd.scoring.requests import SAMPLE_CODES, Generate, Rate, Refused, Score, TeacherRefused, TeacherUnavailable
+from gkd.scoring.requests import SAMPLE_CODES, Generate, Rate, Refused, Score, ScorerRefused, ScorerUnavailable
 from gkd.scoring.wakeup import Wakeup
 
 TICK_MS = 50
@@ -24,17 +24,23 @@ TICK_MS = 50
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the client waits; see config.Teacher."""
+    """How long the client of ``scorer`` waits; see config.Teacher."""
 
     request_timeout_s: float
     max_attempts: int
     heartbeat_s: float
+    scorer: str = "teacher"
+
+    @property
+    def section(self) -> str:
+        """The section of settings that these are of."""
+        return self.scorer.partition(":")[0]
 
 
 class Dispatcher:
     """Owns the sockets. ``check`` raises ConfigError for a welcome that does not fit the student.
 
-    Every future that :meth:`submit` is given ends: with an answer, or with TeacherRefused, TeacherUnavailable,
+    Every future that :meth:`submit` is given ends: with an answer, or with ScorerRefused, ScorerUnavailable,
     ConfigError (a replica does not fit) or RunFailed (the thread died, or the client was closed).
     """
 
@@ -61,7 +67,7 @@ class Dispatcher:
         self._progress = time.monotonic()
         self._end: Exception | None = None
         self._lock, self._wakeup, self._closing = threading.Lock(), Wakeup(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="teacher-client", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="scoring-client", daemon=True)
         self._thread.start()
 
     def submit(self, call: Call) -> None:
@@ -83,14 +89,14 @@ class Dispatcher:
         self._thread.join(5)
 
     def _run(self) -> None:
-        end: Exception = RunFailed("the teacher's client was closed")
+        end: Exception = RunFailed(f"the {self._patience.scorer}'s client was closed")
         try:
             while not self._closing.is_set():
-                self._turn()
+                self._work()
         except ConfigError as error:
             end = error
         except Exception as error:
-            end = RunFailed(f"the teacher's client failed: {type(error).__name__}: {error}")
+            end = RunFailed(f"the {self._patience.scorer}'s client failed: {type(error).__name__}: {error}")
             end.__cause__ = error
         finally:
             with self._lock:
@@ -102,7 +108,7 @@ class Dispatcher:
             self._context.destroy(linger=0)
             self._wakeup.close()
 
-    def _turn(self) -> None:
+    def _work(self) -> None:
         self._poll()
         while self._inbox:
             call = self._inbox.popleft()
@@ -160,7 +166,7 @@ class Dispatcher:
         answer: Any
         if isinstance(body, wire.Scored) and isinstance(call.request, Score):
             answer = wire.decode_target(body, arrays)
-            wanted = (len(call.request.response_ids), replica.limits.width(call.request))
+            wanted = (call.request.n_positions, replica.limits.width(call.request))
             if answer.ids.shape != wanted:
                 raise wire.WireError(f"scores of shape {answer.ids.shape} where {wanted} were asked for")
             if answer.tail_logprobs is None and 0 < wanted[1] < replica.limits.rows(call.request):
@@ -183,7 +189,7 @@ class Dispatcher:
         if call is not None and body.code in SAMPLE_CODES:
             self._finish(call)
             self._progress = time.monotonic()
-            call.future.set_exception(TeacherRefused(body.code, body.message))
+            call.future.set_exception(ScorerRefused(body.code, body.message, self._patience.scorer))
         elif body.code == "stopping":
             self._lose(replica, "is stopping")
         elif body.code == "busy" and body.id in replica.outstanding and call is not None:
@@ -226,13 +232,14 @@ class Dispatcher:
             self.counts["retried"] += 1
             self._waiting.appendleft(call)
         else:
-            self._fail(call, f"{call.attempts} attempts (teacher.max_attempts)")
+            self._fail(call, f"{call.attempts} attempts ({self._patience.section}.max_attempts)")
 
     def _fail(self, call: Call, why: str) -> None:
         self._finish(call)
         waited = time.monotonic() - call.submitted
-        told = "; ".join(call.history) or "never sent"
-        call.future.set_exception(TeacherUnavailable(f"no answer from the teacher after {waited:.1f} s, {why}: {told}"))
+        history = "; ".join(call.history) or "never sent"
+        who = f"the {self._patience.scorer}"
+        call.future.set_exception(ScorerUnavailable(f"no answer from {who} after {waited:.1f} s, {why}: {history}"))
 
     def _give_up(self, now: float) -> None:
         """Fail what waits when there is nobody to send it to, or when nothing has been answered for too long."""
@@ -270,7 +277,7 @@ class Dispatcher:
             replica.check(call.request, len(frame))
         except Refused as refused:
             del self._calls[call.id]
-            call.future.set_exception(TeacherRefused(refused.code, refused.message))
+            call.future.set_exception(ScorerRefused(refused.code, refused.message, self._patience.scorer))
             return True
         if not replica.send(frame):
             return False

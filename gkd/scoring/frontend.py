@@ -26,7 +26,7 @@ from gkd.scoring.wakeup import Wakeup
 from gkd.scoring.zap import Gatekeeper
 
 UNREAD_MESSAGES = 16  # of one client in ZeroMQ before it stops reading from the network
-MESSAGES_A_TURN = 256
+MESSAGES_AT_ONCE = 256
 LINGER_MS = 500
 TICK_S = 0.05
 GRACE_S = 0.2  # clients lose what they have not read yet when a connection ends
@@ -66,7 +66,7 @@ class Frontend:
         except ConfigError:
             self._release()
             raise
-        self._thread = threading.Thread(target=self._run, name="teacher-frontend", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="scoring-frontend", daemon=True)
         self._thread.start()
 
     def take(self, room: int, timeout_s: float) -> list[Job]:
@@ -168,7 +168,7 @@ class Frontend:
 
     def _receive(self) -> None:
         # Not for ever: replies wait meanwhile.
-        for _ in range(MESSAGES_A_TURN):
+        for _ in range(MESSAGES_AT_ONCE):
             try:
                 client = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -211,7 +211,7 @@ class Frontend:
                     return self._welcome()
                 case wire.Ping():
                     return wire.Pong(self.session)
-                case wire.Score() | wire.Generate() | wire.Rate():
+                case wire.ScoreMessage() | wire.GenerateMessage() | wire.RateMessage():
                     id = body.id
                     request = wire.decode_request(body, arrays)
                     self.limits.check(request)
@@ -252,5 +252,5 @@ def _bind(socket: Any, host: str, port: int) -> int:
     try:
         socket.bind(endpoint(host, port) if port else endpoint(host, 0).removesuffix("0") + "*")
     except zmq.ZMQError as error:
-        raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {error.strerror}") from None
+        raise ConfigError(f"the server cannot listen on {endpoint(host, port)}: {error.strerror}") from None
     return int(socket.last_endpoint.decode().rsplit(":", 1)[1])

@@ -13,7 +13,7 @@ from gkd.data.rendering import Renderer, Rendering, check_same_prompts, with_tea
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
 from gkd.scoring.address import external_addresses, external_key
-from gkd.scoring.client import TeacherClient
+from gkd.scoring.client import ScoringClient
 
 
 def teacher_prompts(
@@ -23,7 +23,7 @@ def teacher_prompts(
 
     ``models``: directories of the teachers by name; none where it is an external one, which is asked. ``tokenizer``:
     the student's. ``longest``: tokens a prompt may have. Raises ConfigError where student and teacher are prompted
-    differently and nothing is said about it, or where the teacher's template cannot be used; TeacherUnavailable where
+    differently and nothing is said about it, or where the teacher's template cannot be used; ScorerUnavailable where
     an external teacher does not answer.
     """
     wanted = teacher.chat_template
@@ -63,7 +63,7 @@ def _renderers(teacher: Teacher, models: Mapping[str, str], tokenizer: Any) -> d
 
 def _external(teacher: Teacher, tokenizer: Any) -> Rendering:
     """What the servers of an external teacher say, which has to be one thing."""
-    client = TeacherClient(
+    client = ScoringClient(
         external_addresses(teacher),
         tokenizer_hash(tokenizer),
         key=external_key(teacher),

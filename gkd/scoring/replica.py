@@ -1,4 +1,4 @@
-"""One teacher as the client sees it: a socket, whether it answers, and what it has been asked."""
+"""One replica of a scorer at the client: its socket, whether it answers, and the requests that it has."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Replica:
     """A DEALER socket to one address. It is out until the server has answered a greeting.
 
     The socket takes messages only while it is connected, and a replica that goes out gets a new one, so that nothing
-    waits in it for a server that is not there, to be asked when nobody wants the answer any more.
+    waits in it for a server that is not there, to be sent when nobody wants the answer any more.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a teacher is asked, what it can do, and the interface of the engine that does it."""
+"""Requests to a model that scores, its limits, and the interface of the engine that answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 
 from gkd.errors import RunFailed
-from gkd.types import Int32, Target
+from gkd.types import Int32, Spans, Target
 
 FULL_VOCABULARY = 2**31 - 1
 """As ``top_k``: every token there is."""
@@ -23,19 +23,19 @@ SAMPLE_CODES: frozenset[Code] = frozenset({"bad_request", "too_long", "out_of_vo
 """Codes that say something about the sample; another replica would answer the same."""
 
 
-class TeacherUnavailable(RunFailed):
-    """No replica answered a request in the time and the number of attempts it had."""
+class ScorerUnavailable(RunFailed):
+    """No replica of a scorer answered a request in the time and the number of attempts it had."""
 
 
-class TeacherRefused(RunFailed):
-    """The teacher cannot answer this request, whichever replica is asked; ``code`` says why."""
+class ScorerRefused(RunFailed):
+    """A ``scorer``, by name, cannot answer a request, whichever replica it goes to; ``code`` says why."""
 
-    def __init__(self, code: Code, message: str) -> None:
-        super().__init__(code, message)
-        self.code, self.message = code, message
+    def __init__(self, code: Code, message: str, scorer: str = "teacher") -> None:
+        super().__init__(code, message, scorer)
+        self.code, self.message, self.scorer = code, message, scorer
 
     def __str__(self) -> str:
-        return f"the teacher refused a sample ({self.code}): {self.message}"
+        return f"the {self.scorer} refused a sample ({self.code}): {self.message}"
 
 
 class Refused(Exception):
@@ -48,16 +48,17 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Ask for the log-probabilities of ``response_ids`` [R] after ``prompt_ids`` [P].
+    """Ask for the log-probabilities of the tokens of ``token_ids`` [L] at the N positions in ``spans``.
 
-    ``top_k``: how many of the most likely tokens at each response position come with them; 0 is none,
-    ``FULL_VOCABULARY`` (or any number past the vocabulary) all. All are of softmax(logits / ``temperature``).
+    Each is that of the token at its position, given all before it. ``top_k``: how many of the most likely tokens at
+    each position come with them; 0 is none, ``FULL_VOCABULARY`` (or any number past the vocabulary) all. All are of
+    softmax(logits / ``temperature``).
     ``vocabulary``: ids from there on are left out and the rest normalised, so that a student with fewer (padded) rows
     than the teacher is never given an id it does not have; None: the teacher's own vocabulary.
     """
 
-    prompt_ids: Int32
-    response_ids: Int32
+    token_ids: Int32
+    spans: Spans
     top_k: int
     temperature: float = 1.0
     vocabulary: int | None = None
@@ -68,6 +69,11 @@ class Score:
                 f"top_k={self.top_k} and temperature={self.temperature}: expected 0 or more, and a number from "
                 f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
             )
+
+    @property
+    def n_positions(self) -> int:
+        """N, positions that are scored."""
+        return sum(stop - start for start, stop in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Ask a reward model what ``token_ids`` [L] are worth: a prompt with its response, in that model's tokens."""
+    """Ask a reward model for the reward of ``token_ids`` [L]: a prompt with its response, in that model's tokens."""
 
     token_ids: Int32
 
@@ -92,7 +98,7 @@ Answer: TypeAlias = Target | Int32 | float
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine can be asked: ``vocabulary`` rows of logits, the largest K, the longest sequence in tokens.
+    """What an engine can answer: ``vocabulary`` rows of logits, the largest K, the longest sequence in tokens.
 
     ``capacity`` is the number of requests it works on at the same time. ``rates``: a reward model, which answers
     :class:`Rate` and nothing else.
@@ -132,22 +138,30 @@ class Limits:
         self._check_ids(request.prompt_ids, self.vocabulary)
 
     def _check_score(self, request: Score) -> None:
-        if not len(request.prompt_ids) or not len(request.response_ids):
-            raise Refused(
-                "bad_request",
-                f"{len(request.prompt_ids)} prompt and {len(request.response_ids)} response tokens: "
-                "a score needs at least one of each",
-            )
-        self._check_length(len(request.prompt_ids) + len(request.response_ids), "prompt and response have")
+        self._check_spans(request.spans, len(request.token_ids))
+        self._check_length(len(request.token_ids), "prompt and response have")
         if (k := self.width(request)) > self.max_top_k:
-            raise Refused("k_too_large", f"K={k}, and this teacher gives at most {self.max_top_k} (teacher.max_top_k)")
-        rows = self.rows(request)
-        self._check_ids(request.prompt_ids, rows)
-        self._check_ids(request.response_ids, rows)
+            raise Refused("k_too_large", f"K={k}, and this model gives at most {self.max_top_k} (teacher.max_top_k)")
+        self._check_ids(request.token_ids, self.rows(request))
+
+    @staticmethod
+    def _check_spans(spans: Spans, length: int) -> None:
+        if not spans:
+            raise Refused("bad_request", "no position is to be scored")
+        end = 0
+        for start, stop in spans:
+            # The first token has nothing before it that predicts it; spans that touch would be one.
+            if not end < start < stop <= length:
+                raise Refused(
+                    "bad_request",
+                    f"positions {start} to {stop} of {length} tokens after {end}: spans have at least one position, "
+                    "begin after the first token, and stand in order and apart",
+                )
+            end = stop
 
     def _check_length(self, length: int, what: str) -> None:
         if length > self.max_length:
-            raise Refused("too_long", f"{what} {length} tokens, and this teacher takes at most {self.max_length}")
+            raise Refused("too_long", f"{what} {length} tokens, and this model takes at most {self.max_length}")
 
     @staticmethod
     def _check_ids(ids: Int32, rows: int) -> None:
@@ -162,7 +176,7 @@ class Engine(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """What it can be asked."""
+        """What it can answer."""
 
     def add(self, key: int, request: Request) -> None:
         """Take on a request that passed ``limits.check``."""

@@ -1,4 +1,4 @@
-"""The teacher's server: takes requests into the engine as they arrive, sends every answer as it is finished."""
+"""A scorer's server: takes requests into the engine as they arrive, sends every answer as it is finished."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gkd.scoring.requests import Code, Engine, Refused
 IDLE_POLL_S = 0.2
 
 
-class TeacherServer:
+class ScoringServer:
     """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
 
     Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
@@ -65,14 +65,12 @@ class TeacherServer:
         message = "the server is stopping"
         try:
             while not stop.is_set():
-                self._turn()
+                self._work()
         except Exception as error:
             code, message = "engine", f"the engine failed: {type(error).__name__}: {error}"
             if isinstance(error, RunFailed):
                 raise
-            raise RunFailed(
-                f"the teacher's engine at {self.address} failed: {type(error).__name__}: {error}"
-            ) from error
+            raise RunFailed(f"the scoring engine at {self.address} failed: {type(error).__name__}: {error}") from error
         finally:
             self._ended = True
             for job in self._jobs.values():
@@ -118,7 +116,7 @@ class TeacherServer:
         command()
         return True
 
-    def _turn(self) -> None:
+    def _work(self) -> None:
         if not self._jobs and (self._command() or self._asleep):
             return
         room = self._engine.limits.capacity - len(self._jobs)

@@ -1,4 +1,4 @@
-"""The wire format between teacher and client.
+"""The wire format between a scorer's server and its clients.
 
 A message is one frame: the length of a msgpack header (uint32), the header, zeros up to a multiple of four bytes, and
 the raw bytes of its arrays, all little-endian. Being one frame, it is bounded by ZMQ_MAXMSGSIZE before anything of it
@@ -25,7 +25,7 @@ from gkd.scoring import requests
 from gkd.scoring.requests import Code
 from gkd.types import Float32, Int32, Target
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_REQUEST_HEADER_BYTES = 1 << 12
 MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
 
@@ -78,30 +78,29 @@ class Pong(Body, frozen=True):
     session: _Text
 
 
-class Score(Body, frozen=True):
-    """Score the tokens from position ``n_prompt`` on; see requests.Score. Array: tokens int32 [n_prompt + R].
+class ScoreMessage(Body, frozen=True, tag="score"):
+    """Score N positions; see requests.Score. Arrays: tokens int32 [L], spans int32 [S, 2], a start and a stop each.
 
     ``remaining_s``: seconds from its arrival within which the answer is of use.
     """
 
     id: _Id
     remaining_s: _Seconds
-    n_prompt: _Count
     top_k: _Count
     temperature: _Temperature
     vocabulary: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
 
 class Scored(Body, frozen=True):
-    """The answer. Arrays: token_logprobs float32 [R], ids int32 [R, K], logprobs float32 [R, K], tail_logprobs
-    float32 [R], or [0] where there is no tail.
+    """The answer. Arrays: token_logprobs float32 [N], ids int32 [N, K], logprobs float32 [N, K], tail_logprobs
+    float32 [N], or [0] where there is no tail.
     """
 
     id: _Id
     temperature: _Temperature
 
 
-class Generate(Body, frozen=True):
+class GenerateMessage(Body, frozen=True, tag="generate"):
     """Continue a prompt greedily. Array: prompt int32 [P]."""
 
     id: _Id
@@ -115,8 +114,8 @@ class Generated(Body, frozen=True):
     id: _Id
 
 
-class Rate(Body, frozen=True):
-    """What is this worth? Array: tokens int32 [L]."""
+class RateMessage(Body, frozen=True, tag="rate"):
+    """Rate a sequence. Array: tokens int32 [L]."""
 
     id: _Id
     remaining_s: _Seconds
@@ -137,16 +136,17 @@ class Error(Body, frozen=True):
     message: _Text
 
 
-Message: TypeAlias = Hello | Welcome | Ping | Pong | Score | Scored | Generate | Generated | Rate | Rated | Error
+AnyRequest: TypeAlias = ScoreMessage | GenerateMessage | RateMessage
+Message: TypeAlias = Hello | Welcome | Ping | Pong | AnyRequest | Scored | Generated | Rated | Error
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 # Dtype and number of axes of each kind's arrays.
 _ARRAYS: dict[type[Body], tuple[tuple[np.dtype[Any], int], ...]] = {
-    Score: ((_INT, 1),),
+    ScoreMessage: ((_INT, 1), (_INT, 2)),
     Scored: ((_FLOAT, 1), (_INT, 2), (_FLOAT, 2), (_FLOAT, 1)),
-    Generate: ((_INT, 1),),
+    GenerateMessage: ((_INT, 1),),
     Generated: ((_INT, 1),),
-    Rate: ((_INT, 1),),
+    RateMessage: ((_INT, 1),),
 }
 
 _Spec: TypeAlias = tuple[Annotated[str, Meta(max_length=3)], Annotated[list[_Count], Meta(max_length=2)]]
@@ -197,8 +197,8 @@ def decode(frame: bytes, max_header_bytes: int = MAX_REPLY_HEADER_BYTES) -> tupl
 
 
 def largest_request(max_length: int) -> int:
-    """Bytes that a request about ``max_length`` tokens can have."""
-    return _LENGTH.size + MAX_REQUEST_HEADER_BYTES + _ALIGNMENT + 4 * max_length
+    """Bytes that a request about ``max_length`` tokens can have, every other one of which may be a span."""
+    return _LENGTH.size + MAX_REQUEST_HEADER_BYTES + _ALIGNMENT + 4 * max_length + 8 * (max_length // 2 + 1)
 
 
 def largest_reply(rows: int, top_k: int) -> int:
@@ -209,27 +209,24 @@ def largest_reply(rows: int, top_k: int) -> int:
 def encode_request(id: int, remaining_s: float, request: requests.Request) -> bytes:
     """The frame that asks for ``request``."""
     if isinstance(request, requests.Rate):
-        return encode(Rate(id, remaining_s), request.token_ids)
+        return encode(RateMessage(id, remaining_s), request.token_ids)
     if isinstance(request, requests.Generate):
-        return encode(Generate(id, remaining_s, request.max_tokens), request.prompt_ids)
-    body = Score(
-        id, remaining_s, len(request.prompt_ids), request.top_k, float(request.temperature), request.vocabulary
-    )
-    return encode(body, np.concatenate([request.prompt_ids, request.response_ids]))
+        return encode(GenerateMessage(id, remaining_s, request.max_tokens), request.prompt_ids)
+    body = ScoreMessage(id, remaining_s, request.top_k, float(request.temperature), request.vocabulary)
+    return encode(body, request.token_ids, np.array(request.spans, np.int32).reshape(-1, 2))
 
 
-def decode_request(body: Score | Generate | Rate, arrays: Sequence[Array]) -> requests.Request:
+def decode_request(body: AnyRequest, arrays: Sequence[Array]) -> requests.Request:
     """The request in a message. Raises WireError."""
-    (tokens,) = arrays
-    if isinstance(body, Rate):
+    tokens = arrays[0]
+    if isinstance(body, RateMessage):
         return requests.Rate(tokens)
-    if isinstance(body, Generate):
+    if isinstance(body, GenerateMessage):
         return requests.Generate(tokens, body.max_tokens)
-    if body.n_prompt > len(tokens):
-        raise WireError(f"n_prompt={body.n_prompt} of {len(tokens)} tokens")
-    return requests.Score(
-        tokens[: body.n_prompt], tokens[body.n_prompt :], body.top_k, body.temperature, body.vocabulary
-    )
+    if arrays[1].shape[1] != 2:
+        raise WireError(f"spans of {arrays[1].shape[1]} numbers each")
+    spans = tuple((start, stop) for start, stop in arrays[1].tolist())
+    return requests.Score(tokens, spans, body.top_k, body.temperature, body.vocabulary)
 
 
 def encode_answer(id: int, answer: requests.Answer) -> bytes:

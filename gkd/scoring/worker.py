@@ -1,4 +1,4 @@
-"""One model that judges, of the teacher's, the reference's or the reward model's group, and its server."""
+"""One model that scores, of the teacher's, the reference's or the reward model's group, and its server."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeSpec:
-    """The model that judges, how it runs, and where its server listens. ``sleeps``: it is to give its memory back."""
+class ScorerSpec:
+    """The model that scores, how it runs, and where its server listens. ``sleeps``: it is to give its memory back."""
 
     dtype: Dtype
     model_path: str
@@ -32,18 +32,18 @@ class JudgeSpec:
     sleeps: bool = False
 
 
-class JudgeWorker:
+class ScoringWorker:
     """Built inside a Ray worker: has an engine and binds a free port of ``bind_ip``.
 
     The engine belongs to the thread that builds this object and calls :meth:`serve`; other methods may be called from
     others. Raises ConfigError when there is no usable model, RunFailed when the engine does not start.
     """
 
-    def __init__(self, engine: Engine, spec: JudgeSpec) -> None:
-        from gkd.scoring.server import TeacherServer
+    def __init__(self, engine: Engine, spec: ScorerSpec) -> None:
+        from gkd.scoring.server import ScoringServer
 
         self._engine = engine
-        self._server = TeacherServer(engine, spec.tokenizer_hash, spec.bind_ip, 0, spec.key)
+        self._server = ScoringServer(engine, spec.tokenizer_hash, spec.bind_ip, 0, spec.key)
 
     def address(self) -> str:
         """``tcp://host:port`` for clients."""
@@ -76,36 +76,35 @@ class JudgeWorker:
             self._engine.close()
 
 
-class TeacherWorker(JudgeWorker):
-    """Scores tokens with the model in ``model_path``, on vLLM."""
+class TokenScorerWorker(ScoringWorker):
+    """Scores tokens with the causal model in ``model_path``, a teacher or the reference, on vLLM."""
 
-    def __init__(self, settings: Scorer, spec: JudgeSpec, span: Span | None = None) -> None:
+    def __init__(self, settings: Scorer, spec: ScorerSpec, span: Span | None = None) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         from gkd.inference.vllm_scorer import VllmEngine
 
         path, device = spec.model_path, spec.device
-        found = _checkpoint(path)
-        engine = VllmEngine(path, found, settings, device, dtype=spec.dtype, sleeps=spec.sleeps, span=span)
+        engine = VllmEngine(path, _model_info(path), settings, device, dtype=spec.dtype, sleeps=spec.sleeps, span=span)
         super().__init__(engine, spec)
 
 
-def teacher_follower(settings: Scorer, spec: JudgeSpec, span: Span) -> Follower:
-    """The part on a further node of the engine that a TeacherWorker with these arguments leads."""
+def token_scorer_follower(settings: Scorer, spec: ScorerSpec, span: Span) -> Follower:
+    """The part on a further node of the engine that a TokenScorerWorker with these arguments leads."""
     from gkd.inference.vllm_scorer import scoring_arguments
 
     path = spec.model_path
-    arguments = scoring_arguments(path, _checkpoint(path), settings, spec.device, spec.dtype, spec.sleeps, span)
+    arguments = scoring_arguments(path, _model_info(path), settings, spec.device, spec.dtype, spec.sleeps, span)
     return Follower(arguments)
 
 
-def _checkpoint(model_path: str) -> ModelInfo:
+def _model_info(model_path: str) -> ModelInfo:
     return ModelInfo.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path"))
 
 
-class RewardModelWorker(JudgeWorker):
+class RewardModelWorker(ScoringWorker):
     """Rates responses with the classification model in ``model_path``, on transformers."""
 
-    def __init__(self, settings: RewardModel, spec: JudgeSpec) -> None:
+    def __init__(self, settings: RewardModel, spec: ScorerSpec) -> None:
         import torch
 
         from gkd.inference.classifier import ClassifierEngine

@@ -16,7 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from gkd.types import Lesson, Prompt, Record, Request, Sample, Sampling, Scored, Target
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target, TrainingSample
+from tests.samples import training_sample
 
 VOCAB = 40
 SHAPE = {
@@ -51,7 +52,7 @@ def make(family: str, seed: int = 0) -> PreTrainedModel:
     return model.float()
 
 
-def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1, 12)) -> list[Scored]:
+def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1, 12)) -> list[ScoredSample]:
     """Samples of different lengths (the responses' from one of ``lengths`` to below the other), k targets a token."""
     rng = np.random.default_rng(seed)
     found = []
@@ -71,12 +72,12 @@ def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1,
         )
         prompt = Prompt(i, rng.integers(2, VOCAB, p).astype(np.int32), "")
         sampler = -rng.random(r).astype(np.float32)
-        found.append(Scored(Sample(Request(prompt, 0, i, Sampling(12)), response, sampler, 0, "stop"), target))
+        request = SampleRequest(prompt, 0, i, Sampling(12))
+        found.append(ScoredSample(Sample.single_turn(request, response, sampler, 0, "stop"), target))
     return found
 
 
-def lesson(ref: object, slot: int, scored: Scored, advantage: float = 0.0) -> Lesson:
-    """What the driver says of a sample that lies in an object store."""
-    n_prompt, n = len(scored.sample.request.prompt.token_ids), len(scored.sample.response_ids)
-    record = Record(0, 0, 0, {}, n_prompt, n, "stop", 0, 0, 0.0, 0.0, slot, ref)
-    return Lesson(record, advantage)
+def on_driver(ref: object, slot: int, scored: ScoredSample, advantage: float = 0.0) -> TrainingSample:
+    """What the driver has of a sample that lies in an object store."""
+    n = len(scored.sample.sampled_ids)
+    return training_sample(n_prompt=len(scored.sample.token_ids) - n, n=n, ref=ref, slot=slot, advantage=advantage)

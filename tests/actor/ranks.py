@@ -9,7 +9,7 @@ from gkd.actor.balance import share
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Config, load
-from gkd.types import Lesson, Scored
+from gkd.types import ScoredSample, TrainingSample
 from gkd.weights import object_store
 from tests.actor import models
 
@@ -19,10 +19,10 @@ def config(**actor: object) -> Config:
     return load({"actor": settings, "trainer": {"total_steps": 10}, "cluster": {"cpu_threads": 1}})
 
 
-def put(batch: list[Scored]) -> list[Lesson]:
+def put(batch: list[ScoredSample]) -> list[TrainingSample]:
     """Lists of two samples each in the object store, as engines hand them on; advantages of either sign."""
     refs = [ray.put(batch[i : i + 2]) for i in range(0, len(batch), 2)]
-    return [models.lesson(refs[i // 2], i % 2, s, (-1.0) ** i) for i, s in enumerate(batch)]
+    return [models.on_driver(refs[i // 2], i % 2, s, (-1.0) ** i) for i, s in enumerate(batch)]
 
 
 class Ranks:
@@ -39,21 +39,20 @@ class Ranks:
 
         def begin(worker: ActorWorker) -> None:
             worker.config, worker.model_path = settings, path
-            worker.take_at_most(settings.actor.max_tokens_per_micro_batch)
             worker.load()
 
         ray.get([w.__ray_call__.remote(begin) for w in self.workers], timeout=120)
         return self
 
-    def run(self, method: str, lessons: list[Lesson], *last: object) -> dict[str, float]:
+    def run(self, method: str, samples: list[TrainingSample], *last: object) -> dict[str, float]:
         """Call a method of all ranks with their shares of a batch."""
-        lengths = [lesson.record.n_response for lesson in lessons]
-        weights = token_weights(lengths, [True] * len(lessons), "sequence_mean", 12)
-        shares = share([lesson.record.n_tokens for lesson in lessons], len(self.workers))
+        lengths = [sample.n_sampled for sample in samples]
+        weights = token_weights(lengths, [True] * len(samples), "sequence_mean", 12)
+        shares = share([sample.n_tokens for sample in samples], len(self.workers))
         calls = []
         for worker, part in zip(self.workers, shares, strict=True):
-            args = last if method == "remember" else ([weights[i] for i in part], sum(lengths), *last)
-            calls.append(getattr(worker, method).remote([lessons[i] for i in part], *args))
+            args = last if method == "compute_logprobs" else ([weights[i] for i in part], sum(lengths), *last)
+            calls.append(getattr(worker, method).remote([samples[i] for i in part], *args))
         found = ray.get(calls, timeout=120)
         assert all(f == found[0] for f in found)  # every rank knows the metrics of the whole batch
         return found[0]

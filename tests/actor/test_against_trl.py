@@ -1,7 +1,7 @@
 """Whole steps of TRL's trainers and of the actor on the same samples: loss, gradient norm, weights after the step.
 
 TRL's own code does all but the sampling: prompts, rewards, advantages, loss, clipping, AdamW. Here it is
-:func:`gkd.algorithms.training_samples.lessons_of`, the token weights of the driver, and the real worker.
+:func:`gkd.algorithms.training_samples.with_advantages`, the token weights of the driver, and the real worker.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import ray
 import torch
 
 from gkd.algorithms.aggregation import token_weights
-from gkd.algorithms.training_samples import lessons_of
+from gkd.algorithms.training_samples import with_advantages
 from gkd.config import Config, load
-from gkd.types import Prompt, Record, Request, Sample, Sampling, Scored, Target
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target, TrainingSample
 from tests.actor import models
 from tests.actor.ranks import Ranks
+from tests.samples import training_sample
 
 pytest.importorskip("trl", reason="TRL is not installed (the extra trl)")
 
@@ -156,7 +157,12 @@ def trl_steps(
 
 
 def own_steps(
-    algorithm: dict[str, Any], rank: Ranks, path: Path, samples: list[Scored], drawn: Sequence[Drawn], n_updates: int
+    algorithm: dict[str, Any],
+    rank: Ranks,
+    path: Path,
+    samples: list[ScoredSample],
+    drawn: Sequence[Drawn],
+    n_updates: int,
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """The steps of the actor's worker on the same samples, from their rewards on."""
     config = load(
@@ -170,29 +176,31 @@ def own_steps(
     )
     (worker,) = rank.become(str(path), config).workers
     ref = ray.put(samples)
-    lessons, _ = lessons_of(config, [record(config, i, one, ref) for i, one in enumerate(drawn)])
-    lengths = [lesson.record.n_response for lesson in lessons]
-    weights = token_weights(lengths, [lesson.kept for lesson in lessons], config.algorithm.aggregation, LIMIT)
+    batch, _ = with_advantages(config, [on_driver(config, i, one, ref) for i, one in enumerate(drawn)])
+    lengths = [sample.n_sampled for sample in batch]
+    weights = token_weights(lengths, [sample.in_loss for sample in batch], config.algorithm.aggregation, LIMIT)
     steps = []
     if n_updates > 1:
-        ray.get(worker.remember.remote(lessons, True, False), timeout=60)
+        ray.get(worker.compute_logprobs.remote(batch, True, False), timeout=60)
     for step in range(1, n_updates + 1):
-        found = ray.get(worker.update.remote(lessons, weights, sum(lengths), step), timeout=60)
+        found = ray.get(worker.update.remote(batch, weights, sum(lengths), step), timeout=60)
         steps.append(Step(found["actor/loss"], found["actor/grad_norm"]))
     return steps, rank.weights()
 
 
-def record(config: Config, i: int, one: Drawn, ref: Any) -> Record:
+def on_driver(config: Config, i: int, one: Drawn, ref: Any) -> TrainingSample:
     rewards: dict[str, float | str] = dict.fromkeys(config.reward.functions, one.reward)
     ended = "stop" if one.ids[-1] == 1 else "length"
-    return Record(i, one.prompt, i % N, rewards, len(PROMPTS[one.prompt]), len(one.ids), ended, 0, 0, 0, 0, i, ref)
+    n_prompt, n = len(PROMPTS[one.prompt]), len(one.ids)
+    place = {"ref": ref, "slot": i}
+    return training_sample(i, one.prompt, i % N, n_prompt=n_prompt, n=n, finish_reason=ended, rewards=rewards, **place)
 
 
 def sample(i: int, one: Drawn, logprobs: np.ndarray[Any, Any]) -> Sample:
     prompt = Prompt(one.prompt, np.array(PROMPTS[one.prompt], np.int32), "")
     ids = np.array(one.ids, np.int32)
     own = logprobs[np.arange(len(ids)), ids]
-    return Sample(Request(prompt, i % N, i, Sampling(LIMIT)), ids, own, 0, "stop")
+    return Sample.single_turn(SampleRequest(prompt, i % N, i, Sampling(LIMIT)), ids, own, 0, "stop")
 
 
 def compare(ours: Any, theirs: Any) -> None:
@@ -241,7 +249,7 @@ def test_a_step_on_rewards_is_trls(
     theirs = trl_steps("GRPO", arguments, paths, drawn, tmp_path)
     logprobs = scores(paths["student"], drawn)  # the student's at its start is the sampler and the reference
     samples = [sample(i, one, rows) for i, (one, rows) in enumerate(zip(drawn, logprobs, strict=True))]
-    batch = [Scored(s, None, s.logprobs if "kl" in algorithm else None) for s in samples]
+    batch = [ScoredSample(s, None, s.sampled_logprobs if "kl" in algorithm else None) for s in samples]
     compare(own_steps(algorithm, processes[1], paths["student"], batch, drawn, arguments["num_iterations"]), theirs)
 
 
@@ -260,7 +268,7 @@ def test_a_step_of_distillation_is_trls(
     ):
         ids = np.broadcast_to(np.arange(models.VOCAB, dtype=np.int32), teachers.shape)
         chosen = teachers[np.arange(len(one.ids)), one.ids]
-        batch.append(Scored(sample(i, one, rows), Target(chosen, ids, teachers, temperature)))
+        batch.append(ScoredSample(sample(i, one, rows), Target(chosen, ids, teachers, temperature)))
     loss = {"name": name, "beta": beta if name == "jsd" else 0.5, "temperature": temperature}
     compare(
         own_steps({"name": "on_policy_distill", "loss": loss}, processes[1], paths["student"], batch, drawn, 1), theirs

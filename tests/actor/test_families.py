@@ -16,7 +16,7 @@ from gkd.config import Lora
 from gkd.data.model_info import ModelInfo
 from gkd.inference.hf import HFEngine
 from gkd.losses.micro_batch import collate
-from gkd.types import Sample, Sampling, Scored
+from gkd.types import Sample, Sampling, ScoredSample
 from gkd.weights.file_names import FileNames
 from gkd.weights.pieces import buckets
 from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
@@ -33,22 +33,22 @@ def student_of(family: str, path: Path, lora: Lora | None = None) -> tuple[Stude
     return load(path, lora=lora), model
 
 
-def samples() -> list[Scored]:
+def samples() -> list[ScoredSample]:
     """Of different lengths, prompt and response."""
     rng = np.random.default_rng(0)
     found = []
     for request in requests(Sampling(12), n=5):
         ids = rng.integers(3, N_TOKENS, rng.integers(1, 12)).astype(np.int32)
-        found.append(Scored(Sample(request, ids, np.zeros(len(ids), np.float32), 0, "stop"), None))
+        found.append(ScoredSample(Sample.single_turn(request, ids, np.zeros(len(ids), np.float32), 0, "stop")))
     return found
 
 
 @torch.no_grad()
-def logprobs(model: PreTrainedModel, scored: Scored) -> Tensor:
+def logprobs(model: PreTrainedModel, scored: ScoredSample) -> Tensor:
     """transformers' own of one sample by itself, at the response's positions, [R, V]."""
     sample = scored.sample
-    ids = np.concatenate([sample.request.prompt.token_ids, sample.response_ids]).astype(np.int64)
-    return model(torch.from_numpy(ids)[None]).logits[0, -len(sample.response_ids) - 1 : -1].log_softmax(-1)
+    ids = sample.token_ids.astype(np.int64)
+    return model(torch.from_numpy(ids)[None]).logits[0, -len(sample.sampled_ids) - 1 : -1].log_softmax(-1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

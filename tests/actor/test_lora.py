@@ -24,7 +24,7 @@ from gkd.actor.quantize import quantized
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
 from gkd.losses.objective import objective
-from gkd.types import Lesson
+from gkd.types import TrainingSample
 from tests.actor import models
 from tests.actor.ranks import Ranks, config, put
 from tests.losses.test_micro_batch import micro_batch
@@ -138,9 +138,9 @@ def test_two_ranks_one_rank_and_what_they_write(processes: dict[int, Ranks], tmp
     settings = config(lora={"r": 4}).model_copy(update={"algorithm": Algorithm.model_validate({"kl": {"coef": 0.1}})})
     groups = [processes[world].become(str(tmp_path), settings) for world in (1, 2)]
     for step in (1, 2):
-        batch: list[Lesson] = put(models.scored(5, seed=step))
+        batch: list[TrainingSample] = put(models.scored(5, seed=step))
         for ranks in groups:
-            ranks.run("remember", batch, False, True)
+            ranks.run("compute_logprobs", batch, False, True)
         one, two = (ranks.run("update", batch, step) for ranks in groups)
         assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
         assert (one["actor/kl_reference"] < 1e-6) == (step == 1)

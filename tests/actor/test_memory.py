@@ -108,7 +108,7 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
     after = weights(two)
     plain, expected = processes[1].become(path, config(max_tokens_per_micro_batch=2_000)), []
     for step, learned in enumerate((small, batch, batch), 1):
-        plain.run("remember", learned, True, False)
+        plain.run("compute_logprobs", learned, True, False)
         one, other = (plain.run("update", learned, step) for _ in range(2))
         expected.append({name: (one[name] + other[name]) / 2 for name in one})
         same = plain.weights()

@@ -76,7 +76,7 @@ def test_two_ranks_learn_from_rewards_as_one_does(ranks: dict[int, Ranks], name:
     batch = put([dataclasses.replace(s, target=None, reference=s.sample.logprobs) for s in samples])
     with using(ranks, {"name": name, "kl": {"coef": 0.1}, "policy": {"clip_low": 0.5, "clip_high": 0.5}}):
         for world in (1, 2):
-            ranks[world].run("remember", batch, True, False)
+            ranks[world].run("compute_logprobs", batch, True, False)
         first, again = ([ranks[world].run("update", batch, 5) for world in (1, 2)] for _ in range(2))
     for one, two in (first, again):
         assert two == pytest.approx(one, rel=2e-3, abs=1e-5)

@@ -11,10 +11,11 @@ import pytest
 
 from gkd.algorithms.advantages import group_advantages, groups_that_differ, overlong_penalty
 from gkd.algorithms.aggregation import token_weights
-from gkd.algorithms.training_samples import lessons_of, rewards_of
+from gkd.algorithms.training_samples import rewards_of, with_advantages
 from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
-from gkd.types import Record
+from gkd.types import TrainingSample
+from tests.samples import training_sample
 
 
 def config(**algorithm: object) -> Config:
@@ -27,9 +28,11 @@ def config(**algorithm: object) -> Config:
     )
 
 
-def record(key: int, accuracy: float | str, length: float | str = 0.0, n: int = 5, ended: str = "stop") -> Record:
+def scored(
+    key: int, accuracy: float | str, length: float | str = 0.0, n: int = 5, ended: str = "stop"
+) -> TrainingSample:
     rewards = {"accuracy": accuracy, "length": length}
-    return Record(key, key // 2, key % 2, rewards, 4, n, ended, 0, 0, 0.0, 0.0, 0)
+    return training_sample(key, key // 2, key % 2, n=n, finish_reason=ended, rewards=rewards)
 
 
 def test_advantages_are_within_the_group() -> None:
@@ -61,10 +64,10 @@ def test_weights_are_those_of_the_formulas() -> None:
 
 
 def test_rewards_are_weighted_and_what_a_failed_one_is_worth_is_not_known() -> None:
-    records = [record(0, 1.0, 0.5), record(1, "TimeoutError: ", 1.0), record(2, 1.0, "ValueError: ")]
-    assert rewards_of(config(), records) == pytest.approx([1.25, math.nan, math.nan], nan_ok=True)
+    batch = [scored(0, 1.0, 0.5), scored(1, "TimeoutError: ", 1.0), scored(2, 1.0, "ValueError: ")]
+    assert rewards_of(config(), batch) == pytest.approx([1.25, math.nan, math.nan], nan_ok=True)
     watched_only = config().model_copy(update={"reward": Reward(functions=["accuracy", "length"], weights=[1.0, 0.0])})
-    assert rewards_of(watched_only, records)[2] == 1.0  # one that counts nothing may fail
+    assert rewards_of(watched_only, batch)[2] == 1.0  # one that counts nothing may fail
 
 
 @pytest.mark.parametrize("divide", [False, True])
@@ -82,28 +85,28 @@ def test_a_failed_reward_pushes_no_other_sample(divide: bool) -> None:
 def test_a_sample_without_a_reward_is_left_out_of_the_loss_on_rewards(name: str) -> None:
     """A teacher's divergence needs no reward and still counts."""
     settings = config(name=name, **({"reward_weight": 1.0} if name == "on_policy_distill" else {}))
-    records = [record(0, 1.0), record(1, "ValueError: no"), record(2, 1.0), record(3, 0.0)]
-    lessons, metrics = lessons_of(settings, records)
-    assert [lesson.kept for lesson in lessons] == [True, name == "on_policy_distill", True, True]
-    assert [lesson.advantage for lesson in lessons[:2]] == [
+    batch = [scored(0, 1.0), scored(1, "ValueError: no"), scored(2, 1.0), scored(3, 0.0)]
+    samples, metrics = with_advantages(settings, batch)
+    assert [sample.in_loss for sample in samples] == [True, name == "on_policy_distill", True, True]
+    assert [sample.advantage for sample in samples[:2]] == [
         0.0,
         0.0,
     ]  # the other one is alone in its group
-    assert lessons[2].advantage == -lessons[3].advantage > 0
+    assert samples[2].advantage == -samples[3].advantage > 0
     assert metrics["reward/mean"] == pytest.approx(2 / 3)
-    assert metrics["advantage/std"] == pytest.approx(np.std([0.0, lessons[2].advantage, lessons[3].advantage]))
+    assert metrics["advantage/std"] == pytest.approx(np.std([0.0, samples[2].advantage, samples[3].advantage]))
     permissive = settings.model_copy(update={"reward": settings.reward.model_copy(update={"max_failed_share": 1.0})})
-    lessons, metrics = lessons_of(permissive, [record(i, "ValueError: no") for i in range(4)])
-    assert not any(lesson.advantage for lesson in lessons)
+    samples, metrics = with_advantages(permissive, [scored(i, "ValueError: no") for i in range(4)])
+    assert not any(sample.advantage for sample in samples)
     assert "reward/mean" not in metrics  # what was not measured is left out
     assert metrics["reward/accuracy/failed"] == 1.0
 
 
 def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
-    records = [record(0, 1.0), record(1, "ValueError: no"), record(2, 0.0), record(3, 0.0)]
+    batch = [scored(0, 1.0), scored(1, "ValueError: no"), scored(2, 0.0), scored(3, 0.0)]
     caplog.set_level(logging.WARNING, "gkd")
     logging.getLogger("gkd").propagate = True
-    _, metrics = lessons_of(config(), records)
+    _, metrics = with_advantages(config(), batch)
     assert metrics["reward/accuracy/mean"] == pytest.approx(1 / 3)
     assert metrics["reward/accuracy/failed"] == 0.25
     assert metrics["reward/equal_groups"] == 1.0
@@ -114,28 +117,31 @@ def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pyte
 def test_rewards_of_one_name_are_logged_by_themselves() -> None:
     settings = config().model_copy(update={"reward": Reward(functions=["accuracy", "mine:accuracy", "mine:other"])})
     rewards = {"accuracy": 1.0, "mine:accuracy": 0.0, "mine:other": 0.5}
-    _, metrics = lessons_of(settings, [Record(i, 0, i, rewards, 4, 5, "stop", 0, 0, 0.0, 0.0, 0) for i in range(2)])
+    _, metrics = with_advantages(settings, [training_sample(i, 0, i, rewards=rewards) for i in range(2)])
     assert metrics["reward/accuracy/mean"] == 1.0
     assert metrics["reward/mine:accuracy/mean"] == 0.0
     assert metrics["reward/other/mean"] == 0.5
 
 
 def test_too_many_failures_end_the_run() -> None:
-    records = [record(i, "ValueError: no" if i else 1.0) for i in range(4)]
+    batch = [scored(i, "ValueError: no" if i else 1.0) for i in range(4)]
     with pytest.raises(RunFailed, match=r"reward accuracy failed on 3 of 4 samples, for example: ValueError: no"):
-        lessons_of(config(), records)
+        with_advantages(config(), batch)
 
 
 def test_overlong_responses() -> None:
     assert [overlong_penalty(n, 10, 4) for n in (3, 6, 8, 10)] == [0.0, 0.0, -0.5, -1.0]
-    records = [record(0, 1.0, n=10, ended="length"), record(1, 0.0, n=6)]
-    assert [lesson.kept for lesson in lessons_of(config(overlong={"action": "mask"}), records)[0]] == [False, True]
-    assert all(lesson.kept for lesson in lessons_of(config(), records)[0])
-    assert rewards_of(config(overlong={"action": "penalty", "buffer": 4}), records) == [0.0, 0.0]
+    batch = [scored(0, 1.0, n=10, ended="length"), scored(1, 0.0, n=6)]
+    assert [sample.in_loss for sample in with_advantages(config(overlong={"action": "mask"}), batch)[0]] == [
+        False,
+        True,
+    ]
+    assert all(sample.in_loss for sample in with_advantages(config(), batch)[0])
+    assert rewards_of(config(overlong={"action": "penalty", "buffer": 4}), batch) == [0.0, 0.0]
 
 
 def test_distillation_asks_no_rewards() -> None:
-    lessons, metrics = lessons_of(Config(), [Record(0, 0, 0, {}, 4, 5, "stop", 0, 0, 0.0, 0.0, 0)])
+    samples, metrics = with_advantages(Config(), [training_sample()])
     assert metrics == {}
-    assert (lessons[0].advantage, lessons[0].kept) == (0.0, True)
-    assert np.isfinite(lessons[0].advantage)
+    assert (samples[0].advantage, samples[0].in_loss) == (0.0, True)
+    assert np.isfinite(samples[0].advantage)

@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
     from gkd.config import Actor, Algorithm, Lora, Rollout
     from gkd.losses.micro_batch import collate
     from gkd.losses.objective import objective
-    from gkd.types import Prompt, Request, Sample, Sampling, Scored, Target
+    from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target
 
     rng = np.random.default_rng(0)
     n, length, k = options.sequences, options.length, 64
@@ -50,14 +50,14 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
         top = np.argsort(rng.random((response, options.vocabulary)), -1)[:, :k].astype(np.int32)
         logprobs = np.full((response, k), np.log(0.9 / k), dtype=np.float32)
         tail = np.full(response, np.log(0.1), dtype=np.float32)
-        sample = Sample(
-            Request(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response)),
+        sample = Sample.single_turn(
+            SampleRequest(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response)),
             ids[length - response :],
             np.full(response, -3, dtype=np.float32),
             0,
             "stop",
         )
-        samples.append(Scored(sample, Target(logprobs[:, 0], top, logprobs, tail_logprobs=tail)))
+        samples.append(ScoredSample(sample, Target(logprobs[:, 0], top, logprobs, tail_logprobs=tail)))
     Path("/proc/self/clear_refs").write_text("5")  # forget the largest size so far
     before = resident("VmRSS")
     lora = Lora.model_validate(variant.get("lora", {}))

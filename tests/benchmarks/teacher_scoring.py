@@ -6,7 +6,7 @@
 Makes a Llama with random weights and measures, in turn and on one engine, the wall time of
 
 - *prefill*: vLLM reading all sequences, one token sampled, no log-probabilities: the floor of any scoring with vLLM;
-- *scoring*: the same sequences through TeacherClient, socket, TeacherServer and engine, two thirds of each a response,
+- *scoring*: the same sequences through ScoringClient, socket, ScoringServer and engine, two thirds of each a response,
   until the last Target is in the client's hands.
 
 Prints tokens per second (prompt and response, medians over the rounds) and scoring's share of prefill. Sequences are
@@ -34,8 +34,8 @@ from gkd.data.model_info import ModelInfo
 from gkd.inference.vllm_engine import environment, installed_device
 from gkd.inference.vllm_scorer import VllmEngine
 from gkd.scoring.address import Key
-from gkd.scoring.client import Score, TeacherClient
-from gkd.scoring.server import TeacherServer
+from gkd.scoring.client import Score, ScoringClient
+from gkd.scoring.server import ScoringServer
 
 
 def make_model(path: str, options: argparse.Namespace) -> None:
@@ -73,11 +73,11 @@ def prefill_s(engine: VllmEngine, sequences: np.ndarray[Any, Any]) -> float:
     return time.perf_counter() - began
 
 
-def scoring_s(client: TeacherClient, sequences: np.ndarray[Any, Any], top_k: int) -> float:
+def scoring_s(client: ScoringClient, sequences: np.ndarray[Any, Any], top_k: int) -> float:
     """Seconds from the first request to the last Target."""
     n_prompt = sequences.shape[1] // 3
     began = time.perf_counter()
-    futures = [client.submit(Score(ids[:n_prompt], ids[n_prompt:], top_k)) for ids in sequences]
+    futures = [client.submit(Score(ids, ((n_prompt, len(ids)),), top_k)) for ids in sequences]
     for future in futures:
         future.result()
     return time.perf_counter() - began
@@ -99,10 +99,10 @@ def main() -> None:
         settings = Teacher(max_num_seqs=options.sequences, max_top_k=options.vocabulary, max_model_len=options.length)
         engine = VllmEngine(path, ModelInfo.read(path, "model"), settings, device, dtype="float32")
     key = Key.generate()
-    server, stop = TeacherServer(engine, "benchmark", "127.0.0.1", 0, key), threading.Event()
+    server, stop = ScoringServer(engine, "benchmark", "127.0.0.1", 0, key), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
-    client = TeacherClient([server.address], "benchmark", options.top_k, key=key, request_timeout_s=600.0)
+    client = ScoringClient([server.address], "benchmark", options.top_k, key=key, request_timeout_s=600.0)
     client.connect(10)
     times: dict[str, list[float]] = {"prefill": [], "scoring": []}
     tokens = options.sequences * options.length

@@ -7,27 +7,28 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from gkd.algorithms.training_samples import require_rewards
 from gkd.config import Config, load
 from gkd.data.prompts import PromptStream
-from gkd.driver.collect import collect, judging_wanted, responses_wanted
+from gkd.driver.collect import collect, requests_of, scoring_of
 from gkd.errors import ConfigError, RunFailed
-from gkd.types import Judging, Prompt, Record, Request
+from gkd.types import Prompt, SampleRequest, Scoring, TrainingSample
+from tests.samples import training_sample
 
 PROMPTS = [Prompt(i, np.array([i], np.int32), str(i)) for i in range(100)]
 
 
 class Engines:
-    """Gives each request the reward that ``worth`` says, and keeps what was asked."""
+    """Gives each request the reward that ``worth`` says, and keeps the requests."""
 
-    def __init__(self, worth: Callable[[Request], float | str]) -> None:
-        self.worth, self.asked = worth, []
+    def __init__(self, worth: Callable[[SampleRequest], float | str]) -> None:
+        self.worth, self.calls = worth, []
 
-    def sample(self, requests: Sequence[Request], judging: Judging, timeout_s: float) -> list[Record]:
-        self.asked.append((list(requests), judging))
-        rewards = [{"accuracy": self.worth(request)} if judging.rewards else {} for request in requests]
+    def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
+        self.calls.append(list(requests))
         return [
-            Record(i, r.prompt.id, r.index, given, 1, 5, "stop", 0, 0, 0.0, 0.0, 0)
-            for i, (r, given) in enumerate(zip(requests, rewards, strict=True))
+            training_sample(i, r.prompt.id, r.index, rewards={"accuracy": self.worth(r)} if r.scoring.rewards else {})
+            for i, r in enumerate(requests)
         ]
 
 
@@ -44,9 +45,11 @@ def grpo(rounds: int) -> Config:
 
 def collected(config: Config, engines: Engines) -> list[int]:
     """Prompts of a step's batch, after checking that samples of one prompt are neighbours."""
-    records = collect(config, PromptStream(PROMPTS, seed=0), engines, 50, step=3)
-    assert len(records) == config.trainer.batch_size * config.rollout.n
-    prompts = [record.prompt_id for record in records]
+    collected = collect(config, PromptStream(PROMPTS, seed=0), engines, 50, step=3)
+    require_rewards(config, collected.all)
+    assert len(collected.batch) == config.trainer.batch_size * config.rollout.n
+    assert len(collected.all) == sum(map(len, engines.calls))
+    prompts = [sample.prompt_id for sample in collected.batch]
     assert prompts[::2] == prompts[1::2]
     return prompts[::2]
 
@@ -54,7 +57,7 @@ def collected(config: Config, engines: Engines) -> list[int]:
 def test_without_dynamic_sampling_every_group_is_kept() -> None:
     engines = Engines(lambda request: 1.0)
     assert len(collected(grpo(1), engines)) == 4
-    assert len(engines.asked) == 1
+    assert len(engines.calls) == 1
 
 
 def test_groups_of_equal_rewards_make_room_until_the_batch_is_full() -> None:
@@ -62,32 +65,32 @@ def test_groups_of_equal_rewards_make_room_until_the_batch_is_full() -> None:
     kept = collected(grpo(20), engines)
     assert all(i % 3 == 0 for i in kept)
     assert len(set(kept)) == 4
-    assert len(engines.asked) > 1
-    seeds = [request.seed for requests, _ in engines.asked for request in requests]
+    assert len(engines.calls) > 1
+    seeds = [request.seed for requests in engines.calls for request in requests]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_the_limit_of_rounds_holds_and_the_rest_is_filled() -> None:
     engines = Engines(lambda request: 0.0)
     assert len(collected(grpo(3), engines)) == 4
-    assert [len(requests) for requests, _ in engines.asked] == [8, 8, 8]
+    assert [len(requests) for requests in engines.calls] == [8, 8, 8]
 
 
-def test_who_judges() -> None:
-    assert judging_wanted(grpo(1), 50) == Judging(None, 1.0, reference=False, rewards=True)
-    assert judging_wanted(load({"algorithm": {"loss": {"top_k": 7, "temperature": 2.0}}}), 50) == Judging(7, 2.0)
+def test_which_scorers_a_sample_goes_to() -> None:
+    assert scoring_of(grpo(1), 50) == Scoring(None, 1.0, reference=False, rewards=True)
+    assert scoring_of(load({"algorithm": {"loss": {"top_k": 7, "temperature": 2.0}}}), 50) == Scoring(7, 2.0)
     advised = load({"algorithm": {"name": "grpo", "advantage": {"teacher_kl": 0.1}}, "rollout": {"n": 2}})
-    assert judging_wanted(advised, 200_000) == Judging(0, 1.0, rewards=True)  # no more than the tokens sampled
+    assert scoring_of(advised, 200_000) == Scoring(0, 1.0, rewards=True)  # no more than the tokens sampled
     both = load({"algorithm": {"kl": {"coef": 0.1}}})
-    assert judging_wanted(both, 50).reference
+    assert scoring_of(both, 50).reference
     with_lora = load({"algorithm": {"kl": {"coef": 0.1}}, "actor": {"lora": {"r": 4}}})
-    assert not judging_wanted(with_lora, 50).reference  # the actor without its adapter is the reference
+    assert not scoring_of(with_lora, 50).reference  # the actor without its adapter is the reference
 
 
 @pytest.mark.parametrize(("share", "own"), [(1.0, 0), (0.75, 2), (0.0, 8)])
 def test_a_share_of_the_prompts_is_answered_by_the_data(share: float, own: int) -> None:
     config = load({"algorithm": {"on_policy_share": share}})
-    requests = responses_wanted(config, PROMPTS[:8], step=1)
+    requests = requests_of(config, PROMPTS[:8], Scoring(), step=1)
     assert sum(request.own_answer for request in requests) == own
 
 
@@ -97,12 +100,21 @@ def test_the_share_holds_over_the_run_at_any_batch_size(size: int, share: float)
     config = load({"algorithm": {"on_policy_share": share}, "rollout": {"n": 2}})
 
     def own(step: int) -> int:
-        return sum(request.own_answer for request in responses_wanted(config, PROMPTS[:size], step)) // 2
+        return sum(request.own_answer for request in requests_of(config, PROMPTS[:size], Scoring(), step)) // 2
 
     found = 0
     for step in range(1, 101):
         found += own(step)
         assert abs(found - step * size * (1 - share)) <= 0.5 + 1e-9
+
+
+def test_no_two_samples_of_a_run_have_one_seed() -> None:
+    """Neither within a step nor between steps, where an epoch brings the same prompts again."""
+    config = load({"rollout": {"n": 3}})
+    seeds = [request.seed for step in (1, 2, 3) for request in requests_of(config, PROMPTS[:8], Scoring(), step)]
+    assert len(set(seeds)) == 3 * 8 * 3
+    again = [request.seed for step in (1, 2, 3) for request in requests_of(config, PROMPTS[8:16], Scoring(), step)]
+    assert seeds == again  # the place in the run alone counts
 
 
 def test_what_fills_up_is_mixed_with_the_rest() -> None:
@@ -119,7 +131,7 @@ def test_what_fills_up_is_mixed_with_the_rest() -> None:
 
 
 def test_a_group_that_a_failed_reward_leaves_equal_is_sampled_again() -> None:
-    def worth(request: Request) -> float | str:
+    def worth(request: SampleRequest) -> float | str:
         return "ValueError: no" if request.prompt.id % 3 == 0 and request.index else 1.0 - request.index
 
     assert all(i % 3 for i in collected(grpo(20), Engines(worth)))
@@ -128,7 +140,7 @@ def test_a_group_that_a_failed_reward_leaves_equal_is_sampled_again() -> None:
 def test_rewards_that_fail_on_what_is_sampled_again_count() -> None:
     """Otherwise a function that fails on half of the prompts would only make every step take twice as long."""
 
-    def worth(request: Request) -> float | str:
+    def worth(request: SampleRequest) -> float | str:
         return "ValueError: no" if request.prompt.id % 2 else 1.0 - request.index
 
     with pytest.raises(RunFailed, match=r"reward accuracy failed on \d+ of \d+ samples, .*ValueError: no"):

@@ -18,13 +18,15 @@ from gkd.cluster.group import Pending
 from gkd.config import load
 from gkd.data.prompts import PromptStream
 from gkd.driver.checkpoint import State
+from gkd.driver.collect import Collected
 from gkd.driver.resume import cut, find
 from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, train
 from gkd.durable import sum_of
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
-from gkd.types import Prompt, Record
+from gkd.types import Prompt, TrainingSample
+from tests.samples import training_sample
 
 STEPS = 6
 CONFIG = load({"trainer": {"total_steps": STEPS, "batch_size": 3, "val_every": 2}})
@@ -56,16 +58,16 @@ class World:
         if self.end == (moment, self.at):
             raise Ended
 
-    def collect(self, *args: Any) -> list[Record]:
+    def collect(self, *args: Any) -> Collected:
         self.at = args[-1]
         self.maybe("collect")
         drawn = self.prompts.take(3)
-        return [Record(0, p.id, 0, {}, p.id, 1, "stop", self.version, 0, 0.0, 0.0, 0) for p in drawn]
+        return Collected([training_sample(0, p.id, n_prompt=p.id, n=1, version=self.version) for p in drawn], [])
 
-    def update(self, lessons: list[Any], step: int) -> dict[str, float]:
+    def update(self, samples: list[TrainingSample], step: int) -> dict[str, float]:
         """Two mini-batches, the second of which nobody may be there to wait for."""
         for number in (1, 2):
-            self.value = (self.value * 31 + number + sum(lesson.record.n_prompt for lesson in lessons)) % 1009
+            self.value = (self.value * 31 + number + sum(sample.n_tokens - 1 for sample in samples)) % 1009
             self.rows = (*self.rows[: number - 1], {"actor/loss": float(self.value)})
         self.step = step
         self.maybe("update")

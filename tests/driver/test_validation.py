@@ -14,8 +14,9 @@ from gkd.driver.validation import Validation
 from gkd.errors import RunFailed
 from gkd.rewards.completion import Completion
 from gkd.rewards.registry import resolve
-from gkd.types import Judging, Prompt, Record, Request, Sample, Scored
+from gkd.types import Prompt, Sample, SampleRequest, ScoredSample, Scoring, TrainingSample
 from tests.data.models import word_tokenizer
+from tests.samples import training_sample
 
 TOKENIZER = word_tokenizer()
 OWN = "tests.rewards.functions"
@@ -29,28 +30,30 @@ class Engines:
     """Answers prompt i with i + 1 words "a", and evaluates the run's rewards as a worker does."""
 
     def __init__(self, config: Any) -> None:
-        self.config, self.asked, self.scored = config, [], []
+        self.config, self.calls, self.scored = config, [], []
 
-    def sample(self, requests: Sequence[Request], judging: Judging, timeout_s: float) -> list[Record]:
-        self.asked.append((requests, judging))
+    def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
+        self.calls.append(requests)
         self.scored = [
-            Scored(Sample(r, np.full(r.prompt.id + 1, 5, np.int32), np.zeros(r.prompt.id + 1), 0, "stop"), None)
+            ScoredSample(
+                Sample.single_turn(r, np.full(r.prompt.id + 1, 5, np.int32), np.zeros(r.prompt.id + 1), 0, "stop")
+            )
             for r in requests
         ]
-        return [self._record(scored.sample, judging) for scored in self.scored]
+        return [self._numbers(scored.sample) for scored in self.scored]
 
-    def _record(self, sample: Sample, judging: Judging) -> Record:
-        prompt, n = sample.request.prompt, len(sample.response_ids)
-        judged = Completion(prompt.text, TOKENIZER.decode(sample.response_ids), prompt.answer, n, 8, False)
-        given: dict[str, float | str] = {}
-        for name in self.config.reward.functions if judging.rewards else []:
+    def _numbers(self, sample: Sample) -> TrainingSample:
+        prompt, n = sample.request.prompt, len(sample.sampled_ids)
+        completion = Completion(prompt.text, TOKENIZER.decode(sample.sampled_ids), prompt.answer, n, 8, False)
+        rewards: dict[str, float | str] = {}
+        for name in self.config.reward.functions if sample.request.scoring.rewards else []:
             try:
-                given[name] = float(resolve(name, self.config.reward)(judged))
+                rewards[name] = float(resolve(name, self.config.reward)(completion))
             except Exception as error:
-                given[name] = repr(error)
-        return Record(0, prompt.id, 0, given, 1, n, "stop", 0, 0, 0.0, 0.0, 0)
+                rewards[name] = repr(error)
+        return training_sample(prompt_id=prompt.id, n_prompt=1, n=n, rewards=rewards)
 
-    def fetch(self, records: Sequence[Record]) -> list[Scored]:
+    def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
         return self.scored
 
 
@@ -68,15 +71,15 @@ def test_rewards_of_ones_own_are_measured_without_answers() -> None:
     functions = [f"{OWN}:words", "length"]
     found, engines = validated(prompts(None, None, None), reward={"functions": functions, "weights": [1.0, 8.0]})
     assert found == pytest.approx({"val/reward/words": 2.0, "val/reward/length": 0.75, "val/reward/mean": 8.0})
-    ((requests, judging),) = engines.asked
+    (requests,) = engines.calls
     assert [request.sampling.temperature for request in requests] == [0.0] * 3
-    assert judging == Judging(rewards=True)
+    assert [request.scoring for request in requests] == [Scoring(rewards=True)] * 3
 
 
 def test_accuracy_stays_beside_them_and_only_prompts_with_answers_are_compared() -> None:
     found, engines = validated(prompts("a", None, "b"), reward={"functions": ["accuracy", f"{OWN}:words"]})
     assert found == {"val/accuracy": 0.5, "val/reward/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.5}
-    assert [request.prompt.id for request in engines.asked[0][0]] == [0, 2]
+    assert [request.prompt.id for request in engines.calls[0]] == [0, 2]
     found, _ = validated(prompts("a", None, "b"), reward={"functions": [f"{OWN}:words"]})
     assert found == {"val/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.0}
 
@@ -94,5 +97,5 @@ def test_what_failed_is_counted_and_left_out_of_the_means() -> None:
 def test_without_rewards_answers_alone_are_measured() -> None:
     found, engines = validated(prompts("a", None))
     assert found == {"val/accuracy": 1.0}
-    assert engines.asked[0][1] == Judging()
+    assert engines.calls[0][0].scoring == Scoring()
     assert validated(prompts(None))[0] == {}

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from gkd.config import RewardModel
 from gkd.inference.classifier import ClassifierEngine
 from gkd.rewards.reward_model import tokens_of
-from gkd.scoring.client import Rate, Score, TeacherClient, TeacherRefused
-from gkd.scoring.server import TeacherServer
+from gkd.scoring.client import Rate, Score, ScorerRefused, ScoringClient
+from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt
 from tests.data.models import TEMPLATE, word_tokenizer
 from tests.scoring.table import KEY
@@ -63,22 +63,21 @@ def test_a_batch_in_which_every_id_occurs(engine: ClassifierEngine, path: Path) 
 
 
 def test_over_the_wire(engine: ClassifierEngine, path: Path) -> None:
-    server, stop = TeacherServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
+    server, stop = ScoringServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
-    client = TeacherClient([server.address], "hash", key=KEY, request_timeout_s=20)
+    client = ScoringClient([server.address], "hash", key=KEY, request_timeout_s=20)
     try:
         client.connect()
         futures = [client.submit(Rate(np.array(ids, np.int32))) for ids in SEQUENCES]
         assert [f.result(20) for f in futures] == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
-        one = np.array([1], np.int32)
         for request, reason in (
-            (Score(one, one, 0), "is a reward model"),
+            (Score(np.array([3, 4], np.int32), ((1, 2),), 0), "is a reward model"),
             (Rate(np.zeros(33, np.int32)), "33 tokens"),
             (Rate(np.array([99], np.int32)), "token 99"),
             (Rate(np.zeros(0, np.int32)), "nothing to rate"),
         ):
-            with pytest.raises(TeacherRefused, match=reason):
+            with pytest.raises(ScorerRefused, match=reason):
                 client.submit(request).result(20)
     finally:
         client.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from gkd.config import Rollout
 from gkd.data.model_info import ModelInfo
-from gkd.inference.engine import Finished, SamplingEngine
+from gkd.inference.engine import SamplingEngine
 from gkd.inference.vllm_engine import engine_arguments, environment
 from gkd.planning.engine_memory import engine_memory, kv_bytes
-from gkd.types import Prompt, Request, Sampling
+from gkd.types import Prompt, Sample, SampleRequest, Sampling
 from tests.planning.subjects import subject
 
 pytestmark = pytest.mark.vllm
@@ -90,35 +91,36 @@ def pair(
     del llm
 
 
-def requests(sampling: Sampling, n: int = 9) -> list[Request]:
+def requests(sampling: Sampling, n: int = 9) -> list[SampleRequest]:
     rng = np.random.default_rng(0)
     return [
-        Request(Prompt(i, rng.integers(2, N_TOKENS, 3 + i).astype(np.int32), ""), 0, 100 + i, sampling)
+        SampleRequest(Prompt(i, rng.integers(2, N_TOKENS, 3 + i).astype(np.int32), ""), 0, 100 + i, sampling)
         for i in range(n)
     ]
 
 
-def run(engine: SamplingEngine, wanted: list[Request]) -> list[Finished]:
+def run(engine: SamplingEngine, wanted: list[SampleRequest]) -> list[Sample]:
     for key, request in enumerate(wanted):
-        engine.add(key, request)
-    found: list[Finished] = []
+        engine.add(replace(request, key=key))
+    found: list[Sample] = []
     while engine.busy():
         found += engine.step()
-    return sorted(found, key=lambda f: f.key)
+    return sorted(found, key=lambda sample: sample.request.key)
 
 
-def worst_difference(model: torch.nn.Module, wanted: list[Request], found: list[Finished]) -> float:
+def worst_difference(model: torch.nn.Module, wanted: list[SampleRequest], found: list[Sample]) -> float:
     """Largest |log p| between what the engine said of its tokens and the model's own softmax(logits / T)."""
     worst = 0.0
     for request, finished in zip(wanted, found, strict=True):
         prompt = request.prompt.token_ids
-        ids = torch.from_numpy(np.concatenate([prompt, finished.response_ids]).astype(np.int64))
+        ids = torch.from_numpy(finished.token_ids.astype(np.int64))
+        assert np.array_equal(ids[: len(prompt)], prompt)
         with torch.no_grad():
             logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float()
         logits[:, N_TOKENS:] = -torch.inf
         own = (logits / request.sampling.temperature).log_softmax(-1)
         own = own.gather(-1, ids[len(prompt) :, None])[:, 0].numpy()
-        worst = max(worst, float(np.abs(own - finished.logprobs).max()))
+        worst = max(worst, float(np.abs(own - finished.sampled_logprobs).max()))
     return worst
 
 
@@ -131,17 +133,17 @@ def test_logprobs_are_those_of_what_was_sampled_from(pair, name: str, temperatur
     assert worst_difference(pair["model"], wanted, found) < 2e-4
     for finished in found:
         ended = finished.finish_reason == "stop"
-        assert ended == (finished.response_ids[-1] == EOS)  # the end token is part of the response
-        assert EOS not in finished.response_ids[:-1]
-        assert finished.response_ids.max() < N_TOKENS
-        assert ended or len(finished.response_ids) == 12
-        assert len(finished.logprobs) == len(finished.response_ids)
+        assert ended == (finished.sampled_ids[-1] == EOS)  # the end token is part of the response
+        assert EOS not in finished.sampled_ids[:-1]
+        assert finished.sampled_ids.max() < N_TOKENS
+        assert ended or len(finished.sampled_ids) == 12
+        assert len(finished.sampled_logprobs) == len(finished.sampled_ids)
 
 
 def test_more_prompts_than_fit_into_one_step(pair) -> None:
     rng = np.random.default_rng(1)
     prompts = [Prompt(i, rng.integers(2, N_TOKENS, 50).astype(np.int32), "") for i in range(20)]
-    wanted = [Request(p, 0, 7 + p.id, Sampling(8)) for p in prompts]
+    wanted = [SampleRequest(p, 0, 7 + p.id, Sampling(8)) for p in prompts]
     found = run(pair["vllm"], wanted)
     assert worst_difference(pair["model"], wanted, found) < 2e-4
 
@@ -149,7 +151,7 @@ def test_more_prompts_than_fit_into_one_step(pair) -> None:
 def test_both_engines_decode_greedily_to_the_same_tokens(pair) -> None:
     wanted = requests(Sampling(10, temperature=0.0))
     for a, b in zip(run(pair["vllm"], wanted), run(pair["hf"], wanted), strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
+        assert a.token_ids.tolist() == b.token_ids.tolist()
         assert a.finish_reason == b.finish_reason
 
 
@@ -158,14 +160,14 @@ def test_equal_seeds_give_equal_samples_whatever_runs_beside_them(pair, name: st
     wanted = requests(Sampling(12))
     together = run(pair[name], wanted)
     alone = [run(pair[name], [request])[0] for request in wanted]
-    assert [f.response_ids.tolist() for f in together] == [f.response_ids.tolist() for f in alone]
+    assert [f.token_ids.tolist() for f in together] == [f.token_ids.tolist() for f in alone]
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_the_engine_lives_on(pair) -> None:
-    long = Request(Prompt(0, np.full(300, 5, dtype=np.int32), ""), 0, 0, Sampling(4))
+    long = SampleRequest(Prompt(0, np.full(300, 5, dtype=np.int32), ""), 0, 0, Sampling(4))
     for name in ("vllm", "hf"):
         with pytest.raises(ValueError, match=r"\d+"):
-            pair[name].add(0, long)
+            pair[name].add(long)
         assert len(run(pair[name], requests(Sampling(3), n=2))) == 2
 
 
@@ -179,6 +181,7 @@ def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
         pieces = [{n: t} for n, t in state.items()]
         pair[name].load_weights(pieces, version)
         found = run(pair[name], wanted)
+        assert {span.version for sample in found for span in sample.versions} == {version}
         assert worst_difference(pushed, wanted, found) < 2e-4
         assert worst_difference(pair["model"], wanted, found) > 0.1  # the old weights would not have passed
 

@@ -15,8 +15,8 @@ from gkd.config import Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.vllm_scorer import RESULT_BYTES
-from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, TeacherClient, TeacherRefused
-from gkd.scoring.server import TeacherServer
+from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, ScorerRefused, ScoringClient
+from gkd.scoring.server import ScoringServer
 from gkd.types import Target
 from tests.scoring.conftest import CHUNK, VLLM_LENGTH, VLLM_VOCABULARY
 from tests.scoring.table import KEY
@@ -33,12 +33,12 @@ def reference(tiny_llama: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def teacher(vllm_engine: Any) -> Iterator[TeacherClient]:
+def teacher(vllm_engine: Any) -> Iterator[ScoringClient]:
     """A client of a server of the session's vLLM engine, which works on this server's thread."""
-    server, stop = TeacherServer(vllm_engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
+    server, stop = ScoringServer(vllm_engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
-    client = TeacherClient([server.address], "hash", FULL_VOCABULARY, key=KEY, max_length=VLLM_LENGTH)
+    client = ScoringClient([server.address], "hash", FULL_VOCABULARY, key=KEY, max_length=VLLM_LENGTH)
     client.connect(10)
     yield client
     client.close()
@@ -54,19 +54,20 @@ def a_request(
         0, min(vocabulary or VLLM_VOCABULARY, VLLM_VOCABULARY), n_prompt + n_response
     )
     ids = ids.astype(np.int32)
-    return Score(ids[:n_prompt], ids[n_prompt:], top_k, temperature, vocabulary)
+    return Score(ids, ((n_prompt, len(ids)),), top_k, temperature, vocabulary)
 
 
 def check(request: Score, target: Target, reference: Any) -> None:
-    """The target is log_softmax(logits / T) of the reference at the response positions, to 1e-4."""
-    tokens = torch.tensor(np.concatenate([request.prompt_ids, request.response_ids]).astype(np.int64))
+    """The target is log_softmax(logits / T) of the reference at the wanted positions, to 1e-4."""
+    positions = np.concatenate([np.arange(start, stop) for start, stop in request.spans])
+    tokens = torch.tensor(request.token_ids.astype(np.int64))
     with torch.no_grad():
-        logits = reference(tokens[None]).logits[0, len(request.prompt_ids) - 1 : -1, : request.vocabulary]
+        logits = reference(tokens[None]).logits[0, positions - 1, : request.vocabulary]
     logprobs = torch.log_softmax(logits / request.temperature, -1).numpy()
-    rows = np.arange(len(request.response_ids))
+    rows = np.arange(len(positions))
     k = min(request.top_k, logprobs.shape[1])
     assert target.ids.shape == target.logprobs.shape == (len(rows), k) and target.temperature == request.temperature
-    np.testing.assert_allclose(target.token_logprobs, logprobs[rows, request.response_ids], atol=1e-4)
+    np.testing.assert_allclose(target.token_logprobs, logprobs[rows, request.token_ids[positions]], atol=1e-4)
     np.testing.assert_allclose(target.logprobs, np.take_along_axis(logprobs, target.ids, -1), atol=1e-4)
     np.testing.assert_allclose(target.logprobs, -np.sort(-logprobs, -1)[:, :k], atol=1e-4)
     assert all(len(set(row)) == k for row in target.ids.tolist())
@@ -75,14 +76,14 @@ def check(request: Score, target: Target, reference: Any) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("top_k", [0, 1, 8, VLLM_VOCABULARY, FULL_VOCABULARY])
 def test_scores_are_those_of_transformers(
-    teacher: TeacherClient, reference: Any, top_k: int, temperature: float
+    teacher: ScoringClient, reference: Any, top_k: int, temperature: float
 ) -> None:
     requests = [a_request(1 + 3 * i, 20 - i, top_k, temperature, seed=i) for i in range(6)]
     for request, future in [(r, teacher.submit(r)) for r in requests]:
         check(request, future.result(30), reference)
 
 
-def test_tails_are_those_of_the_whole_row_however_small(teacher: TeacherClient, reference: Any) -> None:
+def test_tails_are_those_of_the_whole_row_however_small(teacher: ScoringClient, reference: Any) -> None:
     """From 1e-11 to nearly 1, against sums over the rest of the vocabulary in float64."""
     exact, seen = reference.double(), []
     requests = [
@@ -90,9 +91,10 @@ def test_tails_are_those_of_the_whole_row_however_small(teacher: TeacherClient, 
     ]
     for request, future in [(r, teacher.submit(r)) for r in requests]:
         target = future.result(30)
-        tokens = torch.tensor(np.concatenate([request.prompt_ids, request.response_ids]).astype(np.int64))
+        ((start, stop),) = request.spans
         with torch.no_grad():
-            logits = exact(tokens[None]).logits[0, len(request.prompt_ids) - 1 : -1, : request.vocabulary]
+            logits = exact(torch.tensor(request.token_ids.astype(np.int64))[None]).logits[0, start - 1 : stop - 1]
+        logits = logits[:, : request.vocabulary]
         p = torch.softmax(logits / request.temperature, -1).numpy()
         np.put_along_axis(p, target.ids, 0.0, -1)
         # The logits themselves are float32 in one and float64 in the other, and their errors are divided by T.
@@ -107,7 +109,7 @@ def test_tails_are_those_of_the_whole_row_however_small(teacher: TeacherClient, 
     ("n_prompt", "n_response"), [(1, VLLM_LENGTH - 1), (CHUNK, CHUNK), (VLLM_LENGTH - 1, 1), (1, CHUNK)]
 )
 def test_a_sequence_across_prefill_chunks(
-    teacher: TeacherClient, reference: Any, n_prompt: int, n_response: int
+    teacher: ScoringClient, reference: Any, n_prompt: int, n_response: int
 ) -> None:
     """Up to the longest there is, alone and with others that share its chunks."""
     requests = [a_request(n_prompt, n_response, 8, seed=i) for i in range(4)]
@@ -116,7 +118,7 @@ def test_a_sequence_across_prefill_chunks(
 
 
 def test_k_temperature_and_vocabulary_may_differ_from_request_to_request(
-    teacher: TeacherClient, reference: Any
+    teacher: ScoringClient, reference: Any
 ) -> None:
     requests = [
         a_request(4, 10, k, temperature, vocabulary, seed)
@@ -129,7 +131,7 @@ def test_k_temperature_and_vocabulary_may_differ_from_request_to_request(
         check(request, future.result(60), reference)
 
 
-def test_the_same_sequence_again_is_scored_the_same(teacher: TeacherClient, reference: Any) -> None:
+def test_the_same_sequence_again_is_scored_the_same(teacher: ScoringClient, reference: Any) -> None:
     """vLLM's prefix cache would leave rows out."""
     request = a_request(100, 28, 8)
     for _ in range(3):
@@ -140,23 +142,23 @@ def test_the_same_sequence_again_is_scored_the_same(teacher: TeacherClient, refe
     ("request_", "code"),
     [
         (a_request(100, VLLM_LENGTH - 99, 1), "too_long"),
-        (Score(np.array([1], np.int32), np.array([VLLM_VOCABULARY], np.int32), 1), "out_of_vocabulary"),
-        (Score(np.array([-5], np.int32), np.array([1], np.int32), 1), "out_of_vocabulary"),
+        (Score(np.array([1, VLLM_VOCABULARY], np.int32), ((1, 2),), 1), "out_of_vocabulary"),
+        (Score(np.array([-5, 1], np.int32), ((1, 2),), 1), "out_of_vocabulary"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_and_the_server_lives_on(
-    teacher: TeacherClient, reference: Any, request_: Score, code: str
+    teacher: ScoringClient, reference: Any, request_: Score, code: str
 ) -> None:
-    with pytest.raises(TeacherRefused) as refused:
+    with pytest.raises(ScorerRefused) as refused:
         teacher.submit(request_).result(30)
     assert refused.value.code == code
     check(a_request(3, 5, 4), teacher.submit(a_request(3, 5, 4)).result(30), reference)
 
 
-def test_generation_is_transformers_greedy(teacher: TeacherClient, reference: Any) -> None:
+def test_generation_is_transformers_greedy(teacher: ScoringClient, reference: Any) -> None:
     """Also while others are scored at another temperature, and past prompts that end early."""
     scored = [teacher.submit(a_request(5, 30, 4, 0.5, seed=i)) for i in range(8)]
-    prompts = [a_request(3 + i, 1, 0, seed=100 + i).prompt_ids for i in range(12)]
+    prompts = [a_request(2 + i, 1, 0, seed=100 + i).token_ids for i in range(12)]
     futures = [teacher.submit(Generate(prompt, 40)) for prompt in prompts]
     lengths = set()
     for prompt, future in zip(prompts, futures, strict=True):

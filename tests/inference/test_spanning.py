@@ -15,7 +15,7 @@ from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_engine import Span
 from gkd.rollout.worker import RolloutWorker, rollout_follower
 from gkd.scoring.address import Key
-from gkd.scoring.worker import JudgeSpec, TeacherWorker, teacher_follower
+from gkd.scoring.worker import ScorerSpec, TokenScorerWorker, token_scorer_follower
 from tests.data.models import word_tokenizer
 from tests.inference.test_engines import EOS, N_TOKENS, SHAPE, make
 
@@ -38,11 +38,11 @@ def rollout_ends(path: str) -> Ends:
 
 def teacher_ends(path: str) -> Ends:
     return (
-        TeacherWorker,
-        teacher_follower,
+        TokenScorerWorker,
+        token_scorer_follower,
         (
             Teacher(**WIDE),
-            JudgeSpec("float32", path, "cpu", "hash", "127.0.0.1", Key.generate()),
+            ScorerSpec("float32", path, "cpu", "hash", "127.0.0.1", Key.generate()),
         ),
     )
 

@@ -17,7 +17,7 @@ from gkd.algorithms.aggregation import token_weights
 from gkd.config import Algorithm, Loss, Rollout
 from gkd.losses.micro_batch import MicroBatch, collate
 from gkd.losses.objective import objective
-from gkd.types import Scored
+from gkd.types import ScoredSample
 from tests.actor import models
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
@@ -42,14 +42,16 @@ def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(found: lis
 def test_collate_has_a_row_for_every_response_token_and_none_after_the_end() -> None:
     samples = models.scored(5)
     micro = micro_batch(samples)
-    response = torch.cat([torch.from_numpy(s.sample.response_ids) for s in samples])
+    response = torch.cat([torch.from_numpy(s.sample.sampled_ids) for s in samples])
     assert len(micro.rows) == len(response)
     assert torch.equal(micro.token_ids[micro.rows + 1], response.long())  # each row predicts its response token
     last = micro.cu_seqlens[1:].long() - 1
     assert not torch.isin(micro.rows, last).any()  # what follows the last token of a sequence is never predicted
 
 
-def micro_batch(samples: list[Scored], weights: Sequence[float] | None = None, advantage: float = 1.0) -> MicroBatch:
+def micro_batch(
+    samples: list[ScoredSample], weights: Sequence[float] | None = None, advantage: float = 1.0
+) -> MicroBatch:
     """One micro-batch, its tokens weighted 1 unless told otherwise, with advantages of either sign."""
     advantages = [advantage * (-1.0) ** s.sample.request.prompt.id for s in samples]
     return collate(samples, models.VOCAB, weights or [1.0] * len(samples), advantages)
@@ -86,7 +88,7 @@ def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, agg
     student = load(tmp_path)
     assert student.packed == (family != "gemma2")
     samples, algorithm = models.scored(7), OBJECTIVES[name]
-    lengths = [len(s.sample.response_ids) for s in samples]
+    lengths = [len(s.sample.sampled_ids) for s in samples]
     weights = token_weights(lengths, [True] * 7, aggregation, 12)
     # The reference: Hugging Face's own forward, one sequence at a time, no packing and no attention of ours.
     plain = models.make(family).train()
@@ -98,7 +100,7 @@ def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, agg
         value.backward()
         expected += value.item()
     reference = {f"lm.{n}": p.grad for n, p in plain.named_parameters()}
-    parts = pack([n + len(s.sample.request.prompt.token_ids) for n, s in zip(lengths, samples, strict=True)], 40)
+    parts = pack([len(s.sample.token_ids) for s in samples], 40)
     assert 1 < len(parts) < len(samples)
     batches = [micro_batch([samples[i] for i in part], [weights[i] for i in part]) for part in parts]
     total, found = gradients(student, batches, algorithm, chunk=5)
@@ -114,7 +116,7 @@ def test_two_times_two_is_four(name: str, aggregation: str, tmp_path) -> None:
     """Accumulating two micro-batches of two gives the gradient of one of four: most trainers' token mean does not."""
     models.make("llama").save_pretrained(tmp_path)
     student, samples = load(tmp_path), models.scored(4, seed=2)
-    lengths = [len(s.sample.response_ids) for s in samples]
+    lengths = [len(s.sample.sampled_ids) for s in samples]
     assert sum(lengths[:2]) != sum(lengths[2:])
     weights = token_weights(lengths, [True] * 4, aggregation, 12)
     halves = [micro_batch(samples[i : i + 2], weights[i : i + 2]) for i in (0, 2)]

@@ -18,7 +18,7 @@ from gkd.config import Algorithm, Rollout, load
 from gkd.losses.micro_batch import MicroBatch, collate
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import PositionTargets
-from gkd.types import Scored
+from gkd.types import ScoredSample
 from tests.actor import models
 
 LIMIT = 12
@@ -31,15 +31,15 @@ def a_batch(
     rng = np.random.default_rng(seed)
     samples = models.scored(n, seed=seed)
     if one_token:
-        samples = [s for s in models.scored(200, seed=seed) if len(s.sample.response_ids) == 1][:n]
+        samples = [s for s in models.scored(200, seed=seed) if len(s.sample.sampled_ids) == 1][:n]
         assert len(samples) == n
-    lengths = [len(s.sample.response_ids) for s in samples]
+    lengths = [len(s.sample.sampled_ids) for s in samples]
     references = [-rng.random(r).astype(np.float32) * 3 for r in lengths]
-    samples = [Scored(s.sample, s.target, r) for s, r in zip(samples, references, strict=True)]
+    samples = [ScoredSample(s.sample, s.teacher, r) for s, r in zip(samples, references, strict=True)]
     weights = token_weights(lengths, [True] * n, aggregation, LIMIT)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(sum(lengths), models.VOCAB, dtype=torch.float64, generator=generator).requires_grad_()
-    ids = torch.from_numpy(np.concatenate([s.sample.response_ids for s in samples]).astype(np.int64))
+    ids = torch.from_numpy(np.concatenate([s.sample.sampled_ids for s in samples]).astype(np.int64))
     log_q = logits.detach().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
     old = (log_q + 0.3 * torch.randn(len(ids), dtype=torch.float64, generator=generator)).float().split(lengths)
     return collate(samples, models.VOCAB, weights, rng.normal(size=n).tolist(), old), logits

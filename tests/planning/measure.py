@@ -16,11 +16,11 @@ from gkd.actor.optimizer import adamw
 from gkd.config import Config
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
-from gkd.types import Prompt, Request, Sample, Sampling, Scored, Target
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target
 from tests.planning.tensor_bytes import TensorBytes
 
 
-def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | None) -> list[Scored]:
+def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | None) -> list[ScoredSample]:
     """Random samples of these lengths, the last ``response`` tokens theirs; K targets each, none where k is None."""
     rng = np.random.default_rng(0)
     found = []
@@ -32,10 +32,11 @@ def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | Non
             logprobs = np.full((response, k), np.log(0.9 / max(k, 1)), dtype=np.float32)
             tail = np.full(response, np.log(0.1), dtype=np.float32)
             target = Target(np.full(response, -3, np.float32), top, logprobs, tail_logprobs=tail)
-        request = Request(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response))
+        request = SampleRequest(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response))
         sampled = np.full(response, -3, np.float32)
         reference = np.full(response, -3, np.float32)
-        found.append(Scored(Sample(request, ids[length - response :], sampled, 0, "stop"), target, reference))
+        sample = Sample.single_turn(request, ids[length - response :], sampled, 0, "stop")
+        found.append(ScoredSample(sample, target, reference))
     return found
 
 
@@ -48,12 +49,12 @@ def student_of(config: PretrainedConfig, run: Config) -> Student:
 
 
 def peak_of_update(
-    student: Student, run: Config, scored: Sequence[Scored], n_updates: int = 2, resizing: bool = False
+    student: Student, run: Config, scored: Sequence[ScoredSample], n_updates: int = 2, resizing: bool = False
 ) -> int:
-    """Peak bytes of tensors over optimizer steps as :meth:`gkd.actor.worker.ActorWorker.update` makes them."""
+    """Peak bytes of tensors over optimizer steps as :meth:`gkd.actor.training.Training.update` makes them."""
     optimizer = adamw(student, run.actor)
-    lengths = [len(s.sample.request.prompt.token_ids) + len(s.sample.response_ids) for s in scored]
-    n = sum(len(s.sample.response_ids) for s in scored)
+    lengths = [len(s.sample.token_ids) for s in scored]
+    n = sum(len(s.sample.sampled_ids) for s in scored)
     tensors = TensorBytes(resizing)
     with tensors:
         tensors.count([*student.parameters(), *student.buffers()])
@@ -66,9 +67,9 @@ def peak_of_update(
     return tensors.peak
 
 
-def _accumulate(scored: Sequence[Scored], student: Student, run: Config, n: int) -> None:
+def _accumulate(scored: Sequence[ScoredSample], student: Student, run: Config, n: int) -> None:
     # In a function, as in the worker's loop, whose names are bound anew with every micro-batch.
-    k = None if scored[0].target is None else scored[0].target.ids.shape[1]
+    k = None if scored[0].teacher is None else scored[0].teacher.ids.shape[1]
     weights: list[Any] = [1 / n] * len(scored)
     micro = collate(scored, k, weights, [1.0] * len(scored))
     total, _ = student(micro, objective(micro, run.algorithm, run.rollout, run.actor.loss_chunk))

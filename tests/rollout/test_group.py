@@ -20,7 +20,7 @@ from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
-from gkd.types import Judging, Prompt, Request, Sampling
+from gkd.types import Prompt, SampleRequest, Sampling
 from tests.cluster.conftest import alive, eventually
 from tests.weights.reports import reports
 
@@ -52,14 +52,14 @@ def start(engines: list[Group], n: int) -> RolloutGroup:
     return RolloutGroup(engines[-1], settings(), {})
 
 
-def wanted(n: int) -> list[Request]:
-    return [Request(Prompt(i, np.array([i], np.int32), ""), 0, i, Sampling(4)) for i in range(n)]
+def wanted(n: int) -> list[SampleRequest]:
+    return [SampleRequest(Prompt(i, np.array([i], np.int32), ""), 0, i, Sampling(4)) for i in range(n)]
 
 
 def test_engines_that_hang_are_ended_and_others_do_their_work(
     engines: list[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One whose process is stopped, one stuck in a pass, one stopped between its samples and their records."""
+    """One whose process is stopped, one stuck in a pass, one stopped between its arrays and their numbers."""
     rollout = start(engines, 4)
     pids = [report.pid for report in rollout.group.reports]
     memory = MemoryReports()
@@ -77,9 +77,9 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
         assert len(caplog.messages) == 1
         assert caplog.messages[0].startswith("rollout rank 3 (pid ")
         caplog.clear()
-        records = rollout.sample(wanted(13), Judging(), timeout_s=120)
-    assert [record.prompt_id for record in records] == list(range(13))
-    assert {record.worker for record in records} == {0}
+        samples = rollout.sample(wanted(13), timeout_s=120)
+    assert [sample.prompt_id for sample in samples] == list(range(13))
+    assert {sample.worker for sample in samples} == {0}
     assert rollout.alive == [0]
     named = sorted(message for message in caplog.messages if "rollout rank" in message)
     assert [message[:14] for message in named] == ["rollout rank 1", "rollout rank 2", "rollout rank 3"]
@@ -88,7 +88,7 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     assert Path(f"/proc/{pids[0]}").exists()
     rollout.living.control("get_stuck", timeout_s=30)
     with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .* has done nothing for 5 s"):
-        rollout.sample(wanted(2), Judging(), timeout_s=120)
+        rollout.sample(wanted(2), timeout_s=120)
 
 
 def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
@@ -96,11 +96,11 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     rollout = start(engines, 2)
     began = time.monotonic()
     with pytest.raises(RunFailed, match=r"3 samples were .* 0.5 s .*still at work: rollout rank 0 .* with 2"):
-        rollout.sample(wanted(3), Judging(), timeout_s=0.5)
+        rollout.sample(wanted(3), timeout_s=0.5)
     assert time.monotonic() - began < 5
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
     assert set(rollout.tell("progress", timeout_s=2.0, what="telling")) == {0}
     assert rollout.alive == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
-    assert len(rollout.sample(wanted(2), Judging(), timeout_s=60)) == 2
+    assert len(rollout.sample(wanted(2), timeout_s=60)) == 2

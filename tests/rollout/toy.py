@@ -12,27 +12,28 @@ import numpy as np
 
 from gkd.config import Config
 from gkd.data.model_info import ModelInfo
-from gkd.inference.engine import EngineSpec, Finished
+from gkd.inference.engine import EngineSpec
+from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
-from gkd.types import Request
+from gkd.types import Sample, SampleRequest
 
 
 class ToyEngine:
     """Needs 20 passes of 50 ms for all that it has, and hangs for good in the next one once ``stuck``."""
 
     def __init__(self) -> None:
-        self.forward_passes, self.stuck = 0, False
-        self.jobs: dict[int, Request] = {}
+        self.forward_passes, self.version, self.stuck = 0, 0, False
+        self.requests: list[SampleRequest] = []
         self.left = 0
 
-    def add(self, key: int, request: Request) -> None:
-        self.jobs[key] = request
+    def add(self, request: SampleRequest) -> None:
+        self.requests.append(request)
         self.left = 20
 
     def busy(self) -> bool:
-        return bool(self.jobs)
+        return bool(self.requests)
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[Sample]:
         if self.stuck:
             threading.Event().wait()
         time.sleep(0.05)
@@ -40,8 +41,9 @@ class ToyEngine:
         self.left -= 1
         if self.left:
             return []
-        done = [Finished(key, np.ones(2, np.int32), np.zeros(2, np.float32), "stop") for key in self.jobs]
-        self.jobs.clear()
+        ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
+        done = [Sample.single_turn(request, ids, logprobs, self.version, "stop") for request in self.requests]
+        self.requests.clear()
         return done
 
 
@@ -50,7 +52,7 @@ class ToyRollout(rollout_worker.RolloutWorker):
 
     def __init__(self, config: Config, rank: int) -> None:
         rollout_worker._engine = lambda *_: ToyEngine()
-        rollout_worker.load_tokenizer = lambda *_: None
+        pipeline.load_tokenizer = lambda *_: None
         super().__init__(config, EngineSpec("", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
         self.sends_half = False
 
@@ -63,9 +65,9 @@ class ToyRollout(rollout_worker.RolloutWorker):
     def memory(self) -> dict[str, float]:
         return {"process_gb": 1.0 + self.rank}
 
-    def records(self) -> Any:
-        """Have the process stop where samples have been sent and their records have not, if wanted."""
-        for item in super().records():
+    def finished(self) -> Any:
+        """Have the process stop where arrays have been sent and their numbers have not, if wanted."""
+        for item in super().finished():
             if self.sends_half and hasattr(item[0], "key"):
                 os.kill(os.getpid(), signal.SIGSTOP)
                 threading.Event().wait()  # other threads may get the signal first

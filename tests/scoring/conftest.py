@@ -20,8 +20,8 @@ import pytest
 from gkd.config import Teacher
 from gkd.errors import RunFailed
 from gkd.scoring.address import Key
-from gkd.scoring.client import Score, TeacherClient
-from gkd.scoring.server import TeacherServer
+from gkd.scoring.client import Score, ScoringClient
+from gkd.scoring.server import ScoringServer
 from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +31,14 @@ VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
 def a_score(seed: int = 0, top_k: int = 4, n_prompt: int = 5, n_response: int = 7, temperature: float = 1.0) -> Score:
     """A request that the table engine answers."""
     ids = np.random.default_rng(seed).integers(0, min(POISON, VOCABULARY), n_prompt + n_response).astype(np.int32)
-    return Score(ids[:n_prompt], ids[n_prompt:], top_k, temperature)
+    return Score(ids, ((n_prompt, len(ids)),), top_k, temperature)
 
 
 @dataclass
 class Running:
     """A server on a thread of this process."""
 
-    server: TeacherServer
+    server: ScoringServer
     engine: Any
     stop: threading.Event
     thread: threading.Thread
@@ -64,7 +64,7 @@ def serve() -> Iterator[Callable[..., Running]]:
         **settings: Any,
     ) -> Running:
         engine = engine or TableEngine()
-        server, stop = TeacherServer(engine, tokenizer_hash, host, port, key, **settings), threading.Event()
+        server, stop = ScoringServer(engine, tokenizer_hash, host, port, key, **settings), threading.Event()
         failure: list[BaseException] = []
 
         def run() -> None:
@@ -84,13 +84,13 @@ def serve() -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., TeacherClient]]:
+def connect() -> Iterator[Callable[..., ScoringClient]]:
     """Makes clients that are closed at the end, impatient ones unless told otherwise."""
-    clients: list[TeacherClient] = []
+    clients: list[ScoringClient] = []
 
-    def make(*addresses: str, tokenizer_hash: str = "hash", **settings: Any) -> TeacherClient:
+    def make(*addresses: str, tokenizer_hash: str = "hash", **settings: Any) -> ScoringClient:
         settings = {"key": KEY, "request_timeout_s": 2.0, "heartbeat_s": 0.1, "max_attempts": 3} | settings
-        clients.append(TeacherClient(addresses, tokenizer_hash, **settings))
+        clients.append(ScoringClient(addresses, tokenizer_hash, **settings))
         return clients[-1]
 
     yield make

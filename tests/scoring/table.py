@@ -19,7 +19,7 @@ import numpy as np
 from gkd.scoring.address import Key
 from gkd.scoring.connections import Bounds
 from gkd.scoring.requests import Generate, Limits, Refused, Score
-from gkd.scoring.server import TeacherServer
+from gkd.scoring.server import ScoringServer
 from gkd.types import Int32, Target
 
 VOCABULARY = 32
@@ -31,11 +31,11 @@ POISON = 31  # as first token of a prompt: the engine fails
 def expected(request: Score) -> Target:
     """What the table says about a request."""
     rows = VOCABULARY if request.vocabulary is None else min(VOCABULARY, request.vocabulary)
-    before = np.concatenate([request.prompt_ids[-1:], request.response_ids[:-1]])
-    logits = LOGITS[before, :rows] / request.temperature
+    positions = np.concatenate([np.arange(start, stop) for start, stop in request.spans])
+    logits = LOGITS[request.token_ids[positions - 1], :rows] / request.temperature
     logprobs = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
     ids = np.argsort(-logprobs, axis=-1)[:, : request.top_k].astype(np.int32)
-    token_logprobs = logprobs[np.arange(len(before)), request.response_ids]
+    token_logprobs = logprobs[np.arange(len(positions)), request.token_ids[positions]]
     rest = np.exp(logprobs.astype(np.float64))
     np.put_along_axis(rest, ids, 0.0, -1)
     tails = np.log(rest.sum(-1)).astype(np.float32) if 0 < ids.shape[1] < rows else None
@@ -76,7 +76,8 @@ class TableEngine:
         key, request = self._queue.popleft()
         self.worked_on += 1
         time.sleep(self.delay_s)
-        if request.prompt_ids[0] == self.poison:
+        ids = request.token_ids if isinstance(request, Score) else request.prompt_ids
+        if ids[0] == self.poison:
             raise ValueError("poisoned")
         yield key, expected(request) if isinstance(request, Score) else greedy(request)
 
@@ -94,7 +95,7 @@ class TableEngine:
 def main(port: str, delay_s: str, max_length: str, bounds: str, public: str, secret: str) -> None:
     engine = TableEngine(float(delay_s), max_length=int(max_length))
     key = Key(public.encode(), secret.encode())
-    server = TeacherServer(engine, "hash", "127.0.0.1", int(port), key, bounds=Bounds(**json.loads(bounds)))
+    server = ScoringServer(engine, "hash", "127.0.0.1", int(port), key, bounds=Bounds(**json.loads(bounds)))
     print(server.address, flush=True)
     server.serve(threading.Event())
 

@@ -19,13 +19,13 @@ import zmq
 
 from gkd.scoring import wire
 from gkd.scoring.address import Key, secure_client
-from gkd.scoring.client import Score, TeacherClient
+from gkd.scoring.client import Score, ScoringClient
 from gkd.scoring.connections import Bounds, Connection
 from tests.scoring.conftest import Process, Running, a_score
 from tests.scoring.table import KEY, TableEngine, expected
 
 Serve = Callable[..., Running]
-Connect = Callable[..., TeacherClient]
+Connect = Callable[..., ScoringClient]
 MIB = 1 << 20
 
 
@@ -47,7 +47,7 @@ def dealer() -> Iterator[Callable[..., Any]]:
     context.destroy(linger=0)
 
 
-def answers(client: TeacherClient, seed: int = 0) -> bool:
+def answers(client: ScoringClient, seed: int = 0) -> bool:
     return np.array_equal(client.submit(a_score(seed)).result(30).ids, expected(a_score(seed)).ids)
 
 
@@ -67,7 +67,7 @@ def memory(process: Process, which: str = "VmHWM") -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(which))
 
 
-def served_for(client: TeacherClient, seconds: float) -> None:
+def served_for(client: ScoringClient, seconds: float) -> None:
     """The client is answered all the time, and its replica is never out."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -227,8 +227,8 @@ def test_where_the_queue_is_full_in_all_everyone_has_a_share(serve: Serve, deale
 def test_a_request_longer_than_the_server_reads_is_refused_here(serve: Serve, connect: Connect) -> None:
     """The server would hang up on it without a word."""
     client = connect(serve().server.address)
-    with pytest.raises(Exception, match="50001 tokens, and this teacher takes at most 100") as refused:
-        client.submit(Score(np.array([1], np.int32), np.ones(50_000, np.int32), 1)).result(10)
+    with pytest.raises(Exception, match="50001 tokens, and this model takes at most 100") as refused:
+        client.submit(Score(np.ones(50_001, np.int32), ((1, 50_001),), 1)).result(10)
     assert refused.value.code == "too_long"
     assert answers(client) and client.counts.get("lost", 0) == 0
 

@@ -17,12 +17,12 @@ import zmq
 from gkd.errors import ConfigError, RunFailed
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
-from gkd.scoring.client import FULL_VOCABULARY, TeacherClient, TeacherUnavailable
+from gkd.scoring.client import FULL_VOCABULARY, ScorerUnavailable, ScoringClient
 from tests.scoring.conftest import Process, Running, a_score
 from tests.scoring.table import KEY, VOCABULARY, TableEngine, expected
 
 Serve = Callable[..., Running]
-Connect = Callable[..., TeacherClient]
+Connect = Callable[..., ScoringClient]
 Spawn = Callable[..., Process]
 
 
@@ -113,7 +113,7 @@ def test_without_any_replica_a_request_fails_in_time(spawn: Spawn, connect: Conn
     for server in servers:
         server.signal(number)
     began = time.monotonic()
-    with pytest.raises(TeacherUnavailable, match=r"no answer from the teacher after \d") as failure:
+    with pytest.raises(ScorerUnavailable, match=r"no answer from the teacher after \d") as failure:
         client.submit(a_score()).result(10)
     assert time.monotonic() - began < 8.0
     assert all(s.address in str(failure.value) for s in servers)
@@ -123,7 +123,7 @@ def test_attempts_are_limited_and_told(serve: Serve, connect: Connect) -> None:
     running = serve(TableEngine(delay_s=1.5))
     client = connect(running.server.address, request_timeout_s=0.3, max_attempts=2)
     client.connect(5)
-    with pytest.raises(TeacherUnavailable, match=r"2 attempts .*: tcp://\S+ no answer .*; tcp://\S+ no answer"):
+    with pytest.raises(ScorerUnavailable, match=r"2 attempts .*: tcp://\S+ no answer .*; tcp://\S+ no answer"):
         client.submit(a_score()).result(5)
 
 
@@ -141,7 +141,7 @@ def test_a_late_answer_is_taken_once_and_its_duplicate_dropped(serve: Serve, con
 def test_nothing_is_sent_late_to_a_server_that_was_not_there(spawn: Spawn, connect: Connect, serve: Serve) -> None:
     port = free_port()
     client = connect(f"tcp://127.0.0.1:{port}", request_timeout_s=0.5)
-    with pytest.raises(TeacherUnavailable, match="never sent"):
+    with pytest.raises(ScorerUnavailable, match="never sent"):
         client.submit(a_score()).result(5)
     running = serve(port=port)
     client.connect(5)
@@ -153,7 +153,7 @@ def test_nothing_is_sent_late_to_a_server_that_was_not_there(spawn: Spawn, conne
 def test_connecting_names_who_does_not_answer(serve: Serve, connect: Connect) -> None:
     nobody = f"tcp://127.0.0.1:{free_port()}"
     client = connect(serve().server.address, nobody)
-    with pytest.raises(TeacherUnavailable, match=f"at {nobody} within 0.3 s"):
+    with pytest.raises(ScorerUnavailable, match=f"at {nobody} within 0.3 s"):
         client.connect(0.3)
 
 

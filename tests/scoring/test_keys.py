@@ -14,12 +14,12 @@ import zmq
 from gkd.config import Teacher
 from gkd.errors import ConfigError
 from gkd.scoring.address import Key, external_addresses, key_path
-from gkd.scoring.client import TeacherClient, TeacherUnavailable
+from gkd.scoring.client import ScorerUnavailable, ScoringClient
 from tests.scoring.conftest import Running, a_score
 from tests.scoring.table import expected
 
 Serve = Callable[..., Running]
-Connect = Callable[..., TeacherClient]
+Connect = Callable[..., ScoringClient]
 
 
 def test_whoever_has_the_key_is_answered(serve: Serve, connect: Connect) -> None:
@@ -37,7 +37,7 @@ def test_an_open_port_with_a_key_serves_beyond_loopback(serve: Serve, connect: C
 
 def test_without_the_key_nobody_is_answered(serve: Serve, connect: Connect) -> None:
     address = serve(key=Key.generate()).server.address
-    with pytest.raises(TeacherUnavailable, match="another key"):
+    with pytest.raises(ScorerUnavailable, match="another key"):
         connect(address).connect(0.5)
 
 
@@ -105,5 +105,5 @@ def test_hosts_of_an_external_teacher() -> None:
     teacher = Teacher(server_ip="10.0.0.1, node2:7000,::1", server_port=15000)
     assert external_addresses(teacher) == ["tcp://10.0.0.1:15000", "tcp://node2:7000", "tcp://[::1]:15000"]
     for wrong in ("node:x", "a b", "node:"):
-        with pytest.raises(ConfigError, match="no address of a teacher"):
+        with pytest.raises(ConfigError, match="no address of a scorer"):
             external_addresses(Teacher(server_ip=wrong))

@@ -53,7 +53,7 @@ def made(student: Any, teacher: Any, tmp_path: Path, chat_template: str | None, 
 
 
 def seen(found: PromptSet, model: Any) -> list[str]:
-    return [model.decode(prompt.as_teacher_sees_it.tolist()) for prompt in found.prompts]
+    return [model.decode(prompt.teacher_prompt_ids.tolist()) for prompt in found.prompts]
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
@@ -91,7 +91,7 @@ def test_own_is_what_the_teachers_tokenizer_makes_of_the_messages(tmp_path: Path
     found = made(student, teacher, tmp_path, "own")
     for prompt in found.prompts:
         expected = teacher.apply_chat_template(list(prompt.messages), add_generation_prompt=True)["input_ids"]
-        assert prompt.as_teacher_sees_it.tolist() == expected
+        assert prompt.teacher_prompt_ids.tolist() == expected
         assert prompt.token_ids.tolist() != expected, "the student is prompted as before"
     assert seen(found, student)[0] == "<system> b a d c"
 
@@ -163,7 +163,7 @@ def test_an_external_teacher_states_its_rendering(serve: Serve, tmp_path: Path, 
     found = teacher_prompts(Teacher(**external, chat_template="own"), {}, student, sets, 100)["train"]
     assert seen(found, student)[0] == theirs
     for prompt in found.prompts:
-        np.testing.assert_array_equal(prompt.as_teacher_sees_it, own_ids(teacher, prompt))
+        np.testing.assert_array_equal(prompt.teacher_prompt_ids, own_ids(teacher, prompt))
 
 
 def own_ids(teacher: Any, prompt: Any) -> list[int]:

@@ -20,7 +20,7 @@ from gkd.config import Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
 from gkd.scoring.address import Key
-from gkd.scoring.client import Score, TeacherClient, TeacherUnavailable
+from gkd.scoring.client import Score, ScorerUnavailable, ScoringClient
 from tests.scoring.conftest import ROOT, VLLM_LENGTH
 
 
@@ -91,7 +91,7 @@ def test_where_a_file_says_a_server_listens(tmp_path: Path) -> None:
 def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the Ray host uses it: built, and served on one thread. The engine is the session's."""
     from gkd.inference import vllm_scorer as scoring
-    from gkd.scoring.worker import JudgeSpec, TeacherWorker
+    from gkd.scoring.worker import ScorerSpec, TokenScorerWorker
 
     closed: list[bool] = []
 
@@ -114,7 +114,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     monkeypatch.setattr(scoring, "VllmEngine", Lent)
     settings = Teacher(max_model_len=VLLM_LENGTH)
     key = Key.generate()
-    worker = TeacherWorker(settings, JudgeSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key))
+    worker = TokenScorerWorker(settings, ScorerSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key))
     failures: list[RunFailed] = []
 
     def serve_until_it_fails() -> None:
@@ -124,12 +124,12 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
 
     thread = threading.Thread(target=serve_until_it_fails)
     thread.start()
-    client = TeacherClient([worker.address()], "hash", 3, key=key, max_attempts=1)
+    client = ScoringClient([worker.address()], "hash", 3, key=key, max_attempts=1)
     client.connect(10)
-    assert client.submit(Score(np.array([5], np.int32), np.array([7, 8], np.int32), 3)).result(20).ids.shape == (2, 3)
+    assert client.submit(Score(np.array([5, 7, 8], np.int32), ((1, 3),), 3)).result(20).ids.shape == (2, 3)
     worker._engine.broken = True
-    with pytest.raises(TeacherUnavailable):
-        client.submit(Score(np.array([5], np.int32), np.array([7, 8], np.int32), 3)).result(20)
+    with pytest.raises(ScorerUnavailable):
+        client.submit(Score(np.array([5, 7, 8], np.int32), ((1, 3),), 3)).result(20)
     client.close()
     thread.join(5)
     assert not thread.is_alive() and closed == [True]

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from gkd.errors import ConfigError, RunFailed
 from gkd.scoring import wire
 from gkd.scoring.address import secure_client
-from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, TeacherClient, TeacherRefused
-from gkd.scoring.server import TeacherServer
+from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, ScorerRefused, ScoringClient
+from gkd.scoring.server import ScoringServer
 from gkd.types import Target
 from tests.scoring.conftest import Running, a_score
 from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine, expected, greedy
 
 Serve = Callable[..., Running]
-Connect = Callable[..., TeacherClient]
+Connect = Callable[..., ScoringClient]
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_scores_are_the_tables(serve: Serve, connect: Connect, top_k: int) -> No
     for request, future in [(r, client.submit(r)) for r in requests]:
         target = future.result(5)
         assert_same(target, expected(request))
-        assert target.ids.shape == (len(request.response_ids), min(top_k, VOCABULARY))
+        assert target.ids.shape == (request.n_positions, min(top_k, VOCABULARY))
 
 
 def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -> None:
@@ -92,11 +92,19 @@ def test_a_student_with_fewer_rows_gets_none_beyond_them(serve: Serve, connect: 
 @pytest.mark.parametrize(
     ("request_", "code", "message"),
     [
-        (a_score(n_prompt=60, n_response=41), "too_long", "101 tokens, and this teacher takes at most 100"),
-        (Score(np.array([1], np.int32), np.array([2, 32], np.int32), 1), "out_of_vocabulary", "token 32 at position 1"),
-        (Score(np.array([-1], np.int32), np.array([2], np.int32), 1), "out_of_vocabulary", "token -1 at position 0"),
-        (a_score(top_k=20), "k_too_large", "K=20, and this teacher gives at most 16"),
-        (Score(np.array([1], np.int32), np.array([], np.int32), 1), "bad_request", "0 response tokens"),
+        (a_score(n_prompt=60, n_response=41), "too_long", "101 tokens, and this model takes at most 100"),
+        (Score(np.array([1, 2, 32], np.int32), ((1, 3),), 1), "out_of_vocabulary", "token 32 at position 2"),
+        (Score(np.array([-1, 2], np.int32), ((1, 2),), 1), "out_of_vocabulary", "token -1 at position 0"),
+        (a_score(top_k=20), "k_too_large", "K=20, and this model gives at most 16"),
+        (Score(np.arange(4, dtype=np.int32), (), 1), "bad_request", "no position"),
+        (Score(np.arange(4, dtype=np.int32), ((0, 2),), 1), "bad_request", "positions 0 to 2 of 4 tokens after 0"),
+        (Score(np.arange(4, dtype=np.int32), ((2, 2),), 1), "bad_request", "positions 2 to 2 of 4 tokens after 0"),
+        (Score(np.arange(4, dtype=np.int32), ((1, 5),), 1), "bad_request", "positions 1 to 5 of 4 tokens after 0"),
+        (
+            Score(np.arange(4, dtype=np.int32), ((2, 3), (1, 4)), 1),
+            "bad_request",
+            "positions 1 to 4 of 4 tokens after 3",
+        ),
         (Generate(np.array([1], np.int32), 100), "too_long", "101 tokens"),
         (Generate(np.array([], np.int32), 1), "bad_request", "the prompt is empty"),
     ],
@@ -106,7 +114,7 @@ def test_a_sample_that_cannot_be_scored_is_refused_and_the_server_lives_on(
 ) -> None:
     running = serve(TableEngine(max_top_k=16))
     client = connect(running.server.address)
-    with pytest.raises(TeacherRefused, match=message) as refused:
+    with pytest.raises(ScorerRefused, match=message) as refused:
         client.submit(request_).result(5)
     assert refused.value.code == code
     assert client.counts.get("retried", 0) == 0
@@ -153,7 +161,7 @@ def test_an_engine_failure_reaches_every_client_and_the_caller(serve: Serve, con
     running = serve(TableEngine(delay_s=0.1))
     client = connect(running.server.address, max_attempts=1)
     client.connect(5)
-    futures = [client.submit(Score(np.array([POISON], np.int32), np.array([1], np.int32), 1)), client.submit(a_score())]
+    futures = [client.submit(Score(np.array([POISON, 1], np.int32), ((1, 2),), 1)), client.submit(a_score())]
     for future in futures:
         with pytest.raises(RunFailed, match=r"engine: the engine failed: ValueError: poisoned"):
             future.result(5)
@@ -177,7 +185,7 @@ def test_stopping_refuses_what_is_unfinished_and_frees_the_port(serve: Serve, co
 def test_a_port_in_use_is_named(serve: Serve) -> None:
     address = serve().server.address
     with pytest.raises(ConfigError, match=f"cannot listen on {address}: Address already in use"):
-        TeacherServer(TableEngine(), "hash", "127.0.0.1", int(address.rsplit(":", 1)[1]), KEY)
+        ScoringServer(TableEngine(), "hash", "127.0.0.1", int(address.rsplit(":", 1)[1]), KEY)
 
 
 def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, dealer: Any) -> None:

@@ -21,6 +21,7 @@ ids = st.integers(0, 2**63 - 1)
 counts = st.integers(0, 2**31 - 1)
 text = st.text(max_size=50)
 tokens = st.binary(max_size=160).map(lambda raw: np.frombuffer(raw[: len(raw) // 4 * 4], np.int32))
+spans = st.lists(st.tuples(counts, counts), max_size=5).map(tuple)
 temperatures = st.floats(1e-3, 1e3)
 renderings = st.builds(
     Rendering,
@@ -66,19 +67,18 @@ def test_messages_without_arrays_come_back(message: wire.Message) -> None:
 
 
 @patient
-@given(ids, st.floats(1e-3, 1e6), tokens, tokens, counts, temperatures, st.none() | st.integers(1, 10**6))
+@given(ids, st.floats(1e-3, 1e6), tokens, spans, counts, temperatures, st.none() | st.integers(1, 10**6))
 def test_a_score_request_comes_back(
-    id: int, remaining: float, prompt: Any, response: Any, k: int, temperature: float, vocabulary: int | None
+    id: int, remaining: float, sequence: Any, wanted: Any, k: int, temperature: float, vocabulary: int | None
 ) -> None:
-    request = Score(prompt, response, k, temperature, vocabulary)
+    request = Score(sequence, wanted, k, temperature, vocabulary)
     body, found = wire.decode(wire.encode_request(id, remaining, request))
-    assert isinstance(body, wire.Score)
+    assert isinstance(body, wire.ScoreMessage)
     assert (body.id, body.remaining_s) == (id, remaining)
     back = wire.decode_request(body, found)
     assert isinstance(back, Score)
-    assert (back.top_k, back.temperature, back.vocabulary) == (k, temperature, vocabulary)
-    np.testing.assert_array_equal(back.prompt_ids, prompt)
-    np.testing.assert_array_equal(back.response_ids, response)
+    assert (back.spans, back.top_k, back.temperature, back.vocabulary) == (wanted, k, temperature, vocabulary)
+    np.testing.assert_array_equal(back.token_ids, sequence)
 
 
 @patient
@@ -100,7 +100,7 @@ def test_a_target_comes_back_bit_for_bit(id: int, target: Target) -> None:
 @given(ids, tokens, st.integers(1, 1000))
 def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int) -> None:
     body, found = wire.decode(wire.encode_request(id, 1.0, Generate(prompt, max_tokens)))
-    assert isinstance(body, wire.Generate)
+    assert isinstance(body, wire.GenerateMessage)
     back = wire.decode_request(body, found)
     assert isinstance(back, Generate) and back.max_tokens == max_tokens
     np.testing.assert_array_equal(back.prompt_ids, prompt)
@@ -126,7 +126,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
 )
 fields = st.dictionaries(
-    st.sampled_from(["type", "id", "remaining_s", "n_prompt", "top_k", "temperature", "vocabulary", "max_tokens"]),
+    st.sampled_from(["type", "id", "remaining_s", "top_k", "temperature", "vocabulary", "max_tokens"]),
     anything | st.sampled_from(["score", "scored", "generate", "hello"]) | st.integers(0, 9) | st.just(0.5),
 )
 specs = st.lists(st.tuples(st.sampled_from(["<i4", "<f4", "|O", ">i4"]), st.lists(st.integers(-1, 2**40), max_size=3)))
@@ -137,10 +137,17 @@ specs = st.lists(st.tuples(st.sampled_from(["<i4", "<f4", "|O", ">i4"]), st.list
 def test_well_formed_headers_with_any_content_are_a_message_or_a_wire_error(header: Any, rest: bytes) -> None:
     try:
         body, found = wire.decode(framed(msgspec.msgpack.encode(header), rest))
-        if isinstance(body, wire.Score | wire.Generate):
+        if isinstance(body, wire.ScoreMessage | wire.GenerateMessage):
             wire.decode_request(body, found)
     except wire.WireError:
         pass
+
+
+def test_a_span_is_two_numbers() -> None:
+    body = wire.ScoreMessage(1, 1.0, 0, 1.0)
+    frame = wire.encode(body, np.arange(3, dtype=np.int32), np.ones((1, 3), np.int32))
+    with pytest.raises(wire.WireError, match="spans of 3 numbers each"):
+        wire.decode_request(*wire.decode(frame))
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
@@ -168,15 +175,16 @@ def test_no_other_dtype_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, -1.0, True, "1"])
 def test_numbers_out_of_range_are_refused(number: Any) -> None:
-    body = {"type": "score", "id": 1, "remaining_s": 1.0, "n_prompt": 1, "top_k": 1, "temperature": number}
+    body = {"type": "score", "id": 1, "remaining_s": 1.0, "top_k": 1, "temperature": number}
     with pytest.raises(wire.WireError, match="temperature"):
-        wire.decode(framed(msgspec.msgpack.encode((body, [("<i4", (1,))])), b"1234"))
+        wire.decode(framed(msgspec.msgpack.encode((body, [("<i4", (1,)), ("<i4", (0, 2))])), b"1234"))
 
 
 @given(tokens, st.integers(0, 9), st.integers(0, 2**32))
 @patient
 def test_what_a_message_can_have_is_bounded(prompt: Any, k: int, seed: int) -> None:
-    request = Score(prompt, prompt, 2**31 - 1, 1 / 3, 2**31 - 1)
-    assert len(wire.encode_request(2**63 - 1, 1e7 / 3, request)) <= wire.largest_request(2 * len(prompt))
+    every_other = tuple((i, i + 1) for i in range(1, len(prompt), 2))
+    request = Score(prompt, every_other, 2**31 - 1, 1 / 3, 2**31 - 1)
+    assert len(wire.encode_request(2**63 - 1, 1e7 / 3, request)) <= wire.largest_request(len(prompt))
     answer = _random_target(len(prompt), k, seed, 1 / 3, True)
     assert len(wire.encode_answer(2**63 - 1, answer)) <= wire.largest_reply(len(prompt), k)

@@ -104,7 +104,7 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
         assert worst_difference(models[version - 1], wanted, found) > 0.1  # the old weights would not have passed
     if family in OWN_WAY:
         for a, b in zip(new, found, strict=True):
-            assert a.response_ids.tolist() == b.response_ids.tolist()
+            assert a.token_ids.tolist() == b.token_ids.tolist()
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
 
 

@@ -24,7 +24,7 @@ from gkd.driver.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_engine import environment, installed_device
 from gkd.rollout.group import RolloutGroup
-from gkd.types import Judging, Sampling
+from gkd.types import Sampling
 from gkd.weights.choice import choose
 from tests.inference.test_engines import EOS, N_TOKENS, SHAPE, make, requests, worst_difference
 from tests.weights.reports import report
@@ -100,14 +100,14 @@ def test_the_engine_samples_from_the_actors_weights(
         actor_group, rollout = ActorGroup(actor, config, paths[1], lambda: actor), RolloutGroup(engine, config, {})
         actor_group.load()
         sync = WeightSync(actor_group, rollout, engine.reports, config)
-        wanted, judging = requests(Sampling(12)), Judging()
-        rollout.sample(wanted, judging, 120)  # fills the prefix cache with the old weights
+        wanted = requests(Sampling(12))
+        rollout.sample(wanted, 120)  # fills the prefix cache with the old weights
         for version in (1, 2):  # a second one finds nothing in the way of the first
             actor_group.version = version
             sync.push()
-            records = rollout.sample(wanted, judging, 120)
-            samples = [scored.sample for scored in rollout.fetch(records)]
-            assert {sample.version for sample in samples} == {version}
+            finished = rollout.sample(wanted, 120)
+            samples = [scored.sample for scored in rollout.fetch(finished)]
+            assert {span.version for sample in samples for span in sample.versions} == {version}
             assert worst_difference(trained, wanted, samples) < 2e-3
             assert worst_difference(make(tied, 0), wanted, samples) > 0.1
     finally:

@@ -22,9 +22,10 @@ from gkd.actor.worker import ActorWorker
 from gkd.config import Config
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, Finished
+from gkd.inference.engine import EngineSpec
+from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
-from gkd.types import Request
+from gkd.types import Sample, SampleRequest
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Packer, Piece, unpack
 
@@ -100,23 +101,24 @@ class Keeper:
     """An engine that keeps what it is given."""
 
     def __init__(self, gpu: str) -> None:
-        self.gpu, self.group = gpu, None
+        self.gpu, self.group, self.version = gpu, None, 0
         self.tensors: dict[str, Tensor] = {}
         self.groups: list[tuple[int, int]] = []
         self.pieces = 0
         self.trouble: tuple[str, int] | None = None
 
-    def add(self, key: int, request: Request) -> None:
+    def add(self, request: SampleRequest) -> None:
         raise AssertionError("no test samples")
 
     def busy(self) -> bool:
         return False
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[Sample]:
         return []
 
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
         self.tensors = {name: t for piece in pieces for name, t in piece.items()}
+        self.version = version
 
     def join(self, unique_id: str, offset: int, world: int) -> None:
         self._maybe("join", 0)
@@ -141,6 +143,7 @@ class Keeper:
 
     def finish(self, version: int) -> None:
         assert self.pieces > 1
+        self.version = version
 
     def _has(self, what: str, number: int) -> bool:
         return self.trouble == (what, number)
@@ -157,7 +160,7 @@ class CpuRollout(rollout_worker.RolloutWorker):
 
     def __init__(self, config: Config, rank: int, gpus: list[str]) -> None:
         rollout_worker._engine = lambda *_: Keeper(gpus[rank])
-        rollout_worker.load_tokenizer = lambda *_: None
+        pipeline.load_tokenizer = lambda *_: None
         super().__init__(config, EngineSpec("", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
 
     def use(self, config: Config, gpus: list[str]) -> None:
@@ -170,4 +173,4 @@ class CpuRollout(rollout_worker.RolloutWorker):
     def found(self) -> tuple[dict[str, Tensor], int, bool, int, list[tuple[int, int]]]:
         """Tensors, version, whether it may sample, pieces of the last push, and NCCL groups it has been in."""
         engine = self.engine
-        return engine.tensors, self.version, self._intact, engine.pieces, engine.groups
+        return engine.tensors, engine.version, self._intact, engine.pieces, engine.groups

@@ -56,7 +56,7 @@ def _worst(engine: Any, sequences: Any, logits: Any, top_k: int, temperature: fl
     kept = VOCABULARY - LEFT_OUT
     exact = logits[..., :kept].log_softmax(-1).numpy()
     for key, ids in enumerate(sequences):
-        engine.add(key, Score(ids[:PROMPT], ids[PROMPT:], top_k, temperature, kept))
+        engine.add(key, Score(ids, ((PROMPT, len(ids)),), top_k, temperature, kept))
     targets: dict[int, Any] = {}
     while engine.busy():
         targets |= dict(engine.step())

@@ -1,0 +1,228 @@
+"""One rank's part in training: log-probabilities, gradients of micro-batches, optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gkd.actor.applied import Metrics
+from gkd.actor.balance import pack
+from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
+from gkd.actor.model import Student
+from gkd.actor.optimizer import learning_rate, n_updates
+from gkd.actor.staging import Staging
+from gkd.cluster.failure import one_line
+from gkd.cluster.fetch import fetch_samples
+from gkd.config import Algorithm, Config, Loss
+from gkd.errors import NotUpdated, OutOfMemory, RunFailed
+from gkd.losses.micro_batch import collate
+from gkd.losses.objective import logprobs, objective
+from gkd.losses.targets import check_targets
+from gkd.types import ScoredSample, TrainingSample, seed_of
+
+LogprobsByPlace = dict[tuple[Any, int], Tensor]
+"""Log-probabilities [N] of samples' tokens, by :attr:`gkd.types.TrainingSample.place`."""
+Result = TypeVar("Result")
+
+
+class Training:
+    """Trains ``student`` together with the other ranks; every public method is a collective of all ``world``.
+
+    ``staging`` is kept up to date on which step the weights are of.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        optimizer: torch.optim.Optimizer,
+        staging: Staging,
+        config: Config,
+        rank: int,
+        world: int,
+        device: torch.device,
+    ) -> None:
+        self.student, self.optimizer, self.staging, self.config = student, optimizer, staging, config
+        self.rank, self.world, self.device = rank, world, device
+        self.budget = config.actor.max_tokens_per_micro_batch
+        """Tokens of a micro-batch, where several sequences share one."""
+        self.is_offloaded = False
+        """Whether the weights have left the GPU to others."""
+        self.old: LogprobsByPlace = {}
+        """Under the weights before the batch's first update."""
+        self.reference: LogprobsByPlace = {}
+        """Under the model without its adapter."""
+        self._vocab_size: int = student.lm.config.get_text_config().vocab_size
+
+    def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:
+        """Compute log-probabilities of these samples' tokens and keep them until :meth:`forget_logprobs`.
+
+        ``old``: under the present weights, which the batch's updates start from. ``reference``: under the model without
+        its adapter.
+        """
+        if old:
+            self.old |= self._fitting(samples, lambda: self._logprobs(samples))
+        if reference:
+            from gkd.actor.lora import without_adapter
+
+            with without_adapter(self.student.lm):
+                self.reference |= self._fitting(samples, lambda: self._logprobs(samples))
+
+    def forget_logprobs(self) -> None:
+        """Drop the log-probabilities that were kept: the weights are now others."""
+        self.old.clear()
+        self.reference.clear()
+
+    def update(
+        self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, step: int, final: bool
+    ) -> Metrics:
+        """Do one optimizer step on this rank's share of a batch of ``n_positions`` sampled tokens over all ranks.
+
+        ``weights``: that of each token of each sample in the batch's loss; ``final``: whether the training step has no
+        further update. Returns the metrics of the whole batch.
+        Raises NotUpdated on a gradient that is not finite and OutOfMemory as :meth:`_fitting`, with nothing changed.
+        """
+        algorithm = self.config.algorithm_on("cpu" if self.device.type == "cpu" else "cuda")
+        metrics = self._fitting(samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=True))
+        norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
+        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        if not math.isfinite(grad_norm):
+            raise NotUpdated(f"the gradient of step {step} is not finite (norm {grad_norm}); nothing was updated")
+        lr = learning_rate(self.config.actor, step - 1, self.config.trainer.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.staging.begin()
+        try:
+            self.optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise RunFailed(
+                    out_of_memory_text(self.config, self.world, None, self.budget, one_line(error))
+                ) from None
+            raise
+        self.optimizer.zero_grad(set_to_none=True)  # their memory is of use to whoever works next
+        row = {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
+        self.staging.end(step, row, final)
+        return row
+
+    def evaluate(
+        self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, loss: Loss
+    ) -> Metrics:
+        """Return the distillation metrics of a batch without training on it; arguments as for :meth:`update`."""
+        self.student.eval()
+        algorithm = Algorithm(loss=loss)
+        try:
+            with torch.no_grad():
+                return self._fitting(
+                    samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=False)
+                )
+        finally:
+            self.student.train()
+
+    @torch.no_grad()
+    def _logprobs(self, samples: Sequence[TrainingSample]) -> LogprobsByPlace:
+        """Log-probabilities of every sample's sampled tokens."""
+        scored, by_place = fetch_samples(samples, self.config.trainer.update_timeout_s), {}
+        for part in self._micro_batches(samples):
+            micro = collate([scored[i] for i in part], None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
+            log_q = self.student(micro, logprobs(micro, self.config))
+            pieces = log_q.cpu().split([samples[i].n_sampled for i in part])
+            by_place.update({samples[i].place: piece for i, piece in zip(part, pieces, strict=True)})
+        return by_place
+
+    def _fitting(self, samples: Sequence[TrainingSample], run: Callable[[], Result]) -> Result:
+        """``run``. Raises OutOfMemory when its micro-batches do not fit, with nothing changed.
+
+        The process is then of no more use than to hand what it has to another one.
+        """
+        if self.is_offloaded:
+            raise RunFailed(f"actor rank {self.rank} was asked to compute while its weights had left the GPU to others")
+        self.optimizer.zero_grad(set_to_none=True)
+        # Dropout depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
+        torch.manual_seed(seed_of(self.config.trainer.seed, n_updates(self.optimizer), self.rank))
+        try:
+            return run()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = one_line(error)
+        # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.
+        self.optimizer.zero_grad(set_to_none=True)
+        lengths = [sample.n_tokens for sample in samples]
+        smaller = smaller_budget(self.budget, lengths, pack(lengths, self.budget))
+        raise OutOfMemory(out_of_memory_text(self.config, self.world, max(lengths), self.budget, reason), smaller)
+
+    def _accumulate(
+        self,
+        samples: Sequence[TrainingSample],
+        weights: Sequence[float],
+        n_positions: int,
+        algorithm: Algorithm,
+        train: bool,
+    ) -> Metrics:
+        """Forward, and backward when training, over micro-batches; the metrics of the batch over all ranks."""
+        scored = self._with_reference(samples)
+        # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
+        top_k = self._agree(max((s.teacher.ids.shape[1] for s in scored if s.teacher), default=0))
+        old = [self.old.get(sample.place) for sample in samples]
+        has_old = bool(self._agree(int(any(values is not None for values in old)))) and train
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+        largest: dict[str, Tensor] = {}
+        for part in self._micro_batches(samples):
+            micro = collate(
+                [scored[i] for i in part],
+                top_k if algorithm.needs_teacher else None,
+                [weights[i] for i in part],
+                [samples[i].advantage for i in part],
+                [values for i in part if (values := old[i]) is not None] if has_old else None,
+            )
+            if micro.targets is not None:
+                check_targets(self._vocab_size, micro.targets)
+            micro = micro.to(self.device)
+            evaluate = objective(micro, algorithm, self.config.rollout, self.config.actor.loss_chunk)
+            total, measured = self.student(micro, evaluate)
+            if train:
+                # FSDP averages gradients over ranks; the weights are those of the batch of all of them.
+                (total * self.world).backward()
+            for name, value in measured.losses.items():
+                sums[name] += value.detach()
+            for name, values in measured.sums.items():
+                sums[name] += values.detach().sum() / n_positions
+            for name, value in measured.largest.items():
+                largest[name] = torch.maximum(largest.get(name, value), value)
+        return self._reduce(sums, largest)
+
+    def _with_reference(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
+        """Arrays of the samples, the reference's log-probabilities those that are kept here, where there are any."""
+        scored = fetch_samples(samples, self.config.trainer.update_timeout_s)
+        kept = [self.reference.get(sample.place) for sample in samples]
+        return [s if own is None else replace(s, reference=own.numpy()) for s, own in zip(scored, kept, strict=True)]
+
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
+        """Micro-batches of this rank, as many as any rank has: the last of them may be empty."""
+        parts = pack([sample.n_tokens for sample in samples], self.budget)
+        return parts + [[]] * (self._agree(len(parts)) - len(parts))
+
+    def _agree(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        largest = torch.tensor(value, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def _reduce(self, sums: dict[str, Tensor], largest: dict[str, Tensor]) -> Metrics:
+        """Metrics of all ranks together. Every rank had at least one micro-batch, so all know the same names."""
+        metrics: dict[str, float] = {}
+        for values, operation in ((sums, dist.ReduceOp.SUM), (largest, dist.ReduceOp.MAX)):
+            if values:
+                names = sorted(values)
+                stacked = torch.stack([values[n].double() for n in names])
+                dist.all_reduce(stacked, operation)
+                metrics.update(zip(names, stacked.tolist(), strict=True))
+        return metrics

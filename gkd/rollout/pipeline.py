@@ -1,0 +1,181 @@
+"""What happens to a sample once it is finished: teacher, reference, rewards and reward model score it, all at once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gkd.cluster.failure import one_line
+from gkd.config import REWARD_MODEL, Config
+from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
+from gkd.rewards.completion import Completion
+from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
+from gkd.rewards.reward_model import tokens_of
+from gkd.scoring.client import Rate, Score, ScoringClient
+from gkd.types import Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
+
+Result: TypeAlias = tuple[TrainingSample, ScoredSample]
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A sample whose scores are awaited: of the models by "teacher" and "reference", of the rewards by their names."""
+
+    sample: Sample
+    generated_s: float
+    models: dict[str, Future[Target]] = field(default_factory=dict)
+    rewards: dict[str, Future[Timed]] = field(default_factory=dict)
+
+
+class ScoringPipeline:
+    """Has each sample scored by whom its request names, and puts it into ``scored`` when the last of them is done.
+
+    ``scored`` also holds the errors of models that could not score, each in place of its sample. The student's
+    tokenizer, in ``model_path``, decodes responses for the reward functions. ``rank`` is that of the engine.
+    """
+
+    def __init__(self, config: Config, model_path: str, rank: int) -> None:
+        self.rank = rank
+        self.scored: queue.Queue[Result | BaseException] = queue.Queue()
+        self._clients: dict[str, ScoringClient] = {}
+        self._tokenizer = load_tokenizer(model_path)
+        self._rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
+        # The reward model's tokenizer, and whether it is the student's.
+        self._reward_tokenizer: tuple[Any, bool] | None = None
+        if config.asks_reward_model:
+            tokenizer = load_tokenizer(config.reward_model.model.path or "", "reward_model.model.path")
+            self._reward_tokenizer = tokenizer, tokenizer_hash(tokenizer) == tokenizer_hash(self._tokenizer)
+
+    def connect(self, scorers: Mapping[str, dict[str, Any]]) -> None:
+        """Shake hands with the servers of the models that score; arguments by name, of :class:`ScoringClient`.
+
+        Raises ConfigError where student and scorer do not fit together, RunFailed when a server does not answer.
+        """
+        for name, arguments in scorers.items():
+            self._clients[name] = ScoringClient(**arguments)
+            self._clients[name].connect()
+
+    def submit(self, sample: Sample) -> None:
+        """Start scoring a finished sample; never blocks."""
+        pending = _Pending(sample, time.time())
+        self._score_by_models(pending)
+        if sample.request.scoring.rewards:
+            self._score_by_rewards(pending)
+        futures: list[Future[Any]] = [*pending.models.values(), *pending.rewards.values()]
+        if not futures:
+            self._deliver(pending)
+            return
+        left, lock = [len(futures)], threading.Lock()
+
+        def count_down(_: Future[Any]) -> None:
+            with lock:
+                left[0] -= 1
+                done = left[0] == 0
+            if not done:
+                return
+            try:
+                self._deliver(pending)
+            except BaseException as error:  # a future's callback would swallow it, and the sample would be waited for
+                self.scored.put(error)
+
+        for future in futures:
+            future.add_done_callback(count_down)
+
+    def close(self) -> None:
+        """End the connections and the processes of the rewards."""
+        for client in self._clients.values():
+            client.close()
+        if self._rewards is not None:
+            self._rewards.close()
+
+    def _score_by_models(self, pending: _Pending) -> None:
+        sample = pending.sample
+        prompt, scoring = sample.request.prompt, sample.request.scoring
+        if scoring.top_k is not None:
+            ids, spans = with_prompt(sample, prompt.teacher_prompt_ids)
+            score = Score(ids, spans, scoring.top_k, scoring.temperature)
+            pending.models["teacher"] = self._clients[teacher_of(prompt)].submit(score)
+        if scoring.reference:
+            score = Score(sample.token_ids, sample.spans, 0, sample.request.sampling.temperature)
+            pending.models["reference"] = self._clients["reference"].submit(score)
+
+    def _score_by_rewards(self, pending: _Pending) -> None:
+        assert self._rewards is not None, "rewards are wanted only where the configuration has them"
+        sample = pending.sample
+        prompt, ids = sample.request.prompt, sample.sampled_ids
+        response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        if self._reward_tokenizer is not None:
+            rate = Rate(tokens_of(prompt, ids, response, *self._reward_tokenizer))
+            pending.rewards[REWARD_MODEL] = self._rate(rate)
+        pending.rewards |= self._rewards.submit(
+            Completion(
+                prompt=prompt.text,
+                response=response,
+                answer=prompt.answer,
+                n_tokens=len(ids),
+                max_tokens=sample.request.sampling.max_tokens,
+                truncated=sample.finish_reason == "length",
+            )
+        )
+
+    def _rate(self, rate: Rate) -> Future[Timed]:
+        """The reward model's reward and how long it took to come."""
+        started, timed = time.monotonic(), Future[Timed]()
+
+        def finish(reward: Future[float]) -> None:
+            try:
+                timed.set_result((finite(reward.result()), time.monotonic() - started))
+            except Exception as error:
+                timed.set_exception(error)
+
+        self._clients[REWARD_MODEL].submit(rate).add_done_callback(finish)
+        return timed
+
+    def _deliver(self, pending: _Pending) -> None:
+        """Hand on a sample that is scored, or the error of a model that could not."""
+        sample, request = pending.sample, pending.sample.request
+        failures = [error for error in (future.exception() for future in pending.models.values()) if error is not None]
+        if failures:
+            self.scored.put(failures[0])
+            return
+        targets = {name: future.result() for name, future in pending.models.items()}
+        rewards = {name: _reward(future) for name, future in pending.rewards.items()}
+        training = TrainingSample(
+            key=request.key,
+            prompt_id=request.prompt.id,
+            index=request.index,
+            n_tokens=len(sample.token_ids),
+            n_sampled=int(sample.sampled.sum()),
+            finish_reason=sample.finish_reason,
+            versions=sample.versions,
+            worker=self.rank,
+            generated_s=pending.generated_s,
+            scored_s=time.time(),
+            rewards={name: reward if isinstance(reward, str) else reward[0] for name, reward in rewards.items()},
+            reward_s={name: reward[1] for name, reward in rewards.items() if not isinstance(reward, str)},
+        )
+        reference = targets["reference"].token_logprobs if "reference" in targets else None
+        self.scored.put((training, ScoredSample(sample, targets.get("teacher"), reference)))
+
+
+def with_prompt(sample: Sample, prompt_ids: Int32) -> tuple[Int32, Spans]:
+    """Tokens of a trajectory with ``prompt_ids`` [Q] in place of its prompt [P], and the places of the sampled."""
+    n_prompt = len(sample.request.prompt.token_ids)
+    shift = len(prompt_ids) - n_prompt
+    ids = np.concatenate([prompt_ids, sample.token_ids[n_prompt:]])
+    return ids, tuple((start + shift, stop + shift) for start, stop in sample.spans)
+
+
+def _reward(future: Future[Timed]) -> Timed | str:
+    """A function's reward and how long it took, or why it gave none."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    return one_line(error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}")
