@@ -124,7 +124,7 @@ def test_samples_on_their_way_keep_nobody_waiting(local_ray: None) -> None:
     assert stream.take() == [] and stream.is_late
     assert stream.take() == [] and stream.is_late
     ray.get(gate.set.remote(), timeout=30)
-    assert eventually(lambda: stream._late.done(), 60)
+    assert eventually(stream._late.done, 60)
     assert stream.take() == [training_sample(3, ref=arrays)]
     assert not stream.is_late
     ray.kill(gate)
