@@ -12,7 +12,7 @@ def top_k_wanted(config: Config, vocab_size: int) -> int:
     Raises ConfigError when the full vocabulary is more than the teacher may be asked for.
     """
     loss = config.algorithm.loss
-    if loss.name == "sampled_reverse_kl" or not config.algorithm.distils:
+    if loss.compares_tokens_alone or not config.algorithm.distils:
         return 0
     wanted = min(loss.top_k or vocab_size, vocab_size)
     if wanted > config.teacher.max_top_k:

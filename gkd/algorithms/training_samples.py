@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.algorithms.advantages import Float64, group_advantages, with_overlong
+from gkd.algorithms.advantages import AdvantageEstimator, Float64, groups_that_differ, with_overlong
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.types import Lesson, Record
@@ -55,7 +55,8 @@ def lessons_of(config: Config, records: Sequence[Record]) -> tuple[list[Lesson],
         return _lessons(records, np.zeros(len(records)), kept), {}
     metrics = _by_function(config, records)
     rewards = np.array(rewards_of(config, records))
-    advantages = group_advantages(rewards.tolist(), groups_of(config, records), algorithm.advantage.divide_by_std)
+    groups = groups_of(config, records)
+    advantages = _advantages(config, rewards, groups)
     known = ~np.isnan(rewards)
     lessons = _lessons(records, advantages, kept if algorithm.distils else kept & known)
     if known.any():
@@ -65,12 +66,24 @@ def lessons_of(config: Config, records: Sequence[Record]) -> tuple[list[Lesson],
             "advantage/mean": float(advantages[known].mean()),
             "advantage/std": float(advantages[known].std()),
         }
-    equal = np.abs(advantages.reshape(-1, config.rollout.n)).max(1) == 0
+    n_groups = len(set(groups))
     metrics |= {
-        "reward/equal_groups": float(equal.mean()),
+        "reward/equal_groups": (n_groups - len(groups_that_differ(rewards.tolist(), groups))) / n_groups,
         "timing_s/reward": max(sum(record.reward_s.values()) for record in records),
     }
     return lessons, metrics
+
+
+def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Float64:
+    """Advantages [S]. Raises RunFailed where ``algorithm.advantage.name`` does not give a number for each sample."""
+    estimator: AdvantageEstimator = config.algorithm.advantage.build()
+    advantages = np.asarray(estimator(rewards.tolist(), groups), np.float64)
+    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
+        raise RunFailed(
+            f"algorithm.advantage.name={config.algorithm.advantage.name} gave {advantages.shape} advantages, "
+            f"{np.isfinite(advantages).sum()} of them finite: expected {rewards.shape}"
+        )
+    return advantages
 
 
 def _lessons(records: Sequence[Record], advantages: Float64, kept: NDArray[np.bool_]) -> list[Lesson]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from gkd.config import Algorithm, Config, Rollout
-from gkd.losses import on_policy_distill, policy
+from gkd.losses import policy
 from gkd.losses.chunked import Values, chunked
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import importance
 from gkd.losses.policy_gradient import kl_penalty
+from gkd.losses.position import position_losses
 
 Head = Callable[[Tensor], Tensor]
 
@@ -37,14 +38,17 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
     loss is at temperature 1, and everything that looks at tokens that the student sampled is under the distribution
     that they were sampled from, weighted as :mod:`gkd.losses.off_policy` says.
     """
-    needs_policy = algorithm.policy_weight > 0 or algorithm.kl.coef > 0
-    as_sampled = not needs_policy and (rollout.top_p < 1.0 or rollout.temperature != 1.0)
+    as_sampled = not algorithm.needs_policy and (rollout.top_p < 1.0 or rollout.temperature != 1.0)
 
     def values_at(logits: Tensor, start: int) -> Values:
         found: Values = {}
         if algorithm.distils:
-            found |= on_policy_distill.values_at(logits, start, micro, algorithm.loss)
-        if needs_policy:
+            assert micro.targets is not None, "distillation needs the teacher's targets"
+            losses = position_losses(logits, micro.targets.rows(start, start + len(logits)), algorithm.loss)
+            # The loss first: the last tensor a chunk keeps for its backward pass is then in it, and the rest is
+            # computed once.
+            found |= {"distill": losses.loss, **losses.diagnostics()}
+        if algorithm.needs_policy:
             found |= policy.values_at(logits, start, micro, rollout)
         if algorithm.supervised_weight:
             found["supervised"] = -policy.token_logprobs(logits, start, micro)
@@ -80,7 +84,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, found: Value
         sums["actor/correction"] = weights.correction
     if algorithm.distils:
         losses["distill/loss"] = found.pop("distill")
-        if weights is not None and algorithm.loss.name == "sampled_reverse_kl":
+        if weights is not None and algorithm.loss.is_policy_gradient:
             losses["distill/loss"] = losses["distill/loss"] * weights.weights(log_q)
         sums |= {f"distill/{name}": value for name, value in found.items()}
     if algorithm.policy_weight:
@@ -91,7 +95,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, found: Value
     if supervised is not None:
         own = micro.sampler_logprobs.isnan()  # the data's own answers, which nobody sampled
         losses["actor/supervised_loss"] = algorithm.supervised_weight * supervised * own
-    if algorithm.kl.coef:
+    if algorithm.needs_reference:
         assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
         assert weights is not None
         penalty = kl_penalty(log_q, micro.reference_logprobs, algorithm.kl.estimator, weights.old)

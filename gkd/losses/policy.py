@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from gkd.config import Algorithm, Rollout
-from gkd.losses import grpo, gspo
 from gkd.losses import policy_gradient as pg
 from gkd.losses.chunked import Values
 from gkd.losses.divergence import MIN_LOGPROB
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import Importance
-
-_LOG_RATIO = {"on_policy_distill": grpo.log_ratio, "grpo": grpo.log_ratio, "gspo": gspo.log_ratio}
+from gkd.losses.ratio import RATIOS
+from gkd.losses.surrogate import Surrogate
 
 
 def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Values:
@@ -63,23 +62,18 @@ def _log_mass(log_q: Tensor, top_p: float) -> Tensor:
 
 def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights: Importance) -> tuple[Tensor, Values]:
     """The surrogate at each of N response tokens, [N], not yet weighted, and what is worth watching, [N] each."""
-    old, advantages = weights.old, micro.advantages
-    log_ratio = _LOG_RATIO[algorithm.name]
+    old, advantages, kind = weights.old, micro.advantages, RATIOS[algorithm.ratio]
+    surrogate: Surrogate = algorithm.policy.build(kind.usual_range)
     if algorithm.advantage.teacher_kl:
         assert micro.targets is not None, "the teacher's KL needs the teacher's targets"
         teacher = micro.targets.teacher_token_logprobs.clamp(min=MIN_LOGPROB)
         advantages = advantages - algorithm.advantage.teacher_kl * (old - teacher)
-        log_ratio = gspo.token_log_ratio if algorithm.name == "gspo" else log_ratio
-    ratio = pg.ratio_of(log_ratio(log_q, old, micro.bounds))
-    low, high = algorithm.clip
-    outside = ratio.detach() > 1 + high
-    if algorithm.policy.surrogate == "cispo":
-        values = pg.cispo(log_q, ratio, advantages, high)
+        ratio = pg.ratio_of(kind.log_by_token(log_q, old, micro.bounds))
     else:
-        values = pg.clipped(ratio, advantages, low, high)
-        outside |= ratio.detach() < 1 - low
+        ratio = pg.ratio_of(kind.log(log_q, old, micro.bounds))
+    values, clipped = surrogate(log_q, ratio, advantages), surrogate.clips(ratio.detach())
     factors = weights.correction
     limit = algorithm.policy.sequence_mask_kl
     if limit is not None:
         factors = factors * pg.sequence_mask(log_q, weights.sampler, advantages, micro.bounds, limit)
-    return values * factors, {"actor/clip_fraction": outside.float(), "actor/correction": factors}
+    return values * factors, {"actor/clip_fraction": clipped.float(), "actor/correction": factors}

@@ -1,4 +1,4 @@
-"""Policy-gradient surrogates at response positions, penalties that keep the policy near a reference, and corrections.
+"""Parts of policy-gradient losses: means over sequences, penalties that keep near a reference, and corrections.
 
 All tensors are [N] unless said otherwise: the response tokens of S whole sequences laid end to end, sequence ``i`` from
 ``bounds[i]`` to ``bounds[i + 1]``. Log-probabilities are of the sampled tokens, natural logarithms. Losses are to be
@@ -15,23 +15,6 @@ from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 LARGEST_LOG_RATIO = 20.0  # exp of more would be meaningless; vLLM and a trainer differ by a hundredth of it
-
-
-def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """PPO's clipped surrogate with a range for each side, ``-min(r A, clip(r, 1 - low, 1 + high) A)``.
-
-    Schulman et al., arXiv 1707.06347, eq. 7; GRPO's (arXiv 2402.03300, eq. 3) with ``low = high``; clip-higher of DAPO
-    (arXiv 2503.14476, eq. 8) with ``high > low``. The gradient is 0 where the clipped term is the smaller one.
-    """
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-
-
-def cispo(log_q: Tensor, ratio: Tensor, advantages: Tensor, high: float) -> Tensor:
-    """REINFORCE with truncated importance weights, ``-sg(min(r, 1 + high)) A log q``.
-
-    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5: no token loses its gradient, and weights have an upper bound alone.
-    """
-    return -ratio.clamp(max=1 + high).detach() * advantages * log_q
 
 
 def sequence_mean(values: Tensor, bounds: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def test_the_whole_loss_written_out(name: str, aggregation: str) -> None:
     micro, logits = a_batch(seed=4, aggregation=aggregation)
     total, slope = loss_and_slope(
         micro, logits, name=name, aggregation=aggregation, policy={"clip_low": 0.1, "clip_high": 0.3},
-        advantage={"teacher_kl": 0.05}, kl={"coef": 0.2}, correction={"level": "token", "cap": 1.5},
+        advantage={"teacher_kl": 0.05}, kl={"coef": 0.2}, importance_sampling={"level": "token", "cap": 1.5},
     )  # fmt: skip
     log_q = logits.detach().log_softmax(-1).gather(-1, micro.response_ids[:, None])[:, 0].tolist()
     assert micro.old_logprobs is not None and micro.reference_logprobs is not None and micro.targets is not None
