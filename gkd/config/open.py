@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
@@ -34,9 +33,9 @@ class OpenSettings(Settings):
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
         """Dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
-        meanings: dict[str, dict[str, list[str]]] = {}  # of a setting's name: meaning -> classes that it has it in
+        meanings: dict[str, dict[str, list[str]]] = {}  # by setting, then by meaning: the classes that take it
         for name in cls.registry.names():
-            for own, field in _fields(cls.registry.load(name)).items():
+            for own, field in getattr(getattr(cls.registry.load(name), "Config", None), "model_fields", {}).items():
                 meanings.setdefault(own, {}).setdefault(field.description or "", []).append(name)
         for own, classes in meanings.items():
             yield f"{prefix}{own}", "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
@@ -52,7 +51,7 @@ class OpenSettings(Settings):
         return self.owners()[""]
 
     def build(self, *arguments: Any) -> Any:
-        """Make one of the class that is named, with its settings first and then ``arguments``."""
+        """Make one of the class that is named, from its settings and then ``arguments``."""
         return self.selected(self.own(), *arguments)
 
     def _given(self, section: str) -> dict[str, Any]:
@@ -65,39 +64,21 @@ class OpenSettings(Settings):
     def _own_settings_are_the_classes(self) -> OpenSettings:
         owners = self.owners()
         for section, owner in owners.items():
-            given, prefix = self._given(section), f"{section}." if section else ""
-            if (forbidden := next(iter(given.keys() - _fields(owner).keys()), None)) is not None:
-                raise self._not_taken(prefix, forbidden, given[forbidden])
+            given, kind = self._given(section), getattr(owner, "Config", None) or Settings
+            prefix = f"{section}." if section else ""
             try:
-                (getattr(owner, "Config", None) or Settings).model_validate(given)
+                kind.model_validate(given)
             except ValidationError as error:
                 first = error.errors()[0]
-                key, why = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
-                if first["type"] == "extra_forbidden":
-                    raise _error(prefix + key, first["input"]) from None
-                raise _error(prefix + key, first["input"], why) from None
+                key = prefix + ".".join(map(str, first["loc"]))
+                context = {"key": key, "value": str(first["input"]), "unknown": first["type"] == "extra_forbidden"}
+                why = str(first["msg"]).removeprefix("Value error, ")
+                raise PydanticCustomError(OWN, "{why}", {**context, "why": why}) from None
+            for name in given.keys() - kind.model_fields.keys():  # a user's model may ignore what it does not know
+                context = {"key": f"{prefix}{name}", "value": str(given[name]), "unknown": True, "why": ""}
+                raise PydanticCustomError(OWN, "{why}", context)
         if "" not in owners:
             for name in self.model_extra or {}:
                 if name not in owners:
-                    raise _error(name, "")
+                    raise PydanticCustomError(OWN, "{why}", {"key": name, "value": "", "unknown": True, "why": ""})
         return self
-
-    def _not_taken(self, prefix: str, key: str, value: Any) -> PydanticCustomError:
-        """What to raise for a setting that the named class does not take; it may be another built-in class'."""
-        others = [] if prefix else [name for name in self.registry.names() if key in _fields(self.registry.load(name))]
-        if not others:
-            return _error(f"{prefix}{key}", value)
-        named = f"{self.selects}={getattr(self, self.selects)}"
-        return _error(key, value, f"is a setting of {self.selects}={' and '.join(others)}, and {named} takes none such")
-
-
-def _fields(owner: Any) -> Mapping[str, FieldInfo]:
-    """Own settings of a class; none where it has no Config."""
-    fields: Mapping[str, FieldInfo] = getattr(getattr(owner, "Config", None), "model_fields", {})
-    return fields
-
-
-def _error(key: str, value: Any, why: str | None = None) -> PydanticCustomError:
-    """An error of a setting ``key`` within a section; ``why`` None: there is no such setting."""
-    context = {"key": key, "value": str(value), "unknown": why is None, "why": why or ""}
-    return PydanticCustomError(OWN, "{why}", context)

@@ -54,7 +54,7 @@ def test_every_setting_says_what_it_means() -> None:
         (["trainer.total_steps=1.5"], r"trainer.total_steps=1.5: "),
         (["trainer.batch_size=0"], r"trainer.batch_size=0: .*greater than or equal to 1"),
         (["algorithm.loss.name=jsd", "algorithm.loss.beta=1.5"], r"algorithm.loss.beta=1.5: .*less than or equal to 1"),
-        (["algorithm.loss.beta=0.5"], r"algorithm.loss.beta=0.5: is a setting of name=jsd, and name=reverse_kl takes"),
+        (["algorithm.loss.beta=0.5"], r"algorithm.loss.beta=0.5: is no setting of what is named, but of jsd: weight"),
         (["algorithm.loss.name=kl"], r"algorithm.loss.name=kl: .* there are forward_kl, .*sampled_reverse_kl, or your"),
         (["algorithm.loss.betta=1"], r"unknown setting algorithm.loss.betta \(did you mean algorithm.loss.beta\?\)"),
         (["algorithm.name=grop"], r"algorithm.name=grop: no such choice \(did you mean grpo\?\)"),
@@ -130,7 +130,7 @@ def test_every_setting_says_what_it_means() -> None:
         ),
         (
             ["algorithm.policy.surrogate=cispo", "algorithm.policy.clip_low=1"],
-            r"clip_low=1: is .* surrogate=clip, and surrogate=cispo",
+            r"clip_low=1: is no setting .* but of clip: lower",
         ),
         (["+recipe=grpo", "reward.failed=0.5"], r"unknown setting reward.failed"),
         (["algorithm.overlong.action=penalty"], r"overlong.action=penalty is about learning from rewards"),

@@ -43,7 +43,7 @@ def test_a_class_takes_its_own_settings_with_their_defaults_and_checks() -> None
     ("given", "unknown"),
     [
         ({"name": "scaled", "scale": -1.0}, False),
-        ({"name": "plain", "scale": 3.0}, False),  # it is another class'
+        ({"name": "plain", "scale": 3.0}, True),
         ({"name": "scaled", "sacle": 3.0}, True),
     ],
 )
