@@ -1,4 +1,4 @@
-"""From rewards to advantages, within the group of one prompt's samples. Kept free of torch for the driver."""
+"""Defines what turns rewards into advantages, and what else is made of rewards. Kept free of torch for the driver."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class AdvantageEstimator(ABC):
 
     @abstractmethod
     def of_group(self, rewards: Float64) -> Float64:
-        """Advantages [n] of n samples of one prompt, at least one, from their rewards [n], which are all known."""
+        """Return the advantages [n] of one prompt's samples, n >= 1, from their rewards [n], which are all known."""
 
     def __call__(self, rewards: Sequence[float], groups: Sequence[int]) -> Float64:
-        """Advantages [S] of a batch's samples from their rewards [S]; ``groups`` [S] says which are of one prompt.
+        """Return the advantages [S] of a batch's samples from their rewards [S].
 
-        A sample whose reward is not known (NaN) is no part of its group and has the advantage 0.
+        Those with one number in ``groups`` [S] are of one prompt. A sample whose reward is not known (NaN) is no part
+        of its group and has the advantage 0.
         """
         values, labels = np.asarray(rewards, np.float64), np.asarray(groups)
         advantages = np.zeros_like(values)
@@ -49,7 +50,7 @@ class AdvantageEstimator(ABC):
 
 
 def groups_that_differ(rewards: Sequence[float], groups: Sequence[int]) -> set[int]:
-    """Groups whose rewards are not all equal, from which something can be learned (DAPO, arXiv 2503.14476).
+    """Return the groups whose rewards are not all equal, from which something can be learned (DAPO, arXiv 2503.14476).
 
     Rewards that are not known (NaN) do not count.
     """
@@ -61,12 +62,12 @@ def groups_that_differ(rewards: Sequence[float], groups: Sequence[int]) -> set[i
 
 
 def overlong_penalty(n_tokens: int, max_tokens: int, buffer: int) -> float:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up to ``max_tokens - buffer``, then falling to -1."""
+    """Compute DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 to ``max_tokens - buffer``, then falling to -1."""
     return min(0.0, (max_tokens - buffer - n_tokens) / buffer)
 
 
 def with_overlong(record: Record, reward: float, max_tokens: int, overlong: Overlong) -> float:
-    """A sample's reward after what ``algorithm.overlong`` says of its length."""
+    """Return a sample's reward after the penalty of ``algorithm.overlong`` for its length."""
     if overlong.action != "penalty":
         return reward
     return reward + overlong_penalty(record.n_response, max_tokens, overlong.buffer)

@@ -1,4 +1,4 @@
-"""What ``algorithm.name`` stands for: which losses there are, and defaults of what they are made of.
+"""Lists what ``algorithm.name`` stands for: which losses there are, and defaults of what they are made of.
 
 Everything else is a setting of its own, and may be combined as one likes: the divergence (``algorithm.loss.name``), the
 advantages (``algorithm.advantage.name``), the surrogate and its ratio (``algorithm.policy``).
@@ -12,11 +12,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """An algorithm.
+    """Describes an algorithm.
 
     ``distils``: whether the divergence from a teacher is its loss, beside which ``algorithm.reward_weight`` may put a
     policy gradient on rewards; otherwise that policy gradient is all there is. ``ratio``: what
     ``algorithm.policy.ratio`` is by default.
+
+    One of the user's own is an object of this class: ``algorithm.name=FILE.py:NAME``.
     """
 
     distils: bool

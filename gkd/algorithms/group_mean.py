@@ -12,7 +12,7 @@ EPSILON = 1e-4  # beside a group's standard deviation, so that nearly equal rewa
 
 
 class GroupMean(AdvantageEstimator):
-    """``r - mean`` of the group, divided by ``std + 1e-4`` if asked.
+    """``r - mean`` of the group, divided by ``std + 1e-4`` with ``divide_by_std``.
 
     GRPO (arXiv 2402.03300, section 4.1.2) divides; Dr. GRPO (arXiv 2503.20783) does not, since it favours questions
     whose answers are nearly all right or wrong. The deviation is the sample's (n - 1). Where all rewards are equal, as
@@ -31,7 +31,7 @@ class GroupMean(AdvantageEstimator):
     config: Config
 
     def of_group(self, rewards: Float64) -> Float64:
-        """Advantages [n] of rewards [n]."""
+        """Return the advantages [n] of rewards [n]."""
         if (rewards == rewards[0]).all():
             return np.zeros_like(rewards)  # exactly 0, where the mean of equal numbers may be off by rounding
         centred: Float64 = rewards - rewards.mean()

@@ -15,7 +15,7 @@ class LeaveOneOut(AdvantageEstimator):
     """
 
     def of_group(self, rewards: Float64) -> Float64:
-        """Advantages [n] of rewards [n]."""
+        """Return the advantages [n] of rewards [n]."""
         if (rewards == rewards[0]).all():
             return np.zeros_like(rewards)
         others = (rewards.sum() - rewards) / (len(rewards) - 1)

@@ -1,4 +1,4 @@
-"""What is optimised: divergences from a teacher, policy gradients from rewards, or both."""
+"""Settings of what is optimised: divergences from a teacher, policy gradients from rewards, or both."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from gkd.registry import Registry, absolute
 if TYPE_CHECKING:
     from gkd.algorithms.compositions import Composition
 
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Estimator = Literal["k1", "k2", "k3"]
 EntryName = Annotated[str, AfterValidator(absolute)]
 
 ALGORITHMS = Registry(
@@ -122,7 +124,7 @@ class ReferenceKL(Settings):
         ge=0,
         description="weight in the loss; above 0 a reference group is started (TRL: beta; verl: kl_loss_coef)",
     )
-    estimator: Literal["k1", "k2", "k3"] = Field(
+    estimator: Estimator = Field(
         "k3",
         description="Schulman's estimate of the KL, times the importance ratio; k3 is GRPO's (verl: kl_loss_type; "
         "low_var_kl is k3)",
@@ -191,7 +193,7 @@ class Algorithm(Settings):
     supervised_weight: float = Field(
         0.0, ge=0, description="weight of the cross-entropy on the data's own answers, beside the distillation loss"
     )
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+    aggregation: Aggregation = Field(
         "token_mean",
         description="how tokens make a loss; constant divides by max_response_length, as Dr. GRPO (TRL: loss_type "
         "dapo, grpo, dr_grpo; verl: loss_agg_mode token-mean, seq-mean-token-mean, seq-mean-token-sum-norm)",
@@ -224,8 +226,8 @@ class Algorithm(Settings):
     @property
     def composition(self) -> Composition:
         """What the algorithm is made of."""
-        found: Composition = ALGORITHMS.load(self.name)
-        return found
+        composition: Composition = ALGORITHMS.load(self.name)
+        return composition
 
     @property
     def distils(self) -> bool:

@@ -30,9 +30,9 @@ class Cispo(Surrogate):
         self.high = usual_range[1] if config.clip_high is None else config.clip_high
 
     def __call__(self, log_q: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Value of each of N tokens, [N]."""
+        """Return the value of each of N tokens, [N]."""
         return -ratio.clamp(max=1 + self.high).detach() * advantages * log_q
 
     def clips(self, ratio: Tensor) -> Tensor:
-        """Whether each ratio is above 1 + high."""
+        """Return whether each ratio is above 1 + high."""
         return ratio > 1 + self.high

@@ -39,12 +39,12 @@ class Clip(Surrogate):
         self.high = usual_range[1] if config.clip_high is None else config.clip_high
 
     def __call__(self, log_q: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Value of each of N tokens, [N]."""
+        """Return the value of each of N tokens, [N]."""
         import torch
 
         del log_q  # whose gradient the ratio has
         return -torch.minimum(ratio * advantages, ratio.clamp(1 - self.low, 1 + self.high) * advantages)
 
     def clips(self, ratio: Tensor) -> Tensor:
-        """Whether each ratio is outside of [1 - low, 1 + high]."""
+        """Return whether each ratio is outside of [1 - low, 1 + high]."""
         return (ratio > 1 + self.high) | (ratio < 1 - self.low)

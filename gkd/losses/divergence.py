@@ -1,4 +1,4 @@
-"""What a divergence between teacher and student is, and the arithmetic that all of them share.
+"""Defines what a divergence between teacher and student is, and the arithmetic that all of them share.
 
 P is the teacher, Q the student. The last axis runs over outcomes and is summed; whatever is before it stays. Nothing
 is renormalised: where the outcomes given are not all there are, the result is the partial sum over them.
@@ -46,7 +46,7 @@ class Divergence(ABC):
 
     @abstractmethod
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """Value at each of N positions, [N], differentiable in ``log_q``.
+        """Return the value at each of N positions, [N], differentiable in ``log_q``.
 
         ``log_p`` and ``log_q``, natural logarithms in one dtype, are of the same outcomes: [N, V] of the vocabulary, or
         [N, K + 1] of the teacher's K tokens and all others together, or [N, K] without these; with ``teacher_logprobs``
@@ -55,18 +55,18 @@ class Divergence(ABC):
 
 
 def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(A||B) = sum_v a(v) (log a(v) - log b(v)) of two [..., V], as [...]."""
+    """Compute KL(A||B) = sum_v a(v) (log a(v) - log b(v)) of two [..., V], as [...]."""
     log_a, log_b = log_a.clamp(min=MIN_LOGPROB), log_b.clamp(min=MIN_LOGPROB)
     return (log_a.exp() * (log_a - log_b)).sum(-1)
 
 
 def sampled_log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log q(y) - log p(y) of N tokens y, [N], detached: an estimate of KL(Q||P) at each position where y ~ Q."""
+    """Estimate KL(Q||P) at N positions by log q(y) - log p(y) of the tokens y ~ Q sampled there, [N], detached."""
     return (log_q - log_p.clamp(min=MIN_LOGPROB)).detach()
 
 
 def student_tail(log_q: Tensor, ids: Tensor) -> Tensor:
-    """Log-probability the student gives to everything but ``ids``; log_q [..., V] and ids [..., K], as [...].
+    """Compute the student's log-probability of everything but ``ids``; log_q [..., V] and ids [..., K], as [...].
 
     It is the sum over the complement, exact however small; 1 minus the mass on ``ids`` would round to 0.
     """

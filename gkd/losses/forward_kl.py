@@ -21,5 +21,5 @@ class ForwardKL(Divergence):
     logit_copies: ClassVar[tuple[int, int]] = (7, 8)
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """KL(P||Q) of two [N, V], as [N]."""
+        """Compute KL(P||Q) of two [N, V], as [N]."""
         return kl(log_p, log_q)

@@ -37,7 +37,7 @@ class JSD(Divergence):
     logit_copies: ClassVar[tuple[int, int]] = (13, 14)
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """JSD_beta of two [N, V], as [N]."""
+        """Compute JSD_beta of two [N, V], as [N]."""
         from torch.nn import functional as F
 
         beta = self.config.beta

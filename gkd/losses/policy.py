@@ -1,4 +1,4 @@
-"""The policy-gradient loss on rewards, for every algorithm that has one."""
+"""Computes the policy-gradient loss on rewards, for every algorithm that has one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gkd.losses.surrogate import Surrogate
 
 
 def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Values:
-    """The response tokens' log-probabilities, differentiable, and the entropy of each position, detached.
+    """Compute the response tokens' log-probabilities, differentiable, and the entropy of each position, detached.
 
     logits [n, V] of the positions from ``start`` on. The log-probabilities are of the distribution that was sampled
     from (:func:`token_logprobs`), the entropies of softmax(logits / ``rollout.temperature``).
@@ -28,7 +28,7 @@ def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -
 
 
 def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None) -> Tensor:
-    """Log-probabilities [n] of the response tokens from ``start`` on, differentiable; logits [n, V].
+    """Compute log-probabilities [n] of the response tokens from ``start`` on, differentiable; logits [n, V].
 
     With ``rollout``, under the distribution that was sampled from: softmax(logits / temperature), normalised over the
     nucleus of ``top_p``, the most likely tokens, as few as have that much together. Without, under the plain model.
@@ -48,7 +48,7 @@ def _chosen(log_q: Tensor, start: int, micro: MicroBatch, top_p: float) -> Tenso
 
 
 def _log_mass(log_q: Tensor, top_p: float) -> Tensor:
-    """log of what the nucleus has together, [n]; which tokens it holds is taken as constant.
+    """Compute the log of what the nucleus has together, [n]; which tokens it holds is taken as constant.
 
     The nucleus is that of ``log_q``. A token that was sampled and, by rounding or an update, is outside of it now keeps
     its own probability, divided by this: its importance ratio is then continuous, and not 0.
@@ -61,7 +61,7 @@ def _log_mass(log_q: Tensor, top_p: float) -> Tensor:
 
 
 def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights: Importance) -> tuple[Tensor, Values]:
-    """The surrogate at each of N response tokens, [N], not yet weighted, and what is worth watching, [N] each."""
+    """Compute the surrogate at each of N response tokens, not yet weighted, and what is worth watching; [N] each."""
     old, advantages, kind = weights.old, micro.advantages, RATIOS[algorithm.ratio]
     surrogate: Surrogate = algorithm.policy.build(kind.usual_range)
     if algorithm.advantage.teacher_kl:

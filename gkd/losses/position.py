@@ -1,4 +1,4 @@
-"""The configured loss at every response position, with what is worth watching next to it."""
+"""Computes the configured loss at every response position, with what is worth watching next to it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gkd.losses.targets import PositionTargets
 class PositionLosses:
     """Values at N positions, each [N]; ``loss`` is differentiable, everything else is detached.
 
-    ``forward_kl`` and ``reverse_kl`` are over the teacher's K tokens and one bucket for all others, whichever loss was
-    asked for: lower bounds of the divergences over the full vocabulary, and those themselves where K is all of it.
+    ``forward_kl`` and ``reverse_kl`` are over the teacher's K tokens and one bucket for all others, whichever loss is
+    trained on: lower bounds of the divergences over the full vocabulary, and those themselves where K is all of it.
     ``teacher_mass`` and ``student_mass`` are the probability of the teacher's K tokens. ``entropy`` is the student's
     over its full vocabulary. All of these are at the loss's temperature; ``token_logprobs``, the student's
     log-probabilities of the response tokens, are at temperature 1.
@@ -35,13 +35,13 @@ class PositionLosses:
     token_logprobs: Tensor
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Everything but the loss by name, without what could not be measured."""
+        """Return everything but the loss by name, without what could not be measured."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "loss"}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> PositionLosses:
-    """Loss and diagnostics of the student's ``logits`` [N, V] against the teacher's targets at the same N positions.
+    """Compute loss and diagnostics of the student's ``logits`` [N, V] against the teacher's targets at N positions.
 
     The student's logits are divided by ``loss.temperature`` here (no T^2 factor follows); the teacher's
     log-probabilities must be at that temperature already. Arithmetic is in float32, or in float64 if the logits are.
@@ -95,7 +95,7 @@ def _check_shapes(logits: Tensor, targets: PositionTargets, loss: Loss) -> None:
 
 
 def _align(log_q: Tensor, targets: PositionTargets, tail: bool) -> tuple[Tensor, Tensor]:
-    """Teacher's and student's log-probabilities of the same outcomes: [N, V], [N, K + 1] with a tail, or [N, K]."""
+    """Return teacher's and student's log-probabilities of the same outcomes: [N, V], [N, K + 1] (tail) or [N, K]."""
     ids, log_p = targets.ids.long(), targets.logprobs.to(log_q.dtype)
     if targets.k == log_q.shape[1]:
         # There is no tail. The teacher is put in the student's order, as the teacher needs no gradient.
@@ -111,7 +111,7 @@ def _align(log_q: Tensor, targets: PositionTargets, tail: bool) -> tuple[Tensor,
 
 
 def _of_tokens(log_q: Tensor, targets: PositionTargets) -> tuple[Tensor, Tensor]:
-    """Teacher's and student's log-probabilities of the response tokens, [N] each."""
+    """Return teacher's and student's log-probabilities of the response tokens, [N] each."""
     return targets.teacher_token_logprobs.to(log_q.dtype), _pick(log_q, targets.token_ids)
 
 

@@ -1,8 +1,8 @@
-"""Importance ratios of policy-gradient losses: one a token, or one a response (``algorithm.policy.ratio``).
+"""Computes importance ratios of policy-gradient losses: one a token, or one a response (``algorithm.policy.ratio``).
 
 A ratio is between the policy that is being updated and the one the batch's updates started from; with one update a
-batch it is 1, and a surrogate's gradient is the plain policy gradient. ``bounds`` [S + 1] says where each of S
-sequences begins among N response tokens laid end to end.
+batch it is 1, and a surrogate's gradient is the plain policy gradient. ``bounds`` [S + 1]: where each of S sequences
+begins among N response tokens laid end to end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Ratio(ABC):
 
     @abstractmethod
     def log(self, log_q: Tensor, log_old: Tensor, bounds: Tensor) -> Tensor:
-        """Logarithm of each response token's ratio, [N], where all tokens of a response have one advantage."""
+        """Return the log of each response token's ratio, [N], where all tokens of a response have one advantage."""
 
     @abstractmethod
     def log_by_token(self, log_q: Tensor, log_old: Tensor, bounds: Tensor) -> Tensor:
-        """The same for advantages that differ from token to token."""
+        """Return the same for advantages that differ from token to token."""
 
 
 class TokenRatio(Ratio):
@@ -35,7 +35,7 @@ class TokenRatio(Ratio):
     usual_range = (0.2, 0.2)
 
     def log(self, log_q: Tensor, log_old: Tensor, bounds: Tensor) -> Tensor:
-        """log q - log old of each token."""
+        """Return log q - log old of each token."""
         del bounds
         return log_q - log_old
 
@@ -52,11 +52,11 @@ class SequenceRatio(Ratio):
     usual_range = (3e-4, 4e-4)
 
     def log(self, log_q: Tensor, log_old: Tensor, bounds: Tensor) -> Tensor:
-        """log of the response's ratio at each of its tokens."""
+        """Return the log of the response's ratio at each of its tokens."""
         return sequence_mean(log_q - log_old, bounds)
 
     def log_by_token(self, log_q: Tensor, log_old: Tensor, bounds: Tensor) -> Tensor:
-        """GSPO-token (eq. 14): ``sg(s) q / sg(q)``, as log.
+        """Return the log of ``sg(s) q / sg(q)`` (GSPO-token, eq. 14).
 
         Its value is the response's ratio; its gradient is each token's own, so that a token is moved by its own
         advantage and not by the mean of its response's. Where these are equal it has GSPO's gradient.

@@ -19,5 +19,5 @@ class ReverseKL(Divergence):
     logit_copies: ClassVar[tuple[int, int]] = (7, 8)
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """KL(Q||P) of two [N, V], as [N]."""
+        """Compute KL(Q||P) of two [N, V], as [N]."""
         return kl(log_q, log_p)

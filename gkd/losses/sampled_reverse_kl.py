@@ -26,5 +26,5 @@ class SampledReverseKL(Divergence):
     logit_copies: ClassVar[tuple[int, int]] = (3, 4)
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """Value at N response tokens from their log-probabilities [N] under teacher and student."""
+        """Compute the value at N response tokens from their log-probabilities [N] under teacher and student."""
         return sampled_log_ratio(log_p, log_q) * (log_q - log_q.detach()).exp()

@@ -1,4 +1,4 @@
-"""What a policy-gradient surrogate is."""
+"""Defines what a policy-gradient surrogate is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Surrogate(ABC):
 
     @abstractmethod
     def __call__(self, log_q: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Loss of each of N tokens, [N], to be minimised and not yet weighted.
+        """Return the loss of each of N tokens, [N], to be minimised and not yet weighted.
 
         ``log_q`` [N]: log-probabilities of the tokens; ``ratio`` [N]: importance ratio between the policy that is being
         updated and the one the batch's updates started from; both are differentiable. ``advantages`` [N] are constant.
@@ -36,4 +36,4 @@ class Surrogate(ABC):
 
     @abstractmethod
     def clips(self, ratio: Tensor) -> Tensor:
-        """Whether each of N ratios is outside of the range in which it counts as it is, [N] of bool."""
+        """Return whether each of N ratios is outside of the range in which it counts as it is, [N] of bool."""

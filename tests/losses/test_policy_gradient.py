@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from gkd.config.learning import Estimator
 from gkd.losses import policy_gradient as pg
 from gkd.losses.cispo import Cispo
 from gkd.losses.clip import Clip
@@ -92,7 +93,7 @@ def distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_penalty_is_on_average_what_its_name_says(estimator: pg.Estimator, moved: bool) -> None:
+def test_a_penalty_is_on_average_what_its_name_says(estimator: Estimator, moved: bool) -> None:
     """The average over the tokens that a policy sampled, Q or an older one, summed over the vocabulary."""
     logits, reference = distributions(3)
     log_q = logits.log_softmax(-1)
