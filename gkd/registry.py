@@ -21,10 +21,14 @@ from gkd.errors import ConfigError
 
 @dataclass(frozen=True)
 class Registry:
-    """What the setting ``setting`` may name: ``entries``, from a name to ``module:attribute``, or the user's own."""
+    """What the setting ``setting`` may name: ``entries``, from a name to ``module:attribute``, or the user's own.
+
+    ``base``: the class that all of them are of, as ``module:attribute``; None where any code will do.
+    """
 
     setting: str
     entries: Mapping[str, str]
+    base: str | None = None
 
     def names(self) -> list[str]:
         """Built-in names."""
@@ -41,15 +45,29 @@ class Registry:
             )
 
     def load(self, name: str) -> Any:
-        """The code that ``name`` stands for. Raises ConfigError when there is none or it cannot be imported."""
+        """Import the code that ``name`` stands for.
+
+        Raises ConfigError when there is none, when it cannot be imported, and when it is not of the registry's base.
+        """
         if name in self.entries:
-            module, _, attribute = self.entries[name].partition(":")
-            return getattr(importlib.import_module(module), attribute)
+            return _attribute(self.entries[name])
         try:
             self.require(name)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return _own(self.setting, name)
+        own = _own(self.setting, name)
+        if self.base is not None:
+            base = _attribute(self.base)
+            if not (isinstance(own, base) or (isinstance(own, type) and issubclass(own, base))):
+                raise ConfigError(
+                    f"{self.setting}={name}: it is no {self.base.replace(':', '.')}, which it must extend"
+                )
+        return own
+
+
+def _attribute(entry: str) -> Any:
+    module, _, attribute = entry.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def absolute(name: str) -> str:

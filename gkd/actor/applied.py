@@ -16,6 +16,14 @@ class Applied:
     rows: tuple[Metrics, ...] = ()
 
 
-def mean(rows: Sequence[Metrics]) -> Metrics:
-    """Mean of the metrics of a step's mini-batches; empty without any."""
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[-1]} if rows else {}
+def over_mini_batches(rows: Sequence[Metrics]) -> Metrics:
+    """Combine the metrics of a step's mini-batches, none without any: means, of names that end in ``max`` the largest.
+
+    A mean of what each mini-batch had at most would hide the one token that the metric is for.
+    """
+
+    def combined(name: str) -> float:
+        values = [row[name] for row in rows]
+        return max(values) if name.endswith("max") else sum(values) / len(values)
+
+    return {name: combined(name) for name in rows[-1]} if rows else {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gkd.actor.applied import Applied, mean
+from gkd.actor.applied import Applied, over_mini_batches
 from gkd.actor.balance import share
 from gkd.algorithms.aggregation import token_weights
 from gkd.cluster.group import Group, Pending, gather, settle
@@ -63,7 +63,7 @@ class ActorGroup:
     def update(self, samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train on a batch: ``actor.epochs`` times over its mini-batches, one optimizer step each.
 
-        Returns the mean of the mini-batches' metrics.
+        Returns the metrics of all mini-batches together.
         """
         settings = self.config.actor
         size = settings.mini_batch_size or len(samples)
@@ -78,7 +78,7 @@ class ActorGroup:
         rows = [self._run("update", part, step, i == len(parts)) for i, part in enumerate(parts, 1)]
         self.version = step
         self._warn_of_memory(step)
-        return mean(rows)
+        return over_mini_batches(rows)
 
     def _warn_of_memory(self, step: int) -> None:
         if self._budget < self._budget_warned_of:

@@ -94,7 +94,9 @@ class Training:
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
-            raise NotUpdated(f"the gradient of step {step} is not finite (norm {grad_norm}); nothing was updated")
+            before = len(self.staging.rows)  # mini-batches of this step
+            done = f"{before} of its mini-batches were learned from before" if before else "nothing was updated"
+            raise NotUpdated(f"the gradient of step {step} is not finite (norm {grad_norm}); {done}")
         lr = learning_rate(self.config.actor, step - 1, self.config.trainer.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

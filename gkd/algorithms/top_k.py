@@ -1,4 +1,4 @@
-"""How many of its most likely tokens the teacher is asked for. Kept free of torch for the driver."""
+"""Decides how many of its most likely tokens the teacher sends. Kept free of torch for the driver."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from gkd.errors import ConfigError
 
 
 def top_k_wanted(config: Config, vocab_size: int) -> int:
-    """K to ask the teacher for in training: 0 where only the tokens' log-probabilities count, ``vocab_size`` for all.
+    """Return the teacher's K in training: 0 where only the tokens' log-probabilities count, ``vocab_size`` for all.
 
-    Raises ConfigError when the full vocabulary is more than the teacher may be asked for.
+    Raises ConfigError when that is more than the teacher sends.
     """
     loss = config.algorithm.loss
-    if loss.name == "sampled_reverse_kl" or not config.algorithm.distils:
+    if loss.compares_tokens_alone or not config.algorithm.distils:
         return 0
     wanted = min(loss.top_k or vocab_size, vocab_size)
     if wanted > config.teacher.max_top_k:
-        asked = f"algorithm.loss.top_k={loss.top_k}" if loss.top_k else "algorithm.loss.top_k=null (full vocabulary)"
+        setting = f"algorithm.loss.top_k={loss.top_k}" if loss.top_k else "algorithm.loss.top_k=null (full vocabulary)"
         raise ConfigError(
-            f"{asked} asks the teacher for {wanted:,} log-probabilities a position, more than "
+            f"{setting} asks the teacher for {wanted:,} log-probabilities a position, more than "
             f"teacher.max_top_k={config.teacher.max_top_k:,}"
         )
     return wanted
 
 
 def top_k_for_validation(config: Config, vocab_size: int) -> int:
-    """K that val/reverse_kl is measured with: ``data.val_top_k``, whatever is asked for in training.
+    """Return the K that val/reverse_kl is measured with: ``data.val_top_k``, whatever training has.
 
-    Raises ConfigError when that is more than the teacher may be asked for.
+    Raises ConfigError when that is more than the teacher sends.
     """
     wanted = min(config.data.val_top_k, vocab_size)
     if wanted > config.teacher.max_top_k:

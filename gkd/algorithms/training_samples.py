@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gkd.algorithms.advantages import group_advantages, with_overlong
+from gkd.algorithms.advantages import AdvantageEstimator, Float64, groups_that_differ, with_overlong
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.types import TrainingSample
@@ -56,7 +56,8 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
         return [replace(sample, in_loss=bool(keep)) for sample, keep in zip(samples, in_loss, strict=True)], {}
     metrics = _by_function(config, samples)
     rewards = np.array(rewards_of(config, samples))
-    advantages = group_advantages(rewards.tolist(), groups_of(config, samples), algorithm.advantage.divide_by_std)
+    groups = groups_of(config, samples)
+    advantages = _advantages(config, rewards, groups)
     known = ~np.isnan(rewards)
     in_loss = in_loss if algorithm.distils else in_loss & known
     if known.any():
@@ -66,9 +67,9 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
             "advantage/mean": float(advantages[known].mean()),
             "advantage/std": float(advantages[known].std()),
         }
-    equal = np.abs(advantages.reshape(-1, config.rollout.n)).max(1) == 0
+    n_groups = len(set(groups))
     metrics |= {
-        "reward/equal_groups": float(equal.mean()),
+        "reward/equal_groups": (n_groups - len(groups_that_differ(rewards.tolist(), groups))) / n_groups,
         "timing_s/reward": max(sum(sample.reward_s.values()) for sample in samples),
     }
     batch = [
@@ -76,6 +77,18 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
         for sample, advantage, keep in zip(samples, advantages, in_loss, strict=True)
     ]
     return batch, metrics
+
+
+def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Float64:
+    """Advantages [S]. Raises RunFailed where ``algorithm.advantage.name`` does not give a number for each sample."""
+    estimator: AdvantageEstimator = config.algorithm.advantage.build()
+    advantages = np.asarray(estimator(rewards.tolist(), groups), np.float64)
+    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
+        raise RunFailed(
+            f"algorithm.advantage.name={config.algorithm.advantage.name} gave {advantages.shape} advantages, "
+            f"{np.isfinite(advantages).sum()} of them finite: expected {rewards.shape}"
+        )
+    return advantages
 
 
 def _by_function(config: Config, samples: Sequence[TrainingSample]) -> dict[str, float]:

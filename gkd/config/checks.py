@@ -31,7 +31,11 @@ def _own_models_and_data_go_together(config: Config) -> None:
 def _a_reference_is_asked(config: Config) -> None:
     if config.reference.model.path is None or config.asks_reference:
         return
-    why = "algorithm.kl.coef=0 asks none" if config.algorithm.kl.coef == 0 else "with actor.lora.r it is the student"
+    why = (
+        "algorithm.kl.coef=0 asks none"
+        if not config.algorithm.needs_reference
+        else "with actor.lora.r it is the student"
+    )
     raise ValueError(f"reference.model.path is set, but {why}")
 
 
@@ -107,9 +111,9 @@ def _hf_takes_weights_from_the_object_store(config: Config) -> None:
 
 def _policy_gradient_is_on_policy(config: Config) -> None:
     loss, rollout = config.algorithm.loss, config.rollout
-    if loss.name == "sampled_reverse_kl" and not rollout.temperature == loss.temperature == rollout.top_p == 1.0:
+    if loss.is_policy_gradient and not rollout.temperature == loss.temperature == rollout.top_p == 1.0:
         raise ValueError(
-            "algorithm.loss.name=sampled_reverse_kl is a policy gradient on the plain model's samples: "
+            f"algorithm.loss.name={loss.name} is a policy gradient on the plain model's samples: "
             "rollout.temperature, rollout.top_p and algorithm.loss.temperature must be 1"
         )
 
@@ -152,7 +156,7 @@ def _own_answers_can_be_learned_from(config: Config) -> None:
     why = f"algorithm.on_policy_share={algorithm.on_policy_share:g} learns from the data's own answers"
     if config.data.answer_key is None and not config.uses_builtin_task:
         raise ValueError(f"{why}, and data.answer_key is not set")
-    if algorithm.policy_weight or algorithm.loss.name == "sampled_reverse_kl":
+    if algorithm.policy_weight or algorithm.loss.is_policy_gradient:
         raise ValueError(f"{why}, which no policy gradient can: the student did not sample them")
 
 

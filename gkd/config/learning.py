@@ -1,62 +1,133 @@
-"""What is optimised: divergences from a teacher, policy gradients from rewards, or both."""
+"""Settings of what is optimised: divergences from a teacher, policy gradients from rewards, or both."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
+from gkd.config.open import OpenSettings
+from gkd.registry import Registry, absolute
 
-CLIP = {"on_policy_distill": (0.2, 0.2), "grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+if TYPE_CHECKING:
+    from gkd.algorithms.compositions import Composition
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Estimator = Literal["k1", "k2", "k3"]
+EntryName = Annotated[str, AfterValidator(absolute)]
+
+ALGORITHMS = Registry(
+    "algorithm.name",
+    {
+        "on_policy_distill": "gkd.algorithms.compositions:ON_POLICY_DISTILL",
+        "grpo": "gkd.algorithms.compositions:GRPO",
+        "gspo": "gkd.algorithms.compositions:GSPO",
+    },
+    "gkd.algorithms.compositions:Composition",
+)
+DIVERGENCES = Registry(
+    "algorithm.loss.name",
+    {
+        "forward_kl": "gkd.losses.forward_kl:ForwardKL",
+        "reverse_kl": "gkd.losses.reverse_kl:ReverseKL",
+        "jsd": "gkd.losses.jsd:JSD",
+        "sampled_reverse_kl": "gkd.losses.sampled_reverse_kl:SampledReverseKL",
+    },
+    "gkd.losses.divergence:Divergence",
+)
+ADVANTAGES = Registry(
+    "algorithm.advantage.name",
+    {"grpo": "gkd.algorithms.group_mean:GroupMean", "rloo": "gkd.algorithms.leave_one_out:LeaveOneOut"},
+    "gkd.algorithms.advantages:AdvantageEstimator",
+)
+SURROGATES = Registry(
+    "algorithm.policy.surrogate",
+    {"clip": "gkd.losses.clip:Clip", "cispo": "gkd.losses.cispo:Cispo"},
+    "gkd.losses.surrogate:Surrogate",
+)
 
 
-class Loss(Settings):
+class Loss(OpenSettings):
     """Divergence between student and teacher at every response position."""
 
-    name: Literal["forward_kl", "reverse_kl", "jsd", "sampled_reverse_kl"] = Field(
-        "reverse_kl", description="which divergence; sampled_reverse_kl is a policy gradient on the sampled tokens"
+    registry: ClassVar[Registry] = DIVERGENCES
+
+    name: EntryName = Field(
+        "reverse_kl",
+        description=f"which divergence: {', '.join(DIVERGENCES.entries)} (a policy gradient on the sampled tokens), or "
+        "your own as package.module:Class or FILE.py:Class (prime-rl: trainer.loss.import_path)",
     )
-    beta: float = Field(0.5, ge=0, le=1, description="jsd's weight of the teacher: 0 is forward KL, 1 is reverse KL")
-    top_k: int | None = Field(None, ge=1, description="teacher's K most likely tokens; null: the full vocabulary")
-    tail: bool = Field(True, description="with top_k: the rest of both distributions in one bucket, or left out")
+    top_k: int | None = Field(
+        None, ge=1, description="teacher's K most likely tokens; null: the full vocabulary (TRL: loss_top_k)"
+    )
+    tail: bool = Field(
+        True, description="with top_k: the rest of both distributions in one bucket, or left out (TRL: loss_add_tail)"
+    )
     temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature of both distributions inside the loss")
 
+    @property
+    def is_policy_gradient(self) -> bool:
+        """Whether it is an estimate from sampled tokens, which importance weights are for."""
+        return bool(self.selected.is_policy_gradient)
 
-class Advantage(Settings):
+    @property
+    def compares_tokens_alone(self) -> bool:
+        """Whether it needs no more of the teacher than the log-probabilities of the response tokens."""
+        return bool(self.selected.teacher_logprobs == "token")
+
+
+class Advantage(OpenSettings):
     """From rewards to advantages."""
 
-    divide_by_std: bool = Field(True, description="divide by the group's standard deviation (GRPO; Dr. GRPO does not)")
+    registry: ClassVar[Registry] = ADVANTAGES
+
+    name: EntryName = Field(
+        "grpo",
+        description="the estimator: grpo is against the group's mean, rloo against the mean of the others; or your own "
+        "as package.module:Class or FILE.py:Class (verl: adv_estimator)",
+    )
     teacher_kl: float = Field(
         0.0, ge=0, description="weight of the teacher's sampled reverse KL, subtracted from every token's advantage"
     )
 
 
-class Policy(Settings):
-    """The policy-gradient surrogate."""
+class Policy(OpenSettings):
+    """The policy-gradient loss on rewards."""
 
-    surrogate: Literal["clip", "cispo"] = Field("clip", description="PPO's clipped surrogate, or CISPO's weights")
-    clip_low: float | None = Field(
-        None, ge=0, description="lower clip range; null: 0.2, for gspo 3e-4, for cispo none, ever"
+    registry: ClassVar[Registry] = SURROGATES
+    selects: ClassVar[str] = "surrogate"
+
+    surrogate: EntryName = Field(
+        "clip",
+        description="PPO's clipped surrogate (clip), CISPO's weights (cispo), or your own as package.module:Class or "
+        "FILE.py:Class (TRL: loss_type; verl: policy_loss.loss_mode)",
     )
-    clip_high: float | None = Field(None, ge=0, description="upper clip range; null: 0.2, for gspo 4e-4")
+    ratio: Literal["token", "sequence"] | None = Field(
+        None,
+        description="importance ratio of each token, or one of a response; null: sequence for algorithm.name=gspo, "
+        "otherwise token (TRL: importance_sampling_level)",
+    )
     sequence_mask_kl: float | None = Field(
-        None, gt=0, description="leave out bad samples whose sampler is further off, nats a token; null: none"
+        None,
+        gt=0,
+        description="leave out bad samples whose sampler is further off, nats a token; null: none (TRL: "
+        "off_policy_mask_threshold)",
     )
-
-    @model_validator(mode="after")
-    def _cispo_has_an_upper_bound_alone(self) -> Policy:
-        if self.surrogate == "cispo" and self.clip_low is not None:
-            raise ValueError(f"clip_low={self.clip_low:g}: cispo bounds its weights from above alone (clip_high)")
-        return self
 
 
 class ReferenceKL(Settings):
     """A penalty that keeps the student near where it started, on the tokens that it sampled."""
 
-    coef: float = Field(0.0, ge=0, description="weight in the loss; above 0 a reference group is started")
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="Schulman's estimate of the KL, times the importance ratio; k3 is GRPO's"
+    coef: float = Field(
+        0.0,
+        ge=0,
+        description="weight in the loss; above 0 a reference group is started (TRL: beta; verl: kl_loss_coef)",
+    )
+    estimator: Estimator = Field(
+        "k3",
+        description="Schulman's estimate of the KL, times the importance ratio; k3 is GRPO's (verl: kl_loss_type; "
+        "low_var_kl is k3)",
     )
 
 
@@ -66,16 +137,27 @@ class ImportanceSampling(Settings):
     level: Literal["auto", "token", "sequence"] | None = Field(
         "auto",
         description="importance weights of tokens or of whole sequences; null: none; auto: of tokens where the two "
-        "can differ: computing in bfloat16, weights in 4 bits, dropout",
+        "can differ: computing in bfloat16, weights in 4 bits, dropout (TRL: vllm_importance_sampling_mode; verl: "
+        "rollout_is)",
     )
     mask: bool = Field(False, description="leave out what is outside [1/cap, cap] instead of truncating at cap")
-    cap: float = Field(2.0, gt=1, description="largest importance weight")
+    cap: float = Field(
+        2.0,
+        gt=1,
+        description="largest importance weight (TRL: vllm_importance_sampling_cap; verl: "
+        "rollout_is_threshold; slime: tis_clip)",
+    )
 
 
 class DynamicSampling(Settings):
     """DAPO's: leave out groups whose rewards are all equal, and sample more until the batch is full."""
 
-    max_rounds: int = Field(1, ge=1, description="rounds of sampling a step may take; 1: off, every group is kept")
+    max_rounds: int = Field(
+        1,
+        ge=1,
+        description="rounds of sampling a step may take; 1: off, every group is kept (verl: "
+        "filter_groups, max_num_gen_batches)",
+    )
 
 
 class Overlong(Settings):
@@ -83,17 +165,21 @@ class Overlong(Settings):
 
     action: Literal["keep", "mask", "penalty"] = Field(
         "keep",
-        description="mask: no loss on them, and means over samples are over all; penalty: a reward falling to -1 over "
-        "the last `buffer` tokens",
+        description="mask: no loss on them, and means over samples are over all (TRL: mask_truncated_completions); "
+        "penalty: a reward falling to -1 over the last `buffer` tokens",
     )
-    buffer: int = Field(64, ge=1, description="tokens before the limit over which the penalty grows")
+    buffer: int = Field(
+        64, ge=1, description="tokens before the limit over which the penalty grows (verl: overlong_buffer.len)"
+    )
 
 
 class Algorithm(Settings):
     """What is optimised."""
 
-    name: Literal["on_policy_distill", "grpo", "gspo"] = Field("on_policy_distill", description="the algorithm")
-    loss: Loss = Loss()
+    name: EntryName = Field(
+        "on_policy_distill", description=f"the algorithm: {', '.join(ALGORITHMS.entries)}, or a composition of your own"
+    )
+    loss: Loss = Field(default_factory=Loss)
     reward_weight: float = Field(
         0.0, ge=0, description="on_policy_distill: weight of a GRPO loss on rewards beside the distillation loss"
     )
@@ -102,16 +188,18 @@ class Algorithm(Settings):
         ge=0,
         le=1,
         description="GKD's lambda: share of prompts that the student answers itself; on the others it "
-        "learns from the data's own answers (data.answer_key)",
+        "learns from the data's own answers, data.answer_key (TRL: lmbda)",
     )
     supervised_weight: float = Field(
         0.0, ge=0, description="weight of the cross-entropy on the data's own answers, beside the distillation loss"
     )
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "token_mean", description="how tokens make a loss; constant divides by max_response_length (Dr. GRPO)"
+    aggregation: Aggregation = Field(
+        "token_mean",
+        description="how tokens make a loss; constant divides by max_response_length, as Dr. GRPO (TRL: loss_type "
+        "dapo, grpo, dr_grpo; verl: loss_agg_mode token-mean, seq-mean-token-mean, seq-mean-token-sum-norm)",
     )
-    advantage: Advantage = Advantage()
-    policy: Policy = Policy()
+    advantage: Advantage = Field(default_factory=Advantage)
+    policy: Policy = Field(default_factory=Policy)
     kl: ReferenceKL = ReferenceKL()
     importance_sampling: ImportanceSampling = ImportanceSampling()
     dynamic_sampling: DynamicSampling = DynamicSampling()
@@ -125,23 +213,26 @@ class Algorithm(Settings):
             )
         if self.policy_weight:
             return self
-        told = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
-        corrected = [] if self.weighs_samples else ["importance_sampling"]
-        for section in ("advantage", "policy", *corrected, "dynamic_sampling"):
-            settings = getattr(self, section)
-            for name, field in type(settings).model_fields.items():
-                if getattr(settings, name) not in (field.default, None):
-                    told.append(f"{section}.{name}={getattr(settings, name)}")
-        if told:
+        unused = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
+        sampling = [] if self.weighs_samples else ["importance_sampling"]
+        for section in ("advantage", "policy", *sampling, "dynamic_sampling"):
+            unused += [f"{section}.{name}={value}" for name, value in _changed(getattr(self, section)).items()]
+        if unused:
             raise ValueError(
-                f"{told[0]} is about learning from rewards, and name={self.name} does not: reward_weight=0"
+                f"{unused[0]} is about learning from rewards, and name={self.name} does not: reward_weight=0"
             )
         return self
 
     @property
+    def composition(self) -> Composition:
+        """What the algorithm is made of."""
+        composition: Composition = ALGORITHMS.load(self.name)
+        return composition
+
+    @property
     def distils(self) -> bool:
         """Whether a divergence from the teacher is part of the loss."""
-        return self.name == "on_policy_distill"
+        return self.composition.distils
 
     @property
     def policy_weight(self) -> float:
@@ -149,10 +240,19 @@ class Algorithm(Settings):
         return self.reward_weight if self.distils else 1.0
 
     @property
+    def ratio(self) -> Literal["token", "sequence"]:
+        """Whether importance ratios of the policy-gradient loss are of tokens or of responses."""
+        return self.policy.ratio or self.composition.ratio
+
+    @property
+    def needs_policy(self) -> bool:
+        """Whether log-probabilities of the sampled tokens are part of the loss beside a divergence."""
+        return self.policy_weight > 0 or self.needs_reference
+
+    @property
     def weighs_samples(self) -> bool:
         """Whether a part of the loss is an average over sampled tokens, which importance weights are for."""
-        sampled = self.distils and self.loss.name == "sampled_reverse_kl"
-        return self.policy_weight > 0 or self.kl.coef > 0 or sampled
+        return self.needs_policy or (self.distils and self.loss.is_policy_gradient)
 
     @property
     def needs_teacher(self) -> bool:
@@ -160,8 +260,15 @@ class Algorithm(Settings):
         return self.distils or self.advantage.teacher_kl > 0
 
     @property
-    def clip(self) -> tuple[float, float]:
-        """Lower and upper clip range."""
-        low, high = CLIP[self.name]
-        given = self.policy
-        return low if given.clip_low is None else given.clip_low, high if given.clip_high is None else given.clip_high
+    def needs_reference(self) -> bool:
+        """Whether samples are scored by a reference model, which the penalty refers to."""
+        return self.kl.coef > 0
+
+
+def _changed(section: Settings) -> dict[str, Any]:
+    """Settings of a section, its class' own among them, that are neither null nor as they are by default."""
+    fields = dict(type(section).model_fields)
+    if isinstance(section, OpenSettings):
+        fields |= section.selected.Config.model_fields
+    values = {name: getattr(section, name, fields[name].default) for name in fields}
+    return {name: value for name, value in values.items() if value not in (fields[name].default, None)}

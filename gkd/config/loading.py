@@ -63,7 +63,7 @@ def load(tree: Mapping[str, Any]) -> Config:
         if first["type"] == OWN:
             context = first["ctx"]
             if context["unknown"]:
-                raise unknown(f"{key}.{context['key']}", None) from None
+                raise unknown(f"{key}.{context['key']}", context["value"]) from None
             raise ConfigError(f"{key}.{context['key']}={context['value']}: {context['why']}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
@@ -96,4 +96,7 @@ def unknown(key: str, value: Any) -> ConfigError:
     while isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
-    return ConfigError(f"unknown setting {key}{hint(key, settings())}")
+    known = settings()
+    if key in known:  # of another class than the one that its section names
+        return ConfigError(f"{key}={value}: is no setting of what is named, but of {known[key]}")
+    return ConfigError(f"unknown setting {key}{hint(key, known)}")

@@ -33,14 +33,26 @@ class OpenSettings(Settings):
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
         """Dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
+        meanings: dict[str, dict[str, list[str]]] = {}  # by setting, then by meaning: the classes that take it
         for name in cls.registry.names():
             for own, field in getattr(getattr(cls.registry.load(name), "Config", None), "model_fields", {}).items():
-                yield f"{prefix}{own}", f"{name}: {field.description or ''}"
+                meanings.setdefault(own, {}).setdefault(field.description or "", []).append(name)
+        for own, classes in meanings.items():
+            yield f"{prefix}{own}", "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
 
     def own(self, section: str = "") -> Any:
         """The settings of the class that is named, as its ``Config``."""
         kind = getattr(self.owners()[section], "Config", None)
         return None if kind is None else kind.model_validate(self._given(section))
+
+    @property
+    def selected(self) -> Any:
+        """The class that is named."""
+        return self.owners()[""]
+
+    def build(self, *arguments: Any) -> Any:
+        """Make one of the class that is named, from its settings and then ``arguments``."""
+        return self.selected(self.own(), *arguments)
 
     def _given(self, section: str) -> dict[str, Any]:
         extra = self.model_extra or {}
@@ -62,6 +74,9 @@ class OpenSettings(Settings):
                 context = {"key": key, "value": str(first["input"]), "unknown": first["type"] == "extra_forbidden"}
                 why = str(first["msg"]).removeprefix("Value error, ")
                 raise PydanticCustomError(OWN, "{why}", {**context, "why": why}) from None
+            for name in given.keys() - kind.model_fields.keys():  # a user's model may ignore what it does not know
+                context = {"key": f"{prefix}{name}", "value": str(given[name]), "unknown": True, "why": ""}
+                raise PydanticCustomError(OWN, "{why}", context)
         if "" not in owners:
             for name in self.model_extra or {}:
                 if name not in owners:

@@ -46,7 +46,7 @@ class Config(Settings):
     actor: Actor = Actor()
     data: Data = Data()
     builtin: Builtin = Builtin()
-    algorithm: Algorithm = Algorithm()
+    algorithm: Algorithm = Field(default_factory=Algorithm)
     reward: Reward = Reward()
     weights: Weights = Weights()
     cluster: Cluster = Cluster()
@@ -121,7 +121,7 @@ class Config(Settings):
     @property
     def asks_reference(self) -> bool:
         """Whether a group of its own says what the reference thinks; with LoRA it is the actor without its adapter."""
-        return self.algorithm.kl.coef > 0 and self.actor.lora.r is None
+        return self.algorithm.needs_reference and self.actor.lora.r is None
 
     @property
     def asks_reward_model(self) -> bool:

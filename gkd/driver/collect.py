@@ -88,14 +88,18 @@ def requests_of(
     """Return ``rollout.n`` requests a prompt, each with a seed that depends on nothing but its place in the run.
 
     ``first``: the place in the step of the first of these prompts. The share of them that the data answers instead of
-    the student comes first; it is rounded over the steps together, so that it holds for small batches as well.
+    the student is rounded over the steps together, so that it holds for small batches as well. Those come first; where
+    the batch is cut into mini-batches they are spread, so that every update learns from both kinds.
     """
     share = len(prompts) * (1 - config.algorithm.on_policy_share)
     n_own = int(step * share + 0.5) - int((step - 1) * share + 0.5)
+    size = config.actor.mini_batch_size or len(prompts) * config.rollout.n
+    by_student, own = [False] * (len(prompts) - n_own), [True] * n_own
+    is_own = spread(by_student, own) if size < len(prompts) * config.rollout.n else own + by_student
     sampling = Sampling(config.rollout.max_response_length, config.rollout.temperature, config.rollout.top_p)
     return [
         SampleRequest(
-            prompt, index, seed_of(config.trainer.seed, step, place, index), sampling, scoring, place - first < n_own
+            prompt, index, seed_of(config.trainer.seed, step, place, index), sampling, scoring, is_own[place - first]
         )
         for place, prompt in enumerate(prompts, start=first)
         for index in range(config.rollout.n)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gkd.actor.applied import mean
+from gkd.actor.applied import over_mini_batches
 from gkd.actor.group import ActorGroup
 from gkd.cluster.failure import one_line
 from gkd.cluster.group import Pending, gather, is_done, settle
@@ -125,7 +125,7 @@ class Checkpoints:
         if state is None:
             raise RunFailed(f"the actor holds the weights of step {applied.step}, which the run knows nothing of")
         if state.row is not None:  # of an update whose metrics never arrived
-            state = replace(state, row={**finite(mean(applied.rows)), **state.row})
+            state = replace(state, row={**finite(over_mini_batches(applied.rows)), **state.row})
         path = self.directory / f"step_{state.step}"
         checkpoint.remove(path)
         (path / RANKS).mkdir(parents=True)

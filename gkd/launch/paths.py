@@ -26,21 +26,32 @@ def settle(config: Config, here: Path, output: Path) -> list[str]:
         found = [_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
         if found != (value if isinstance(value, list) else [value]):
             overrides.append(_override(name, found if isinstance(value, list) else found[0]))
-    rewards = config.reward.functions
-    if any(map(file_of, rewards)):
-        overrides.append(_override("reward.functions", [_reward(name, here) for name in rewards]))
+    for name, value in _own_code(config.model_dump(), ""):
+        entries = [_entry(name, entry, here) for entry in (value if isinstance(value, list) else [value])]
+        overrides.append(_override(name, entries if isinstance(value, list) else entries[0]))
     return overrides
 
 
-def _reward(name: str, here: Path) -> str:
-    """A reward's name for the job: a file that goes with it, from its working directory; any other as it is.
+def _own_code(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | list[str]]]:
+    """Settings that name code of the user's own as ``FILE.py:name``, in whichever registry."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _own_code(value, f"{prefix}{key}.")
+        elif any(
+            isinstance(entry, str) and file_of(entry) for entry in (value if isinstance(value, list) else [value])
+        ):
+            yield f"{prefix}{key}", value
+
+
+def _entry(setting: str, name: str, here: Path) -> str:
+    """The name of code for the job: a file that goes with it, from its working directory; any other as it is.
 
     Raises ConfigError for a file that does not exist.
     """
     if (file := file_of(name)) is None:
         return name
     if not file.is_file():
-        raise ConfigError(f"reward.functions: {name}: there is no file {file}")
+        raise ConfigError(f"{setting}: {name}: there is no file {file}")
     return f"{file.relative_to(here)}:{short(name)}" if is_packed(file, here) else name
 
 

@@ -1,4 +1,4 @@
-"""Values at many positions without the logits of all of them at once."""
+"""Evaluates a loss at many positions without the logits of all of them at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Values = dict[str, Tensor]
 def chunked(
     hidden: Tensor, head: Callable[[Tensor], Tensor], of: Callable[[Tensor, int], Values], chunk: int
 ) -> Values:
-    """What ``of`` finds at N positions, ``chunk`` of them at a time; every value [N].
+    """Evaluate ``of`` at N positions, ``chunk`` of them at a time; every value is [N].
 
     ``head`` turns hidden states [n, D] into logits [n, V]; ``hidden`` is [N, D]. ``of(logits, start)`` gives named
     values [n] of the positions from ``start`` on, differentiable or not. The head sees at most ``chunk`` positions at a

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: distillation, policy gradient, penalty, whichever the algorithm has, in one pass."""
+"""Puts the loss of a micro-batch together: distillation, policy gradient, penalty, whichever the algorithm has."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from gkd.config import Algorithm, Config, Rollout
-from gkd.losses import on_policy_distill, policy
+from gkd.losses import policy
 from gkd.losses.chunked import Values, chunked
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import importance
 from gkd.losses.policy_gradient import kl_penalty
+from gkd.losses.position import position_losses
 
 Head = Callable[[Tensor], Tensor]
 
@@ -31,34 +32,37 @@ Objective = Callable[[Tensor, Head], tuple[Tensor, Measured]]
 
 
 def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: int) -> Objective:
-    """What the student minimises on ``micro``: the weighted sum of its tokens' losses.
+    """Return what the student minimises on ``micro``: the weighted sum of its tokens' losses.
 
     The head sees ``chunk`` positions at a time. Distillation compares at ``algorithm.loss.temperature``, the supervised
     loss is at temperature 1, and everything that looks at tokens that the student sampled is under the distribution
     that they were sampled from, weighted as :mod:`gkd.losses.off_policy` says.
     """
-    needs_policy = algorithm.policy_weight > 0 or algorithm.kl.coef > 0
-    as_sampled = not needs_policy and (rollout.top_p < 1.0 or rollout.temperature != 1.0)
+    as_sampled = not algorithm.needs_policy and (rollout.top_p < 1.0 or rollout.temperature != 1.0)
 
     def values_at(logits: Tensor, start: int) -> Values:
-        found: Values = {}
+        values: Values = {}
         if algorithm.distils:
-            found |= on_policy_distill.values_at(logits, start, micro, algorithm.loss)
-        if needs_policy:
-            found |= policy.values_at(logits, start, micro, rollout)
+            assert micro.targets is not None, "distillation needs the teacher's targets"
+            losses = position_losses(logits, micro.targets.rows(start, start + len(logits)), algorithm.loss)
+            # The loss first: the last tensor a chunk keeps for its backward pass is then in it, and the rest is
+            # computed once.
+            values |= {"distill": losses.loss, **losses.diagnostics()}
+        if algorithm.needs_policy:
+            values |= policy.values_at(logits, start, micro, rollout)
         if algorithm.supervised_weight:
-            found["supervised"] = -policy.token_logprobs(logits, start, micro)
+            values["supervised"] = -policy.token_logprobs(logits, start, micro)
         if as_sampled:
             with torch.no_grad():
-                found["as_sampled"] = policy.token_logprobs(logits, start, micro, rollout)
-        return found
+                values["as_sampled"] = policy.token_logprobs(logits, start, micro, rollout)
+        return values
 
     def evaluate(hidden: Tensor, head: Head) -> tuple[Tensor, Measured]:
-        found = chunked(hidden, head, values_at, chunk)
-        log_q = found.pop("token_logprobs")
-        trainers = found.pop("as_sampled", log_q).detach()
-        losses, sums = _losses(micro, algorithm, log_q, found)
-        parts = {name: (values * micro.weights).sum() for name, values in losses.items()}
+        values = chunked(hidden, head, values_at, chunk)
+        log_q = values.pop("token_logprobs")
+        trainers = values.pop("as_sampled", log_q).detach()
+        losses, sums = _losses(micro, algorithm, log_q, values)
+        parts = {name: (loss * micro.weights).sum() for name, loss in losses.items()}
         total = sum(parts.values(), start=hidden.new_zeros(()))
         measured = Measured({"actor/loss": total, **parts}, sums)
         add_mismatch(measured, trainers if micro.old_logprobs is None else micro.old_logprobs, micro.sampler_logprobs)
@@ -67,31 +71,31 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
     return evaluate
 
 
-def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, found: Values) -> tuple[Values, Values]:
-    """The losses of N tokens by name, not yet weighted, and what is worth watching; all [N].
+def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Values) -> tuple[Values, Values]:
+    """Compute the losses of N tokens by name, not yet weighted, and what is worth watching; all [N].
 
-    ``log_q``: the trainer's log-probabilities, as sampled; ``found``: what else :func:`objective` works out.
+    ``log_q``: the trainer's log-probabilities, as sampled; ``values``: what else :func:`objective` evaluates.
     """
     losses: Values = {}
-    sums: Values = {"actor/entropy": found.pop("entropy")}
-    supervised = found.pop("supervised", None)
+    sums: Values = {"actor/entropy": values.pop("entropy")}
+    supervised = values.pop("supervised", None)
     weights = importance(micro, log_q, algorithm) if algorithm.weighs_samples else None
     if weights is not None and algorithm.importance_sampling.level in ("token", "sequence"):
         sums["actor/correction"] = weights.correction
     if algorithm.distils:
-        losses["distill/loss"] = found.pop("distill")
-        if weights is not None and algorithm.loss.name == "sampled_reverse_kl":
+        losses["distill/loss"] = values.pop("distill")
+        if weights is not None and algorithm.loss.is_policy_gradient:
             losses["distill/loss"] = losses["distill/loss"] * weights.weights(log_q)
-        sums |= {f"distill/{name}": value for name, value in found.items()}
+        sums |= {f"distill/{name}": value for name, value in values.items()}
     if algorithm.policy_weight:
         assert weights is not None
-        values, watched = policy.policy_loss(micro, log_q, algorithm, weights)
-        losses["actor/policy_loss"] = algorithm.policy_weight * values
+        surrogate, watched = policy.policy_loss(micro, log_q, algorithm, weights)
+        losses["actor/policy_loss"] = algorithm.policy_weight * surrogate
         sums |= watched
     if supervised is not None:
         own = micro.sampler_logprobs.isnan()  # the data's own answers, which nobody sampled
         losses["actor/supervised_loss"] = algorithm.supervised_weight * supervised * own
-    if algorithm.kl.coef:
+    if algorithm.needs_reference:
         assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
         assert weights is not None
         penalty = kl_penalty(log_q, micro.reference_logprobs, algorithm.kl.estimator, weights.old)
@@ -102,7 +106,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, found: Value
 
 
 def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, Head], Tensor]:
-    """Instead of an objective: the response tokens' log-probabilities under what they were sampled from, [N]."""
+    """Return, in place of an objective, the response tokens' log-probabilities as they were sampled, [N]."""
 
     def values_at(logits: Tensor, start: int) -> Values:
         return {"logprobs": policy.token_logprobs(logits, start, micro, config.rollout)}
@@ -111,7 +115,7 @@ def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, Head], Tens
 
 
 def add_mismatch(measured: Measured, trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> None:
-    """How far trainer and sampler disagree on the same weights, over N tokens.
+    """Measure how far trainer and sampler disagree on the same weights, over N tokens.
 
     KL(sampler || trainer) by the k3 estimate r - 1 - log r with r = trainer / sampler (Schulman, 2020). The data's own
     answers, which nobody sampled, count as agreed on.

@@ -1,4 +1,4 @@
-"""Importance weights: one rule for every loss that is an average over sampled tokens.
+"""Computes importance weights, by one rule for every loss that is an average over sampled tokens.
 
 A response is sampled by an engine, ``mu``, and learned from by the trainer, ``q``. The two differ where a batch is
 learned from in several updates, where engine and trainer compute differently on the same weights (bfloat16, 4-bit
@@ -16,12 +16,12 @@ sampled from: softmax(logits / temperature), normalised over the nucleus of ``ro
 
 Who gets what:
 
-- The policy gradient on rewards: ``q / old`` inside its surrogate, which clips it, times the correction. GSPO's ratio
-  is of the whole response.
-- ``sampled_reverse_kl`` and the penalty to the reference: ``q / old`` of the token as it is, times the correction
-  (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for the penalty).
+- The policy gradient on rewards: ``q / old`` inside its surrogate, which clips it, times the correction. With
+  ``algorithm.policy.ratio=sequence``, as in GSPO, that ratio is of the whole response.
+- Divergences estimated from the token sampled (``sampled_reverse_kl``) and the penalty to the reference: ``q / old`` of
+  the token as it is, times the correction (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for the penalty).
 - The mask of bad sequences that are far off-policy looks at ``mu``, so at all of the difference.
-- Divergences over the vocabulary (forward_kl, reverse_kl, jsd): nothing. At each position they are summed, not sampled,
+- Other divergences, over the vocabulary: nothing. At each position they are summed, not sampled,
   and GKD (arXiv 2306.13649) takes the text before a position from wherever it comes.
 - The data's own answers, which nobody sampled: only the divergence and the supervised loss, nothing of the above.
 """
@@ -52,12 +52,12 @@ class Importance:
     sampled: Tensor
 
     def weights(self, log_q: Tensor) -> Tensor:
-        """q / old * old / mu of each token, [N], constant."""
+        """Return q / old * old / mu of each token, [N], constant."""
         return ratio_of(log_q.detach() - self.old) * self.correction
 
 
 def importance(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm) -> Importance:
-    """What a micro-batch's importance weights are made of; ``log_q`` [N] as the trainer has it now.
+    """Compute what a micro-batch's importance weights are made of; ``log_q`` [N] as the trainer has it now.
 
     ``algorithm.importance_sampling.level`` is to be decided already (:meth:`gkd.config.Config.algorithm_on`); where it
     is still ``auto`` nothing is corrected.

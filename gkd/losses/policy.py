@@ -1,4 +1,4 @@
-"""The policy-gradient loss on rewards, for every algorithm that has one."""
+"""Computes the policy-gradient loss on rewards, for every algorithm that has one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import torch
 from torch import Tensor
 
 from gkd.config import Algorithm, Rollout
-from gkd.losses import grpo, gspo
 from gkd.losses import policy_gradient as pg
 from gkd.losses.chunked import Values
 from gkd.losses.divergence import MIN_LOGPROB
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import Importance
-
-_LOG_RATIO = {"on_policy_distill": grpo.log_ratio, "grpo": grpo.log_ratio, "gspo": gspo.log_ratio}
+from gkd.losses.ratio import RATIOS
+from gkd.losses.surrogate import Surrogate
 
 
 def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Values:
-    """The response tokens' log-probabilities, differentiable, and the entropy of each position, detached.
+    """Compute the response tokens' log-probabilities, differentiable, and the entropy of each position, detached.
 
     logits [n, V] of the positions from ``start`` on. The log-probabilities are of the distribution that was sampled
     from (:func:`token_logprobs`), the entropies of softmax(logits / ``rollout.temperature``).
@@ -29,7 +28,7 @@ def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -
 
 
 def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None) -> Tensor:
-    """Log-probabilities [n] of the response tokens from ``start`` on, differentiable; logits [n, V].
+    """Compute log-probabilities [n] of the response tokens from ``start`` on, differentiable; logits [n, V].
 
     With ``rollout``, under the distribution that was sampled from: softmax(logits / temperature), normalised over the
     nucleus of ``top_p``, the most likely tokens, as few as have that much together. Without, under the plain model.
@@ -49,7 +48,7 @@ def _chosen(log_q: Tensor, start: int, micro: MicroBatch, top_p: float) -> Tenso
 
 
 def _log_mass(log_q: Tensor, top_p: float) -> Tensor:
-    """log of what the nucleus has together, [n]; which tokens it holds is taken as constant.
+    """Compute the log of what the nucleus has together, [n]; which tokens it holds is taken as constant.
 
     The nucleus is that of ``log_q``. A token that was sampled and, by rounding or an update, is outside of it now keeps
     its own probability, divided by this: its importance ratio is then continuous, and not 0.
@@ -62,24 +61,19 @@ def _log_mass(log_q: Tensor, top_p: float) -> Tensor:
 
 
 def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights: Importance) -> tuple[Tensor, Values]:
-    """The surrogate at each of N response tokens, [N], not yet weighted, and what is worth watching, [N] each."""
-    old, advantages = weights.old, micro.advantages
-    log_ratio = _LOG_RATIO[algorithm.name]
+    """Compute the surrogate at each of N response tokens, not yet weighted, and what is worth watching; [N] each."""
+    old, advantages, kind = weights.old, micro.advantages, RATIOS[algorithm.ratio]
+    surrogate: Surrogate = algorithm.policy.build(kind.usual_range)
     if algorithm.advantage.teacher_kl:
         assert micro.targets is not None, "the teacher's KL needs the teacher's targets"
         teacher = micro.targets.teacher_token_logprobs.clamp(min=MIN_LOGPROB)
         advantages = advantages - algorithm.advantage.teacher_kl * (old - teacher)
-        log_ratio = gspo.token_log_ratio if algorithm.name == "gspo" else log_ratio
-    ratio = pg.ratio_of(log_ratio(log_q, old, micro.bounds))
-    low, high = algorithm.clip
-    outside = ratio.detach() > 1 + high
-    if algorithm.policy.surrogate == "cispo":
-        values = pg.cispo(log_q, ratio, advantages, high)
+        ratio = pg.ratio_of(kind.log_by_token(log_q, old, micro.bounds))
     else:
-        values = pg.clipped(ratio, advantages, low, high)
-        outside |= ratio.detach() < 1 - low
+        ratio = pg.ratio_of(kind.log(log_q, old, micro.bounds))
+    values, clipped = surrogate(log_q, ratio, advantages), surrogate.clips(ratio.detach())
     factors = weights.correction
     limit = algorithm.policy.sequence_mask_kl
     if limit is not None:
         factors = factors * pg.sequence_mask(log_q, weights.sampler, advantages, micro.bounds, limit)
-    return values * factors, {"actor/clip_fraction": outside.float(), "actor/correction": factors}
+    return values * factors, {"actor/clip_fraction": clipped.float(), "actor/correction": factors}

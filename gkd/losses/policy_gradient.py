@@ -1,8 +1,8 @@
-"""Policy-gradient surrogates at response positions, penalties that keep the policy near a reference, and corrections.
+"""Parts of policy-gradient losses: means over sequences, penalties that keep near a reference, and corrections.
 
-All tensors are [N] unless said otherwise: the response tokens of S whole sequences laid end to end, sequence ``i`` from
-``bounds[i]`` to ``bounds[i + 1]``. Log-probabilities are of the sampled tokens, natural logarithms. Losses are to be
-minimised; every function's value at a token is that token's, not yet weighted (:mod:`gkd.algorithms.aggregation`).
+All tensors are [N] where no shape is stated: the response tokens of S whole sequences laid end to end, sequence ``i``
+from ``bounds[i]`` to ``bounds[i + 1]``. Log-probabilities are of the sampled tokens, natural logarithms. Losses are to
+be minimised; every function's value at a token is that token's, not yet weighted (:mod:`gkd.algorithms.aggregation`).
 """
 
 from __future__ import annotations
@@ -13,34 +13,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Estimator = Literal["k1", "k2", "k3"]
+from gkd.config.learning import Estimator
+
 LARGEST_LOG_RATIO = 20.0  # exp of more would be meaningless; vLLM and a trainer differ by a hundredth of it
 
 
-def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """PPO's clipped surrogate with a range for each side, ``-min(r A, clip(r, 1 - low, 1 + high) A)``.
-
-    Schulman et al., arXiv 1707.06347, eq. 7; GRPO's (arXiv 2402.03300, eq. 3) with ``low = high``; clip-higher of DAPO
-    (arXiv 2503.14476, eq. 8) with ``high > low``. The gradient is 0 where the clipped term is the smaller one.
-    """
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-
-
-def cispo(log_q: Tensor, ratio: Tensor, advantages: Tensor, high: float) -> Tensor:
-    """REINFORCE with truncated importance weights, ``-sg(min(r, 1 + high)) A log q``.
-
-    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5: no token loses its gradient, and weights have an upper bound alone.
-    """
-    return -ratio.clamp(max=1 + high).detach() * advantages * log_q
-
-
 def sequence_mean(values: Tensor, bounds: Tensor) -> Tensor:
-    """Every token's value replaced by the mean over its sequence; differentiable. ``bounds`` [S + 1]."""
+    """Replace every token's value by the mean over its sequence; differentiable. ``bounds`` [S + 1]."""
     return _over_sequences(values, bounds, mean=True)
 
 
 def sequence_sum(values: Tensor, bounds: Tensor) -> Tensor:
-    """Every token's value replaced by the sum over its sequence; differentiable. ``bounds`` [S + 1]."""
+    """Replace every token's value by the sum over its sequence; differentiable. ``bounds`` [S + 1]."""
     return _over_sequences(values, bounds, mean=False)
 
 
@@ -52,12 +36,12 @@ def _over_sequences(values: Tensor, bounds: Tensor, mean: bool) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp, of at most e^20."""
+    """Take exp, of at most e^20."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator, log_old: Tensor | None = None) -> Tensor:
-    """Estimate of KL(Q || reference) at each token from the token sampled, weighted by the ratio ``r = q / old``.
+    """Estimate KL(Q || reference) at each token from the token sampled, weighted by the ratio ``r = q / old``.
 
     With ``d = log q - log reference``: k1 is ``d``, k2 is ``d^2 / 2``, k3 is ``exp(-d) - 1 + d`` (Schulman,
     "Approximating KL Divergence", 2020; k3 in GRPO, arXiv 2402.03300, eq. 4). ``log_old`` is what the samples are from;
@@ -77,7 +61,7 @@ def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator, log_o
 def correction(
     trainer: Tensor, sampler: Tensor, bounds: Tensor, level: Literal["token", "sequence"], mask: bool, cap: float
 ) -> Tensor:
-    """Weights that undo the difference between the engine that sampled and the trainer, detached.
+    """Compute weights that undo the difference between the engine that sampled and the trainer, detached.
 
     ``w = trainer's probability / sampler's`` of each token, or the product over its sequence. Truncated importance
     sampling weighs by ``min(w, cap)`` (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -92,7 +76,7 @@ def correction(
 
 
 def sequence_mask(log_q: Tensor, log_sampler: Tensor, advantages: Tensor, bounds: Tensor, limit: float) -> Tensor:
-    """1 for the tokens of sequences to learn from, 0 for bad ones that are too far off-policy; detached.
+    """Return 1 for the tokens of sequences to learn from, 0 for bad ones that are too far off-policy; detached.
 
     A sequence is left out when its advantage is negative and the mean of ``log sampler - log q`` over it is above
     ``limit``. The sampler's log-probabilities are those of the engine, so that a difference between engine and trainer

@@ -1,4 +1,4 @@
-"""The teacher's view of N response positions, as tensors."""
+"""Holds the teacher's log-probabilities at N response positions, and checks them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ABSENT_TAIL = math.log(torch.finfo(torch.float32).eps)
 
 @dataclass(frozen=True, slots=True)
 class PositionTargets:
-    """What the teacher says at N positions; :class:`gkd.types.Target` of many samples end to end.
+    """The teacher's log-probabilities at N positions; :class:`gkd.types.Target` of many samples end to end.
 
     ``token_ids`` [N]: the response tokens. ``teacher_token_logprobs`` [N]: their log-probabilities under the teacher.
     ``ids`` [N, K] and ``logprobs`` [N, K]: the teacher's K most likely tokens, distinct, in any order. K is 0 where
@@ -46,20 +46,20 @@ class PositionTargets:
             raise ValueError(f"tail_logprobs {tuple(self.tail_logprobs.shape)}: expected [{n[0]}]")
 
     def __len__(self) -> int:
-        """N."""
+        """Return N."""
         return len(self.token_ids)
 
     @property
     def k(self) -> int:
-        """K, the number of the teacher's tokens at each position."""
+        """Return K, the number of the teacher's tokens at each position."""
         return self.ids.shape[1]
 
     def rows(self, start: int, stop: int) -> PositionTargets:
-        """Positions ``start`` to ``stop``, sharing memory."""
+        """Return positions ``start`` to ``stop``, sharing memory."""
         return self._map(lambda tensor: tensor[start:stop])
 
     def to(self, device: torch.device | str) -> PositionTargets:
-        """The same on ``device``."""
+        """Return the same on ``device``."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PositionTargets:

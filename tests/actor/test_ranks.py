@@ -135,14 +135,22 @@ def test_targets_that_are_no_distribution_are_refused(ranks: dict[int, Ranks]) -
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) -> None:
-    def poison(worker: object) -> None:
-        with torch.no_grad():
-            worker.student.lm.model.norm.weight.to_local().fill_(float("nan"))
+    """It says which updates of its step were made before it."""
 
-    ray.get(ranks[1].workers[0].__ray_call__.remote(poison), timeout=60)
+    def fill(value: float) -> None:
+        def change(worker: object) -> None:
+            with torch.no_grad():
+                worker.student.lm.model.norm.weight.to_local().fill_(value)
+
+        ray.get(ranks[1].workers[0].__ray_call__.remote(change), timeout=60)
+
     batch = models.scored(2, seed=3)
-    before = ranks[1].weights()
-    with pytest.raises(ray.exceptions.RayTaskError, match=r"gradient of step 7 is not finite"):
-        ranks[1].run("update", put(batch), 7)
-    after = ranks[1].weights()
-    assert all(torch.equal(before[key], after[key]) for key in before if "model.norm" not in key)
+    for message in ("nothing was updated", "1 of its mini-batches were learned from before"):
+        fill(float("nan"))
+        before = ranks[1].weights()
+        with pytest.raises(ray.exceptions.RayTaskError, match=rf"gradient of step 7 is not finite .*; {message}"):
+            ranks[1].run("update", put(batch), 7)
+        after = ranks[1].weights()
+        assert all(torch.equal(before[key], after[key]) for key in before if "model.norm" not in key)
+        fill(1.0)
+        ranks[1].run("update", put(batch), 7, False)

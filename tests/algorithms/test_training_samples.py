@@ -9,8 +9,10 @@ import statistics
 import numpy as np
 import pytest
 
-from gkd.algorithms.advantages import group_advantages, groups_that_differ, overlong_penalty
+from gkd.algorithms.advantages import groups_that_differ, overlong_penalty
 from gkd.algorithms.aggregation import token_weights
+from gkd.algorithms.group_mean import GroupMean
+from gkd.algorithms.leave_one_out import LeaveOneOut
 from gkd.algorithms.training_samples import rewards_of, with_advantages
 from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
@@ -35,6 +37,10 @@ def scored(
     return training_sample(key, key // 2, key % 2, n=n, finish_reason=ended, rewards=rewards)
 
 
+def group_advantages(rewards: list[float], groups: list[int], divide_by_std: bool) -> np.ndarray:
+    return GroupMean(GroupMean.Config(divide_by_std=divide_by_std))(rewards, groups)
+
+
 def test_advantages_are_within_the_group() -> None:
     rewards, groups = [1.0, 0.0, 0.5, 3.0, 3.0, 3.0], [0, 0, 0, 1, 1, 1]
     plain = group_advantages(rewards, groups, divide_by_std=False)
@@ -44,6 +50,15 @@ def test_advantages_are_within_the_group() -> None:
     assert divided[3:].tolist() == [0.0] * 3  # equal rewards: nothing to learn, and no division by zero
     assert groups_that_differ(rewards, groups) == {0}
     assert group_advantages([2.0], [0], divide_by_std=True).tolist() == [0.0]
+
+
+def test_leaving_one_out_compares_with_the_others_alone() -> None:
+    rewards, groups = [1.0, 0.0, 0.5, math.nan, 3.0, 3.0, 7.0], [0, 0, 0, 0, 1, 1, 2]
+    advantages = LeaveOneOut(LeaveOneOut.Config())(rewards, groups).tolist()
+    expected = [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert advantages == pytest.approx(expected)
+    plain = group_advantages(rewards, groups, divide_by_std=False)
+    assert advantages[:3] == pytest.approx((plain[:3] * 3 / 2).tolist())  # n / (n - 1) of the distance from the mean
 
 
 @pytest.mark.parametrize("reward", [0.1, 1.2, 1 / 3])

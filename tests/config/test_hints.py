@@ -50,7 +50,7 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor_parallel_size"),
         ("actor_rollout_ref.ref.model.path", "reference.model.path"),
         ("distillation.teacher_models.teacher_model.model_path", "teacher.model.path"),
-        ("algorithm.adv_estimator", "algorithm.name"),
+        ("algorithm.adv_estimator", "algorithm.advantage.name"),
         ("data.train_batch_size", "trainer.batch_size"),
         ("data.max_response_length", "rollout.max_response_length"),
         ("trainer.logger", "trainer.trackers"),

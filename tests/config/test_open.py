@@ -59,6 +59,9 @@ def test_a_class_in_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = tmp_path / "mine.py"
     file.write_text("import pydantic\nclass Mine:\n  class Config(pydantic.BaseModel):\n    width: int = 4\n")
     own = Section.model_validate({"name": f"{file}:Mine", "width": 5})
+    with pytest.raises(ValidationError) as refused:  # also where the class' own model would let it pass
+        Section.model_validate({"name": f"{file}:Mine", "wdith": 5})
+    assert refused.value.errors()[0]["ctx"] == {"key": "wdith", "value": "5", "unknown": True, "why": ""}
     assert own.own().width == 5 and own.model_dump() == {"name": f"{file}:Mine", "width": 5}
     monkeypatch.chdir(tmp_path)
     assert absolute("mine.py:Mine") == f"{file}:Mine" and absolute("mine:Mine") == "mine:Mine"
@@ -68,3 +71,20 @@ def test_a_class_in_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_name_that_stands_for_nothing_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"section\.name"):
         Section.registry.load(name)
+
+
+def test_what_is_not_of_the_base_is_refused() -> None:
+    registry = Registry("section.name", {}, f"{__name__}:Plain")
+    assert registry.load(f"{__name__}:Plain") is Plain
+    with pytest.raises(ConfigError, match=r"^section\.name=.*:Scaled: it is no .*\.Plain, which it must extend$"):
+        registry.load(f"{__name__}:Scaled")
+
+
+def test_a_setting_that_several_classes_have_is_listed_with_all_of_them() -> None:
+    class Both(Section):
+        registry: ClassVar[Registry] = Registry(
+            "section.name", {"one": f"{__name__}:Scaled", "two": f"{__name__}:Scaled"}
+        )
+        name: str = "one"
+
+    assert dict(Both.settings_of_entries("")) == {"scale": "one, two: a factor"}

@@ -94,6 +94,15 @@ def test_a_share_of_the_prompts_is_answered_by_the_data(share: float, own: int) 
     assert sum(request.own_answer for request in requests) == own
 
 
+@pytest.mark.parametrize(("mini_batch_size", "mixed"), [(4, True), (16, False), (None, False)])
+def test_every_mini_batch_has_its_share_of_the_datas_answers(mini_batch_size: int | None, mixed: bool) -> None:
+    algorithm, actor = {"on_policy_share": 0.5}, {"mini_batch_size": mini_batch_size}
+    config = load({"algorithm": algorithm, "rollout": {"n": 2}, "actor": actor})
+    own = [request.own_answer for request in requests_of(config, PROMPTS[:8], Scoring(), step=1)]
+    assert sum(own) == 8
+    assert [sum(own[i : i + 4]) for i in range(0, 16, 4)] == ([2, 2, 2, 2] if mixed else [4, 4, 0, 0])
+
+
 @pytest.mark.parametrize(("size", "share"), [(1, 0.9), (3, 0.5), (4, 0.9), (7, 0.25), (64, 0.99)])
 def test_the_share_holds_over_the_run_at_any_batch_size(size: int, share: float) -> None:
     """And a step's part depends on nothing but its number, so that a resumed run goes on exactly."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.actor.applied import Applied, mean
+from gkd.actor.applied import Applied, over_mini_batches
 from gkd.cluster.group import Pending
 from gkd.config import load
 from gkd.data.prompts import PromptStream
@@ -72,7 +72,7 @@ class World:
         self.step = step
         self.maybe("update")
         self.version = step
-        return mean(self.rows)
+        return over_mini_batches(self.rows)
 
     def applied(self) -> Applied:
         return Applied(self.step, self.rows)

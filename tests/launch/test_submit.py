@@ -111,6 +111,17 @@ def test_a_rewards_file_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.Mo
         settle(compose(["+recipe=grpo", "reward.functions=[none.py:f]"]), here, here / "out")
 
 
+def test_other_code_of_the_users_goes_with_the_job_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, of in (("divergence.py", "losses.forward_kl:ForwardKL"), ("own.py", "algorithms.group_mean:GroupMean")):
+        module, _, name = of.partition(":")
+        (tmp_path / file).write_text(f"from gkd.{module} import {name}\nclass Mine({name}):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    overrides = ["algorithm.loss.name=divergence.py:Mine", "algorithm.reward_weight=1", "rollout.n=2"]
+    overrides += [f"algorithm.advantage.name={tmp_path}/own.py:Mine", "algorithm.advantage.divide_by_std=false"]
+    settled = settle(compose([*overrides, "reward.functions=[accuracy]"]), tmp_path, tmp_path / "out")
+    assert {"algorithm.loss.name='divergence.py:Mine'", "algorithm.advantage.name='own.py:Mine'"} <= set(settled)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

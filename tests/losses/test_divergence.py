@@ -3,16 +3,18 @@ import pytest
 import torch
 from brute_force import probabilities
 
-from gkd.losses.divergence import (
-    MIN_LOGPROB,
-    forward_kl,
-    jsd,
-    reverse_kl,
-    sampled_reverse_kl,
-    student_tail,
-)
+from gkd.losses.divergence import MIN_LOGPROB, student_tail
+from gkd.losses.forward_kl import ForwardKL
+from gkd.losses.jsd import JSD
+from gkd.losses.reverse_kl import ReverseKL
+from gkd.losses.sampled_reverse_kl import SampledReverseKL
 
 INF = float("inf")
+forward_kl, reverse_kl, sampled_reverse_kl = (kind(kind.Config()) for kind in (ForwardKL, ReverseKL, SampledReverseKL))
+
+
+def jsd(log_p, log_q, beta):
+    return JSD(JSD.Config(beta=beta))(log_p, log_q)
 
 
 def random_logits(seed, *shape, scale=2.0):
@@ -114,7 +116,7 @@ def test_partial_forward_kl_has_gradient_mass_times_q_minus_p():
 
 def test_sampled_reverse_kl_is_the_k1_estimate():
     log_q, log_p = torch.tensor([-1.0, -3.0], requires_grad=True), torch.tensor([-2.0, -0.5])
-    value = sampled_reverse_kl(log_q, log_p)
+    value = sampled_reverse_kl(log_p, log_q)
     assert value.tolist() == [1.0, -2.5]
     value.sum().backward()  # -advantage * d log q, the advantage held constant
     assert log_q.grad.tolist() == [1.0, -2.5]
@@ -124,7 +126,7 @@ def test_sampled_reverse_kl_in_expectation_is_reverse_kl_in_value_and_gradient()
     log_p, student = log_softmax(random_logits(10, 12)), random_logits(11, 12).requires_grad_()
     log_q = log_softmax(student)
     # Every token of the vocabulary once, weighted by how often the student samples it.
-    expectation = (log_q.exp().detach() * sampled_reverse_kl(log_q, log_p)).sum()
+    expectation = (log_q.exp().detach() * sampled_reverse_kl(log_p, log_q)).sum()
     exact = brute_force.kl(probabilities(student), list(log_p.exp()))
     torch.testing.assert_close(expectation, exact)
     torch.testing.assert_close(*(torch.autograd.grad(x, student, retain_graph=True)[0] for x in (expectation, exact)))

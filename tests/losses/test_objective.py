@@ -1,12 +1,10 @@
-"""The loss of a micro-batch: its known limits, a formula written out in float64, and TRL's on the same tensors."""
+"""The loss of a micro-batch: its known limits, and a formula written out in float64."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,9 @@ import pytest
 import torch
 
 from gkd.algorithms.aggregation import token_weights
-from gkd.config import Algorithm, Rollout, load
+from gkd.config import Algorithm, Rollout
 from gkd.losses.micro_batch import MicroBatch, collate
-from gkd.losses.objective import logprobs, objective
-from gkd.losses.targets import PositionTargets
+from gkd.losses.objective import objective
 from gkd.types import ScoredSample
 from tests.actor import models
 
@@ -107,7 +104,7 @@ def test_the_whole_loss_written_out(name: str, aggregation: str) -> None:
     micro, logits = a_batch(seed=4, aggregation=aggregation)
     total, slope = loss_and_slope(
         micro, logits, name=name, aggregation=aggregation, policy={"clip_low": 0.1, "clip_high": 0.3},
-        advantage={"teacher_kl": 0.05}, kl={"coef": 0.2}, correction={"level": "token", "cap": 1.5},
+        advantage={"teacher_kl": 0.05}, kl={"coef": 0.2}, importance_sampling={"level": "token", "cap": 1.5},
     )  # fmt: skip
     log_q = logits.detach().log_softmax(-1).gather(-1, micro.response_ids[:, None])[:, 0].tolist()
     assert micro.old_logprobs is not None and micro.reference_logprobs is not None and micro.targets is not None
@@ -216,191 +213,3 @@ def test_the_mask_of_far_sequences_looks_at_what_the_engine_said() -> None:
     assert slope[a:b].abs().max() == 0 < slope[:a].abs().max()
     micro.advantages[a:b] = 1.0  # good ones stay
     assert loss_and_slope(micro, logits, **how)[1][a:b].abs().max() > 0
-
-
-def every_token(
-    sampler: torch.Tensor, logits: torch.Tensor, old: torch.Tensor | None, seed: int = 0
-) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
-    """A response of one token for each of V, weighted by how often the sampler [V] draws it, after one prompt.
-
-    Sums over it are averages over what is sampled. Returns also the logits [V, V], all rows those of ``logits`` [V],
-    and the advantages [V].
-    """
-    generator = torch.Generator().manual_seed(seed)
-    n = len(sampler)
-    advantages = torch.randn(n, dtype=torch.float64, generator=generator)
-    teacher, reference = torch.randn(2, n, dtype=torch.float64, generator=generator).log_softmax(-1)
-    drawn = torch.where(sampler > 0, sampler, 1.0)
-    none = torch.zeros(n, 0)
-    micro = MicroBatch(
-        token_ids=torch.zeros(n, dtype=torch.int64), position_ids=torch.zeros(n, dtype=torch.int64),
-        cu_seqlens=torch.arange(n + 1), max_seqlen=1, rows=torch.arange(n), bounds=torch.arange(n + 1),
-        response_ids=torch.arange(n), weights=sampler, advantages=advantages, sampler_logprobs=drawn.log(),
-        old_logprobs=old, reference_logprobs=reference,
-        targets=PositionTargets(torch.arange(n), teacher, none.long(), none),
-    )  # fmt: skip
-    return micro, logits.expand(n, n), advantages
-
-
-def off_policy(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [V] with gradient, log-probabilities [V] of an older policy, and an engine's probabilities [V]."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(models.VOCAB, dtype=torch.float64, generator=generator)
-    moved, apart = 0.4 * torch.randn(2, models.VOCAB, dtype=torch.float64, generator=generator)
-    return logits.requires_grad_(), (logits.detach() + moved).log_softmax(-1), (logits.detach() + apart).softmax(-1)
-
-
-WIDE = {"clip_low": 1e6, "clip_high": 1e6}
-
-
-@pytest.mark.parametrize(
-    ("how", "wanted"),
-    [
-        ({"name": "grpo", "policy": WIDE}, "reward"),
-        ({"name": "gspo", "policy": WIDE}, "reward"),
-        ({"name": "grpo", "policy": {"surrogate": "cispo", "clip_high": 1e6}}, "reward"),
-        ({"name": "on_policy_distill", "loss": {"name": "sampled_reverse_kl"}}, "teacher"),
-        *(
-            ({"name": "grpo", "kl": {"coef": 0.3, "estimator": k}, "policy": WIDE}, "penalty")
-            for k in ("k1", "k2", "k3")
-        ),
-    ],
-)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_off_policy_the_gradient_is_on_average_the_one_on_policy(how: dict[str, Any], wanted: str, level: str) -> None:
-    """Summed over all that an engine could have sampled, after an update since, it is that of what is to be learned."""
-    logits, old, sampler = off_policy()
-    micro, rows, advantages = every_token(sampler, logits, old)
-    algorithm = Algorithm.model_validate({**how, "importance_sampling": {"level": level, "cap": 1e6}})
-    total, _ = objective(micro, algorithm, Rollout(n=2), chunk=7)(rows, lambda x: x)
-    found = torch.autograd.grad(total, logits, retain_graph=True)[0]
-    log_q = logits.log_softmax(-1)
-    assert micro.reference_logprobs is not None and micro.targets is not None
-    if wanted == "teacher":
-        exact = (log_q.exp() * (log_q - micro.targets.teacher_token_logprobs)).sum()
-    else:
-        exact = -(log_q.exp() * advantages).sum()
-    if wanted == "penalty":
-        exact = exact + 0.3 * (log_q.exp() * (log_q - micro.reference_logprobs)).sum()
-    torch.testing.assert_close(found, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.7), (0.8, 0.9), (1.3, 0.4), (0.8, 1.0)])
-@pytest.mark.parametrize("how", [{"name": "grpo"}, {"name": "grpo", "kl": {"coef": 0.3}}, {"name": "gspo"}])
-def test_from_a_nucleus_the_gradient_is_that_of_the_nucleus(
-    how: dict[str, Any], temperature: float, top_p: float
-) -> None:
-    """What is sampled from is the policy: its probabilities are those of the nucleus, normalised over it."""
-    logits, _, _ = off_policy()
-    held, nucleus = 0.0, []
-    likely = (logits.detach() / temperature).softmax(-1).tolist()
-    for token in sorted(range(len(likely)), key=lambda v: -likely[v]):
-        if held < top_p:
-            nucleus.append(token)
-        held += likely[token]
-    inside = torch.full_like(logits.detach(), -torch.inf)
-    inside[nucleus] = 0.0
-    log_q = (logits / temperature + inside).log_softmax(-1)
-    micro, rows, advantages = every_token(log_q.detach().exp(), logits, None)
-    rollout = Rollout(n=2, temperature=temperature, top_p=top_p)
-    total, measured = objective(micro, Algorithm.model_validate(how), rollout, chunk=7)(rows, lambda x: x)
-    found = torch.autograd.grad(total, logits, retain_graph=True)[0]
-    own = log_q[nucleus]
-    exact = -(own.exp() * advantages[nucleus]).sum()
-    if "kl" in how:
-        assert micro.reference_logprobs is not None
-        exact = exact + 0.3 * (own.exp() * (own - micro.reference_logprobs[nucleus])).sum()
-    torch.testing.assert_close(found, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
-    assert measured.sums["mismatch/kl"][nucleus].abs().max() < 1e-12
-    # Log-probabilities that are kept for later updates are of the nucleus as well.
-    config = load({"rollout": {"n": 2, "temperature": temperature, "top_p": top_p}})
-    kept = logprobs(micro, config)(rows, lambda x: x)
-    torch.testing.assert_close(kept[nucleus], own)
-
-
-class _Accelerator:
-    """One process: gathering and reducing change nothing."""
-
-    num_processes = 1
-    sync_gradients = False
-
-    def gather(self, value: Any) -> Any:
-        return value
-
-    gather_for_metrics = gather
-
-    def reduce(self, value: Any, reduction: str) -> Any:
-        return value
-
-
-TRL_CASES = [
-    ("grpo", "sequence_mean", "grpo", {}, {}),
-    ("grpo", "token_mean", "dapo", {}, {}),
-    ("grpo", "constant", "dr_grpo", {}, {}),
-    ("grpo", "sequence_mean", "grpo", {"kl": {"coef": 0.2}}, {"beta": 0.2}),
-    ("grpo", "token_mean", "dapo", {"kl": {"coef": 0.2}}, {"beta": 0.2}),
-    ("gspo", "sequence_mean", "grpo", {}, {"importance_sampling_level": "sequence"}),
-    ("grpo", "token_mean", "cispo", {"policy": {"surrogate": "cispo", "clip_high": 0.1}}, {"epsilon_high": 1.1}),
-    ("grpo", "token_mean", "dapo", {"policy": {"sequence_mask_kl": 0.3}}, {"off_policy_mask_threshold": 0.3}),
-    ("grpo", "token_mean", "dapo", {"importance_sampling": {"level": "token", "cap": 1.3}}, {"use_vllm": True}),
-    *((name, how, loss_type, {}, {"left_out": 2} | level) for name, how, loss_type, level in (
-        ("grpo", "sequence_mean", "grpo", {}),
-        ("grpo", "constant", "dr_grpo", {}),
-        ("grpo", "token_mean", "dapo", {}),
-        ("gspo", "sequence_mean", "grpo", {"importance_sampling_level": "sequence"}),
-    )),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "aggregation", "loss_type", "own", "its"), TRL_CASES)
-def test_trl_computes_the_same_on_the_same_tensors(
-    name: str, aggregation: str, loss_type: str, own: dict[str, Any], its: dict[str, Any]
-) -> None:
-    """Also where a response that the limit ended is left out (TRL's mask_truncated_completions).
-
-    GSPO's penalty is not compared: TRL weighs it by the response's ratio, which is not what samples call for.
-    """
-    grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed (the extra trl)")
-    micro, logits = a_batch(seed=7, aggregation=aggregation)
-    bounds, its = micro.bounds.tolist(), dict(its)
-    lengths = [b - a for a, b in pairwise(bounds)]
-    kept = [i != its.get("left_out") for i in range(len(lengths))]
-    weights = token_weights(lengths, kept, aggregation, LIMIT)
-    micro.weights.copy_(torch.tensor(weights).repeat_interleave(torch.tensor(lengths)))
-    log_q = logits.log_softmax(-1).gather(-1, micro.response_ids[:, None])[:, 0]
-
-    def padded(values: torch.Tensor) -> torch.Tensor:
-        rows = [torch.nn.functional.pad(values[a:b], (0, max(lengths) - (b - a))) for a, b in pairwise(bounds)]
-        return torch.stack(rows)
-
-    mask = padded(torch.ones(len(log_q))) * torch.tensor(kept)[:, None]
-    settings = {
-        "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "beta": 0.0,
-        "loss_type": loss_type, "importance_sampling_level": "token", "epsilon_low": 0.1, "epsilon_high": 0.3,
-        "use_vllm": False, "vllm_importance_sampling_correction": True, "max_completion_length": LIMIT,
-        "current_gradient_accumulation_steps": 1, "_entropy_bonus_enabled": False, "accelerator": _Accelerator(),
-        "args": SimpleNamespace(delta=None, use_bias_correction_kl=True, steps_per_generation=1),
-        "model": SimpleNamespace(training=True), "_metrics": {"train": defaultdict(list)},
-        "_get_per_token_logps_and_entropies": lambda *_, **__: (padded(log_q), torch.zeros_like(mask), None),
-        "get_off_policy_mask": grpo_trainer.GRPOTrainer.get_off_policy_mask,
-    }  # fmt: skip
-    assert micro.old_logprobs is not None and micro.reference_logprobs is not None
-    inputs = {
-        "prompt_ids": torch.zeros(len(lengths), 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(len(lengths), 1),
-        "completion_ids": padded(micro.response_ids),
-        "completion_mask": mask,
-        "advantages": padded(micro.advantages)[:, 0],
-        "old_per_token_logps": padded(micro.old_logprobs),
-        "sampling_per_token_logps": padded(micro.sampler_logprobs),
-        "ref_per_token_logps": padded(micro.reference_logprobs),
-        "importance_sampling_ratio": padded((micro.old_logprobs - micro.sampler_logprobs).exp()).clamp(max=1.3),
-        "num_items_in_batch": mask.sum(),
-    }
-    theirs = grpo_trainer.GRPOTrainer._compute_loss(SimpleNamespace(**(settings | its)), None, inputs)
-    policy = {"clip_low": 0.1, "clip_high": 0.3, **own.get("policy", {})}
-    if loss_type == "cispo":
-        del policy["clip_low"]
-    ours, slope = loss_and_slope(micro, logits, **{"name": name, "aggregation": aggregation, **own, "policy": policy})
-    assert ours == pytest.approx(theirs.item(), rel=1e-6)
-    torch.testing.assert_close(slope, torch.autograd.grad(theirs, logits)[0], rtol=1e-6, atol=1e-9)

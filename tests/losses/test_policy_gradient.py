@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from gkd.config.learning import Estimator
 from gkd.losses import policy_gradient as pg
+from gkd.losses.cispo import Cispo
+from gkd.losses.clip import Clip
 
 V = 7
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
@@ -32,11 +35,14 @@ def a_case(sizes: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor,
 @hypothesis_settings(max_examples=30, deadline=None)
 def test_clipped_is_ppo_token_by_token_with_its_gradient(sizes: list[int], low: float, high: float) -> None:
     log_q, log_old, advantages, _ = a_case(sizes)
-    value = pg.clipped(pg.ratio_of(log_q - log_old), advantages, low, high)
+    surrogate = Clip(Clip.Config(clip_low=low, clip_high=high), (0.2, 0.2))
+    value = surrogate(log_q, pg.ratio_of(log_q - log_old), advantages)
+    clips = surrogate.clips(pg.ratio_of(log_q - log_old)).tolist()
     slope = torch.autograd.grad(value.sum(), log_q)[0]
     for i, (q, old, a) in enumerate(zip(log_q.tolist(), log_old.tolist(), advantages.tolist(), strict=True)):
         r = math.exp(q - old)
         assert value[i].item() == pytest.approx(-min(r * a, min(max(r, 1 - low), 1 + high) * a), rel=1e-12)
+        assert clips[i] == (not 1 - low <= r <= 1 + high)
         # PPO learns nothing from a token that has moved past the range in the direction its advantage asks for.
         stopped = (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low)
         assert slope[i].item() == pytest.approx(0.0 if stopped else -a * r, rel=1e-12)
@@ -46,7 +52,10 @@ def test_clipped_is_ppo_token_by_token_with_its_gradient(sizes: list[int], low: 
 @hypothesis_settings(max_examples=20, deadline=None)
 def test_cispo_truncates_the_weight_from_above_alone_and_keeps_every_gradient(sizes: list[int]) -> None:
     log_q, log_old, advantages, _ = a_case(sizes)
-    value = pg.cispo(log_q, pg.ratio_of(log_q - log_old), advantages, 0.1)
+    ratio = pg.ratio_of(log_q - log_old)
+    surrogate = Cispo(Cispo.Config(clip_high=0.1), (0.2, 0.2))
+    value = surrogate(log_q, ratio, advantages)
+    assert surrogate.clips(ratio).tolist() == [r > 1.1 for r in ratio.tolist()]
     slope = torch.autograd.grad(value.sum(), log_q)[0]
     for i, (q, old, a) in enumerate(zip(log_q.tolist(), log_old.tolist(), advantages.tolist(), strict=True)):
         weight = min(math.exp(q - old), 1.1)
@@ -68,10 +77,10 @@ def test_means_and_sums_over_sequences(sizes: list[int]) -> None:
     assert torch.autograd.gradcheck(lambda x: pg.sequence_mean(x, bounds), (log_q,))
 
 
-def test_the_turn_of_a_rank_without_samples() -> None:
+def test_a_rank_without_samples_takes_part() -> None:
     none, bounds = torch.zeros(0, requires_grad=True), torch.zeros(1, dtype=torch.int64)
     assert pg.sequence_mean(none, bounds).shape == (0,)
-    pg.clipped(pg.ratio_of(pg.sequence_mean(none, bounds)), none.detach(), 0.2, 0.2).sum().backward()
+    Clip(Clip.Config(), (0.2, 0.2))(none, pg.ratio_of(pg.sequence_mean(none, bounds)), none.detach()).sum().backward()
     assert none.grad is not None
 
 
@@ -84,7 +93,7 @@ def distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_penalty_is_on_average_what_its_name_says(estimator: pg.Estimator, moved: bool) -> None:
+def test_a_penalty_is_on_average_what_its_name_says(estimator: Estimator, moved: bool) -> None:
     """The average over the tokens that a policy sampled, Q or an older one, summed over the vocabulary."""
     logits, reference = distributions(3)
     log_q = logits.log_softmax(-1)

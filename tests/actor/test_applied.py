@@ -1,0 +1,11 @@
+"""What the mini-batches of a step have in common."""
+
+from __future__ import annotations
+
+from gkd.actor.applied import over_mini_batches
+
+
+def test_metrics_of_mini_batches_are_means_and_maxima() -> None:
+    rows = [{"actor/loss": 1.0, "mismatch/is_ratio_max": 4.0}, {"actor/loss": 2.0, "mismatch/is_ratio_max": 1.5}]
+    assert over_mini_batches(rows) == {"actor/loss": 1.5, "mismatch/is_ratio_max": 4.0}
+    assert over_mini_batches([]) == {}
