@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from gkd.actor.applied import Applied, Metrics
 from gkd.actor.balance import pack
+from gkd.actor.loading import load_sharded
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
-from gkd.actor.model import load, shard
 from gkd.actor.optimizer import adamw, learning_rate, n_updates
 from gkd.actor.pretrained import write_pretrained
 from gkd.actor.staging import Staging
@@ -101,13 +101,13 @@ class ActorWorker:
         """Read the student and shard it over the ranks. Returns its number of parameters."""
         torch.manual_seed(self.config.trainer.seed)
         actor = self.config.actor
-        student = load(self.model_path, actor.gradient_checkpointing, actor.lora, self.device, self.dtype)
+        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
+        student = load_sharded(
+            self.model_path, mesh, self.device, self.dtype,
+            actor.gradient_checkpointing, actor.lora, actor.offload_optimizer,
+        )  # fmt: skip
         self.n_parameters = sum(p.numel() for p in student.parameters())
         self.vocab_size = student.lm.config.get_text_config().vocab_size
-        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
-        shard(
-            student, mesh, self.dtype, self.config.actor.offload_optimizer
-        )  # moves it to the device, a layer at a time
         self.student, self.optimizer = student, adamw(student, self.config.actor)
         self.staging.set(Applied(0))
         return self.n_parameters
