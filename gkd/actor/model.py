@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,19 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from gkd.actor import attention
 from gkd.actor.head import Head
-from gkd.actor.quantize import dequantized, loading, packed_parameters, quantized
-from gkd.config import Lora
-from gkd.data.model_info import class_of, exact_attention, has_plain_attention
-from gkd.errors import ConfigError
+from gkd.actor.quantize import dequantized, packed_parameters, quantized
 from gkd.losses.micro_batch import MicroBatch
 from gkd.weights.file_names import FileNames
 
 Result = TypeVar("Result")
-CPU = torch.device("cpu")
 
 
 class Student(nn.Module):
@@ -131,7 +126,7 @@ class Student(nn.Module):
         return dequantized(self.lm, self._stored(dtype))
 
     def _stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        return ((name, _whole(value.detach(), dtype)) for name, value in _named(self.lm))
+        return ((name, _whole(value.detach(), dtype)) for name, value in named_tensors(self.lm))
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -150,58 +145,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return found
 
 
-def load(
-    path: str | Path,
-    gradient_checkpointing: bool = False,
-    lora: Lora | None = None,
-    device: torch.device = CPU,
-    dtype: torch.dtype = torch.float32,
-) -> Student:
-    """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
-
-    ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
-    read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``.
-    Nothing is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the
-    model cannot have.
-    """
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    adapted = lora is not None and lora.r is not None
-    lm, found = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=dtype if adapted and device.type == "cuda" else torch.float32,
-        attn_implementation=_attention(config),
-        local_files_only=True,
-        output_loading_info=True,
-        **(loading(device, dtype) if lora is not None and lora.quantize else {}),
-    )
-    if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
-        raise ConfigError(f"model.path={path}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
-    if gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _without_dropout(lm)
-    files = FileNames(lm, {name: tuple(value.shape) for name, value in _named(_empty(config))})
-    if lora is not None and adapted:
-        from gkd.actor.lora import add_adapter  # imports peft, a second of every start
-
-        add_adapter(lm, lora)
-    student = Student(lm, adapted, files)
-    student.eval()
-    if student.packed and not student.can_pack(lm.device):
-        lm.set_attn_implementation(exact_attention(config))
-        student.packed = False
-    student.train()
-    return student
-
-
-def _empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A model of that kind without weights."""
-    with torch.device("meta"):
-        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return empty
-
-
-def _named(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers; weights tied to another once."""
     seen: set[int] = set()
     for name, value in lm.state_dict(keep_vars=True).items():
@@ -210,40 +154,8 @@ def _named(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def write_model(lm: PreTrainedModel, path: str, state: dict[str, Tensor], dtype: torch.dtype, directory: str) -> None:
-    """Write ``state``, all of ``lm``'s weights, to ``directory`` as the kind of model that is in ``path``.
-
-    By an empty model of that kind: ``lm`` itself is sharded, and its layers may have adapters and 4-bit weights.
-    """
-    empty = _empty(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
-    empty.save_pretrained(directory, state_dict=state)
-    given = Path(path, "generation_config.json")
-    if given.exists():  # as it is: transformers refuses to write some that it reads
-        Path(directory, given.name).write_bytes(given.read_bytes())
-
-
 def _bounds(places: list[int], device: torch.device) -> Tensor:
     return torch.tensor(places, dtype=torch.int32, device=device)
-
-
-def _without_dropout(lm: nn.Module) -> None:
-    """Take the model's own dropout away, also from layers that gradient checkpointing wants in training mode."""
-    for module in lm.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-
-
-def _attention(config: PretrainedConfig) -> str:
-    """Packed attention for models that seem to be attention all through and let it be replaced.
-
-    :meth:`Student.can_pack` tells whether it works. Recurrent and linear-attention layers would carry state over from
-    one sequence to the next, and soft-capped or sink attention is not what the packed function computes.
-    """
-    packs = has_plain_attention(config) and getattr(class_of(config), "_supports_attention_backend", False)
-    return attention.NAME if packs else exact_attention(config)
 
 
 def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool = False) -> None:

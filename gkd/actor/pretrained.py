@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoTokenizer
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
 
-from gkd.actor.model import Student, write_model
+from gkd.actor.loading import empty
+from gkd.actor.model import Student
 from gkd.config import Lora
 from gkd.durable import reason, replace_directory
 from gkd.errors import RunFailed
+
+SHARD_BYTES = 4 << 30
+"""Weights are written to files of about this size; what is written is held until a file is full."""
 
 
 def write_pretrained(
@@ -21,19 +29,20 @@ def write_pretrained(
     """Write weights, configurations and tokenizer, whole or not at all; what was in ``directory`` is replaced.
 
     ``model_path`` is the model that the student was made from, ``dtype`` what it computes in. An adapter is merged into
-    the weights, and written by itself as well, in peft's format, to ``adapter``. A collective: one rank ``writes``.
-    Raises RunFailed when the files cannot be written.
+    the weights, and written by itself as well, in peft's format, to ``adapter``. A collective: one rank ``writes``, and
+    holds one file's weights at a time. Raises RunFailed when the files cannot be written.
     """
-    source = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    stored = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     new = directory.with_name(f".{directory.name}.incomplete")
-    state = {name: t.cpu() for name, t in student.full_tensors(source) if writes}
     adapter = {name: t.cpu() for name, t in student.adapter_tensors() if writes} if student.has_adapter else {}
-    if not writes:
-        return
-    shutil.rmtree(new, ignore_errors=True)
+    tensors = student.file_tensors(stored)
     try:
+        if not writes:
+            return
+        shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        write_model(student.lm, model_path, state, source, str(new))
+        write_weights(tensors, new)
+        write_config(model_path, stored, new)
         AutoTokenizer.from_pretrained(model_path, local_files_only=True).save_pretrained(new)
         if student.has_adapter:
             from gkd.actor.lora import save_adapter
@@ -43,3 +52,52 @@ def write_pretrained(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
         raise RunFailed(f"the student could not be written: {reason(error, new)}") from None
+    finally:
+        for _ in tensors:  # gathering takes all ranks, also those that do not write and one that cannot go on
+            pass
+
+
+def write_weights(tensors: Iterator[tuple[str, Tensor]], directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write tensors, by the names that files have, to ``model.safetensors``, or to several files and their index.
+
+    Raises OSError or SafetensorError.
+    """
+    shards: list[tuple[Path, list[str]]] = []
+    held: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        file = directory / f"shard-{len(shards)}"
+        save_file(held, file, {"format": "pt"})
+        shards.append((file, list(held)))
+        held.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if held and sum(t.numel() * t.element_size() for t in held.values()) + size > shard_bytes:
+            flush()
+        held[name] = tensor.cpu().contiguous()
+        total += size
+    flush()
+    if len(shards) == 1:
+        shards[0][0].rename(directory / "model.safetensors")
+        return
+    owner: dict[str, str] = {}
+    for number, (file, names) in enumerate(shards, start=1):
+        final = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file.rename(directory / final)
+        owner |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(owner.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_config(path: str, dtype: torch.dtype, directory: Path) -> None:
+    """Write configuration and generation settings of a model of ``dtype`` of the kind that is in ``path``."""
+    lm = empty(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
+    lm.config.dtype, lm.config.architectures = dtype, [type(lm).__name__]
+    lm.config.save_pretrained(directory)
+    given = Path(path, "generation_config.json")
+    if given.exists():  # as it is: transformers refuses to write some that it reads
+        Path(directory, given.name).write_bytes(given.read_bytes())
+    else:
+        lm.generation_config.save_pretrained(directory)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.applied import Applied, Metrics
-from gkd.actor.model import load, shard
+from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
 from gkd.actor.pretrained import write_pretrained
 from gkd.actor.staging import Staging
@@ -83,12 +83,12 @@ class ActorWorker:
         """Read the student and shard it over the ranks. Returns its number of parameters."""
         torch.manual_seed(self.config.trainer.seed)
         actor = self.config.actor
-        student = load(self.model_path, actor.gradient_checkpointing, actor.lora, self.device, self.dtype)
-        self.n_parameters = sum(p.numel() for p in student.parameters())
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
-        shard(
-            student, mesh, self.dtype, self.config.actor.offload_optimizer
-        )  # moves it to the device, a layer at a time
+        student = load_sharded(
+            self.model_path, mesh, self.device, self.dtype,
+            actor.gradient_checkpointing, actor.lora, actor.offload_optimizer,
+        )  # fmt: skip
+        self.n_parameters = sum(p.numel() for p in student.parameters())
         self.student, self.optimizer = student, adamw(student, self.config.actor)
         self.training = Training(student, self.optimizer, self.staging, self.config, self.rank, self.world, self.device)
         self.staging.set(Applied(0))

@@ -67,7 +67,7 @@ def export(saved: Saved, out: Path) -> None:
     """
     import torch
 
-    from gkd.actor.model import load
+    from gkd.actor.loading import load
     from gkd.actor.pretrained import write_pretrained
     from gkd.actor.state import load_state
     from gkd.data.tokenizer import check_causal_lm

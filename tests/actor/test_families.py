@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from gkd.actor.model import Student, load, write_model
+from gkd.actor.loading import load
+from gkd.actor.model import Student
+from gkd.actor.pretrained import write_config, write_weights
 from gkd.config import Lora
 from gkd.data.model_info import ModelInfo
 from gkd.inference.hf import HFEngine
@@ -70,11 +72,20 @@ def test_the_students_logprobs_and_files_are_those_of_transformers(family: str, 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_neox", "gemma2"])
 def test_what_is_written_is_what_was_read(family: str, tmp_path: Path) -> None:
     student, _ = student_of(family, tmp_path / "read")
-    state = dict(student.full_tensors(torch.float32))
-    write_model(student.lm, str(tmp_path / "read"), state, torch.float32, str(tmp_path / "written"))
-    read, written = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "written"))
-    assert read.keys() == written.keys()
-    assert all(torch.equal(written[name], value) for name, value in read.items())
+    read = load_file(tmp_path / "read" / "model.safetensors")
+    half = sum(value.nbytes for value in read.values()) // 2
+    for name, shard_bytes in (("one", 1 << 30), ("several", half)):
+        directory = tmp_path / name
+        directory.mkdir()
+        write_config(str(tmp_path / "read"), torch.float32, directory)
+        write_weights(student.file_tensors(torch.float32), directory, shard_bytes)
+        files = list(directory.glob("*.safetensors"))
+        assert len(files) == 1 if name == "one" else len(files) >= 2
+        written = {key: value for file in files for key, value in load_file(file).items()}
+        assert read.keys() == written.keys()
+        assert all(torch.equal(written[key], value) for key, value in read.items())
+        again, model = AutoModelForCausalLM.from_pretrained(directory).state_dict(), student.lm.state_dict()
+        assert again.keys() == model.keys() and all(torch.equal(again[key], value) for key, value in model.items())
 
 
 def test_an_adapter_reaches_the_files_names(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from gkd.actor.loading import load
 from gkd.actor.lora import without_adapter
-from gkd.actor.model import Student, load
+from gkd.actor.model import Student
 from gkd.actor.quantize import quantized
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gkd.actor.model import write_model
+from gkd.actor.loading import load
+from gkd.actor.pretrained import write_config, write_weights
 from tests.data.models import save_model
 
 
@@ -19,8 +20,10 @@ def test_settings_of_generation_are_written_as_they_were(settings: dict[str, obj
     source, target = save_model(tmp_path / "source"), tmp_path / "target"
     file = source / "generation_config.json"
     file.unlink() if settings is None else file.write_text(json.dumps(settings))
-    lm = AutoModelForCausalLM.from_pretrained(source)
-    write_model(lm, str(source), lm.state_dict(), torch.float32, str(target))
+    student = load(source)
+    target.mkdir()
+    write_config(str(source), torch.float32, target)
+    write_weights(student.file_tensors(torch.float32), target)
     assert settings is None or json.loads((target / file.name).read_text()) == settings
     read = AutoModelForCausalLM.from_pretrained(target)
-    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), lm.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), student.lm.parameters(), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from gkd.actor.worker import ActorWorker
 from gkd.config import Algorithm, Loss, Model
 from tests.actor import models
 from tests.actor.ranks import Ranks, config, put
@@ -154,3 +157,26 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) 
         assert all(torch.equal(before[key], after[key]) for key in before if "model.norm" not in key)
         fill(1.0)
         ranks[1].run("update", put(batch), 7, False)
+
+
+def test_only_rank_0_holds_the_whole_model_while_it_is_read(processes: dict[int, Ranks], tmp_path: Path) -> None:
+    """The other rank keeps its half, and has one tensor more at a time."""
+    shape = {**models.SHAPE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+    lm = LlamaForCausalLM(LlamaConfig(**shape))
+    whole_mb = sum(p.nbytes for p in lm.parameters()) >> 20
+    lm.save_pretrained(tmp_path)
+
+    def peak_mb(worker: object) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+    def read(worker: ActorWorker, path: str) -> tuple[int, float]:
+        before = peak_mb(worker)
+        worker.model_path = path
+        worker.load()
+        return peak_mb(worker) - before, float(sum(p.to_local().double().sum() for p in worker.student.parameters()))
+
+    calls = [w.__ray_call__.remote(read, str(tmp_path)) for w in processes[2].workers]
+    (grown, there), (grown_other, here) = ray.get(calls, timeout=120)
+    assert whole_mb > 150
+    assert grown > 0.8 * whole_mb > 0.65 * whole_mb > grown_other
+    assert there + here == pytest.approx(float(sum(p.detach().double().sum() for p in lm.parameters())), rel=1e-6)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.model import Student, load, shard
+from gkd.actor.loading import load
+from gkd.actor.model import Student, shard
 from gkd.actor.worker import ActorWorker
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.config.compose import compose

@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
     import numpy as np
 
     from gkd.actor.balance import pack
-    from gkd.actor.model import load
+    from gkd.actor.loading import load
     from gkd.actor.optimizer import adamw
     from gkd.config import Actor, Algorithm, Lora, Rollout
     from gkd.losses.micro_batch import collate

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from gkd.actor import attention
 from gkd.actor.balance import pack, share
-from gkd.actor.model import Student, load
+from gkd.actor.loading import load
+from gkd.actor.model import Student
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Algorithm, Loss, Rollout
 from gkd.losses.micro_batch import MicroBatch, collate

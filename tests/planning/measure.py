@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from gkd.actor.balance import pack
-from gkd.actor.model import Student, load
+from gkd.actor.loading import load
+from gkd.actor.model import Student
 from gkd.actor.optimizer import adamw
 from gkd.config import Config
 from gkd.losses.micro_batch import collate

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.actor.model import load
+from gkd.actor.loading import load
 from gkd.data.model_info import ModelInfo
 from gkd.inference.vllm_engine import environment
 from gkd.inference.vllm_support import why_not_on_a_cpu

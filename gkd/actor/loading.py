@@ -1,0 +1,179 @@
+"""Reading the student from its files: whole in one process, or every rank its shards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from gkd.actor import attention
+from gkd.actor.model import Student, named_tensors, shard
+from gkd.actor.quantize import loading
+from gkd.config import Lora
+from gkd.data.model_info import class_of, exact_attention, has_plain_attention
+from gkd.errors import ConfigError
+from gkd.weights.file_names import FileNames
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+"""What a model's tensors are of, by the number that rank 0 tells the others."""
+
+
+def load_sharded(
+    path: str,
+    mesh: DeviceMesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+    lora: Lora | None = None,
+    offload: bool = False,
+) -> Student:
+    """Read a model directory and shard it over the ranks of ``mesh``, as :func:`load` and then :func:`shard` would.
+
+    Rank 0 alone reads the weights, in the type that the files have, and broadcasts one tensor after the other; the
+    other ranks hold the shards that they keep and one whole tensor at a time. With ``lora.quantize`` every rank reads
+    all of it: packed weights are whole on every rank. A collective. Raises what :func:`load` raises.
+    """
+    quantize = lora is not None and lora.quantize is not None
+    if mesh.size() == 1 or quantize:
+        student = load(path, gradient_checkpointing, lora, device, dtype)
+        shard(student, mesh, dtype, offload)
+        return student
+    whole: Student | None = None
+    if mesh.get_rank() == 0:
+        whole = load(path, False, lora, device, dtype, exact=False)
+    packed = torch.tensor(whole is not None and whole.packed, dtype=torch.int32, device=device)
+    dist.broadcast(packed, 0, group=mesh.get_group())
+    student = load(path, gradient_checkpointing, lora, device, dtype, packed=bool(packed))
+    shard(student, mesh, dtype, offload)
+    student.to_empty(device=CPU if offload else device)
+    _fill(student, whole, mesh, device)
+    return student
+
+
+@torch.no_grad()
+def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: torch.device) -> None:
+    """Give the empty ``student`` what rank 0 has in ``whole``, which is empty after that. A collective."""
+    group, names = mesh.get_group(), dict(named_tensors(student.lm))
+    sources = [] if whole is None else [dict(named_tensors(whole.lm))[name] for name in names]
+    kinds = torch.tensor([DTYPES.index(t.dtype) for t in sources] or [0] * len(names), device=device)
+    dist.broadcast(kinds, 0, group=group)
+    for place, (value, kind) in enumerate(zip(names.values(), kinds.tolist(), strict=True)):
+        full = torch.empty(value.shape, dtype=DTYPES[kind], device=device)
+        if whole is not None:
+            full.copy_(sources[place])
+            sources[place].data = torch.empty(0, dtype=full.dtype)  # it is not needed any more
+        dist.broadcast(full, 0, group=group)
+        if isinstance(value, DTensor):
+            value.to_local().copy_(distribute_tensor(full, mesh, value.placements, src_data_rank=None).to_local())
+        else:
+            value.copy_(full)
+    for holder, name, value in list(_beside_parameters(student.lm)):
+        own = torch.empty_like(value, device=device)
+        if whole is not None:
+            own.copy_(getattr(whole.lm.get_submodule(holder), name))
+        dist.broadcast(own, 0, group=group)
+        setattr(student.lm.get_submodule(holder), name, own)
+
+
+def _beside_parameters(lm: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Module, name and value of every tensor that a model has computed for itself, as frequencies of positions are."""
+    for holder, module in lm.named_modules():
+        for name, value in (*module._buffers.items(), *vars(module).items()):
+            if isinstance(value, Tensor):
+                yield holder, name, value
+
+
+def load(
+    path: str | Path,
+    gradient_checkpointing: bool = False,
+    lora: Lora | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    *,
+    exact: bool = True,
+    packed: bool | None = None,
+) -> Student:
+    """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
+
+    ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
+    read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``.
+    Without ``exact`` parameters stay in bfloat16 where all files have them so. With ``packed`` no weight is read: the
+    student is on the meta device, and takes sequences laid end to end or not, as that says.
+    Nothing is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the
+    model cannot have.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    adapted = lora is not None and lora.r is not None
+    lm, found = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype if adapted and device.type == "cuda" else torch.float32 if exact else _stored_dtype(Path(path)),
+        attn_implementation=exact_attention(config) if packed is False else _attention(config),
+        local_files_only=True,
+        output_loading_info=True,
+        **(loading(device, dtype) if lora is not None and lora.quantize else {}),
+        **({} if packed is None else {"device_map": "meta"}),
+    )
+    if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+        raise ConfigError(f"model.path={path}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _without_dropout(lm)
+    files = FileNames(lm, {name: tuple(value.shape) for name, value in named_tensors(empty(config))})
+    if lora is not None and adapted:
+        from gkd.actor.lora import add_adapter  # imports peft, a second of every start
+
+        add_adapter(lm, lora)
+    student = Student(lm, adapted, files)
+    student.eval()
+    if packed is None and student.packed and not student.can_pack(lm.device):
+        lm.set_attn_implementation(exact_attention(config))
+        student.packed = False
+    student.train()
+    return student
+
+
+def empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model of that kind without weights."""
+    with META:
+        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return lm
+
+
+def _stored_dtype(path: Path) -> torch.dtype:
+    """bfloat16 where every file of a model has nothing else, float32 otherwise: nothing is lost by reading in it."""
+    kinds: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            kinds |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    return torch.bfloat16 if kinds == {"BF16"} else torch.float32
+
+
+def _without_dropout(lm: nn.Module) -> None:
+    """Take the model's own dropout away, also from layers that gradient checkpointing wants in training mode."""
+    for module in lm.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _attention(config: PretrainedConfig) -> str:
+    """Packed attention for models that seem to be attention all through and let it be replaced.
+
+    :meth:`Student.can_pack` tells whether it works. Recurrent and linear-attention layers would carry state over from
+    one sequence to the next, and soft-capped or sink attention is not what the packed function computes.
+    """
+    packs = has_plain_attention(config) and getattr(class_of(config), "_supports_attention_backend", False)
+    return attention.NAME if packs else exact_attention(config)
