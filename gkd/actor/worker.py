@@ -35,7 +35,7 @@ from gkd.inference.vllm_engine import Device
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets
-from gkd.observability.memory import memory_here
+from gkd.observability.metrics import memory_here
 from gkd.types import Lesson, Scored, seed_of
 from gkd.weights import ipc, nccl, object_store
 from gkd.weights.pieces import Packer, Piece

@@ -86,11 +86,9 @@ def _by_function(config: Config, records: Sequence[Record]) -> dict[str, float]:
     A user's function goes by its own name, where another has the same by its module's as well.
     """
     metrics: dict[str, float] = {}
-    short = [name.rpartition(":")[2] for name in config.reward.functions]
-    for name, own in zip(config.reward.functions, short, strict=True):
+    for name, label in config.reward.labels().items():
         given = [record.rewards[name] for record in records]
         values = [value for value in given if not isinstance(value, str)]
-        label = name if short.count(own) > 1 or own == "mean" else own  # val/reward/mean is that of them all
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
         took = [record.reward_s[name] for record in records if name in record.reward_s]

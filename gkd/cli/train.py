@@ -71,7 +71,7 @@ def run(config: Config) -> None:
     from gkd.driver.resume import differences, find, finished, require_same_data
     from gkd.garbage import uncollected
     from gkd.observability.progress import console, log_to
-    from gkd.observability.trackers import require_trackers
+    from gkd.observability.trackers.tracker import require_trackers
 
     started = time.monotonic()
     out = console()

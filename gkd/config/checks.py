@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gkd.config.base import GROUPS
-from gkd.config.hints import nearest
-from gkd.config.rewards import BUILTIN_REWARDS, NEED_ANSWERS, REWARD_MODEL
 
 if TYPE_CHECKING:
     from gkd.config.run import Config
@@ -127,14 +125,8 @@ def _rewards_can_be_learned_from(config: Config) -> None:
         raise ValueError(f"rollout.n={config.rollout.n}: {why} of one prompt's samples; at least 2")
     if not config.reward.functions and not config.uses_builtin_task:
         raise ValueError(f"reward.functions is empty: {why}")
-    for name in config.reward.functions:
-        known = [*BUILTIN_REWARDS, REWARD_MODEL]
-        if ":" not in name and name not in known:
-            raise ValueError(
-                f"reward.functions: there is no reward {name}{nearest(name, known)}; there are "
-                f"{', '.join(known)}, or your own as package.module:name or FILE.py:name"
-            )
-        if name in NEED_ANSWERS and config.data.answer_key is None and not config.uses_builtin_task:
+    if config.data.answer_key is None and not config.uses_builtin_task:
+        for name in config.reward.needing_answers():
             raise ValueError(f"reward.functions: {name} needs reference answers, and data.answer_key is not set")
     if config.asks_reward_model and config.reward_model.model.path is None:
         raise ValueError("reward.functions names reward_model, and reward_model.model.path is not set")

@@ -6,7 +6,7 @@ mistake becomes one :class:`ConfigError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,12 +144,18 @@ def _check(overrides: Sequence[str]) -> None:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
         if key in choices:
             _check_choice(override, choices[key])
-        elif key.startswith(("teacher.models.", *(f"{section}." for section in open_sections()))):
-            continue  # what a class of the user's own takes is known once it is loaded
-        elif key not in known and not any(k.startswith(f"{key}.") for k in known):
+        elif key not in known and not any(k.startswith(f"{key}.") for k in known) and not _may_be_own(key, known):
             raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
         elif override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: one value is expected; write a list as '[a,b]' or quote it")
+
+
+def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
+    """Whether a class of the user's own may take the setting ``key``, which is known once the class is loaded."""
+    if key.startswith("teacher.models."):
+        return True
+    in_open_section = any(key.startswith(f"{section}.") for section in open_sections())
+    return in_open_section and not any(key.startswith(f"{name}.") for name in known)
 
 
 def _check_choice(override: Override, choices: list[str]) -> None:

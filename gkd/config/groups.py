@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from gkd.config.base import Engine, Pool, Settings
+from gkd.config.open import OpenSections
+from gkd.registry import Registry, absolute
 
 MAX_AUTO_SIMULATED_GPUS = 8
+
+TRACKERS = Registry(
+    "trainer.trackers",
+    {
+        "tensorboard": "gkd.observability.trackers.tensorboard:TensorBoard",
+        "wandb": "gkd.observability.trackers.wandb:WandB",
+    },
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -147,8 +157,11 @@ class RewardModel(Served):
     max_model_len: int = Field(8192, ge=2, description="longest sequence judged, tokens")
 
 
-class Trainer(Pool):
+class Trainer(Pool, OpenSections):
     """The loop, and the actor's pool."""
+
+    registry: ClassVar[Registry] = TRACKERS
+    selects: ClassVar[str] = "trackers"
 
     total_steps: int = Field(100, ge=1, description="optimizer steps")
     batch_size: int = Field(64, ge=1, le=1 << 20, description="prompts a step")
@@ -167,11 +180,21 @@ class Trainer(Pool):
     val_every: int = Field(50, ge=1, description="validate every so many steps, also before the first and at the end")
     output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(
-        [], description="where metrics go besides metrics.jsonl; each is an extra: pip install 'gkd[tensorboard,wandb]'"
+    trackers: Annotated[list[str], AfterValidator(lambda names: [absolute(name) for name in names])] = Field(
+        [],
+        description="where metrics go besides metrics.jsonl (TRL's report_to, verl's logger): tensorboard and wandb, "
+        "which are extras (pip install 'gkd[tensorboard,wandb]'), or your own as package.module:name or FILE.py:name; "
+        "the settings of each are in trainer.NAME",
     )
-    project: str = Field("gkd", min_length=1, description="project of the run at wandb")
     n_logged_samples: int = Field(4, ge=0, description="samples a step that are written to samples.jsonl")
+
+    @model_validator(mode="after")
+    def _trackers_take_metrics(self) -> Trainer:
+        for name in self.trackers:
+            kind = TRACKERS.load(name)
+            if not (isinstance(kind, type) and hasattr(kind, "log") and hasattr(kind, "close")):
+                raise ValueError(f"trackers: {name} is no class with the methods log and close")
+        return self
 
 
 class Rollout(Engine):

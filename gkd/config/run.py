@@ -26,10 +26,7 @@ from gkd.config.groups import (
 from gkd.config.learning import Algorithm
 from gkd.config.learning_rate import rates
 from gkd.config.plan import Plan
-from gkd.config.rewards import (
-    REWARD_MODEL,
-    Reward,
-)
+from gkd.config.rewards import Reward
 from gkd.config.watch import Watch
 
 
@@ -126,7 +123,7 @@ class Config(Settings):
     @property
     def asks_reward_model(self) -> bool:
         """Whether one of the rewards is a model's, in a group of its own."""
-        return self.algorithm.policy_weight > 0 and REWARD_MODEL in self.reward.functions
+        return self.algorithm.policy_weight > 0 and bool(self.reward.scored_by("reward_model"))
 
     @property
     def uses_builtin_task(self) -> bool:

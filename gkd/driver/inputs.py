@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
-from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
+from gkd.config import Config
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.builtin import prepare_builtin
 from gkd.data.model_info import ModelInfo
@@ -21,7 +21,6 @@ from gkd.data.tokenizer import (
 )
 from gkd.errors import ConfigError
 from gkd.inference.vllm_support import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
-from gkd.rewards.registry import resolve
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
 
@@ -106,10 +105,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
 
 
 def _require_known(config: Config) -> None:
-    """Raise ConfigError for rewards that cannot be imported, and for models of which only the size is given."""
-    for name in config.reward.functions:
-        if name != REWARD_MODEL:
-            resolve(name, config.reward)
+    """Raise ConfigError for models of which only the size is given."""
     for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
         if model.size is not None:
             raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
@@ -155,7 +151,7 @@ def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, s
 
 def _require_answers(config: Config, found: PromptSet) -> None:
     """Raise ConfigError where a prompt that is trained on lacks the answer that it is judged by or learned from."""
-    judging = [name for name in config.reward.functions if name in NEED_ANSWERS and config.algorithm.policy_weight]
+    judging = config.reward.needing_answers() if config.algorithm.policy_weight else []
     why = f"reward.functions={judging[0]} compares with it" if judging else "it is to be learned from"
     lacking = [prompt for prompt in found.prompts if not (prompt.answer or "").strip()]
     if lacking and (judging or config.algorithm.on_policy_share < 1):

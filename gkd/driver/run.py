@@ -27,7 +27,7 @@ from gkd.observability import report
 from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
-from gkd.observability.trackers import MetricsLog, Trackers
+from gkd.observability.trackers.tracker import MetricsLog, Trackers
 from gkd.planning.require import require_memory, turns_needed
 from gkd.planning.subject import models_of
 

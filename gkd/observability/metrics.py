@@ -1,4 +1,4 @@
-"""The files a run writes as it goes: metrics.jsonl, one object a step, and samples.jsonl."""
+"""The files a run writes as it goes (metrics.jsonl, one object a step, and samples.jsonl), and what goes into them."""
 
 from __future__ import annotations
 
@@ -72,4 +72,28 @@ def of_stages(started_s: float, records: Iterable[Record], waited_until_s: float
         "timing_s/generate": generated - started_s,
         "timing_s/score": max(0.0, scored - generated),
         "timing_s/wait": waited_until_s - started_s,
+    }
+
+
+def memory_here() -> dict[str, float]:
+    """Return memory/GROUP/* of this process.
+
+    process_gb, resident on the host; allocated_gb, reserved_gb and peak_gb of torch on a GPU, how often its allocator
+    had to start over (alloc_retries) or gave up (ooms). The GPU's are left out where none is used, as on a CPU and in
+    the leader of a tensor-parallel engine, which computes in other processes.
+    """
+    import psutil
+    import torch
+
+    gb = 1e9
+    found = {"process_gb": psutil.Process().memory_info().rss / gb}
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return found
+    counts = torch.cuda.memory_stats()
+    return found | {
+        "allocated_gb": torch.cuda.memory_allocated() / gb,
+        "reserved_gb": torch.cuda.memory_reserved() / gb,
+        "peak_gb": torch.cuda.max_memory_allocated() / gb,
+        "alloc_retries": float(counts.get("num_alloc_retries", 0)),
+        "ooms": float(counts.get("num_ooms", 0)),
     }

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 from gkd.rewards.answers import Numeral, last_formula, last_line, last_number, only_number, readings, stated_answer
 from gkd.rewards.comparison import bare, choice, is_formula, plain, same_answer
-from gkd.rewards.completion import Completion
+from gkd.rewards.completion import Completion, RewardFunction
 from gkd.rewards.quantity import SCALES, Quantity, quantity
+
+
+class Accuracy(RewardFunction):
+    """Gives 1.0 to a response that gives the reference answer, else 0.0; see :func:`agreement`."""
+
+    needs_answer: ClassVar[bool] = True
+
+    def __call__(self, completion: Completion) -> float:
+        """Return 1.0 or 0.0. Raises ValueError where there is no reference answer."""
+        return accuracy(completion)
 
 
 def accuracy(completion: Completion) -> float:

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gkd.cluster.failure import WorkerHangs, one_line
-from gkd.config import REWARD_MODEL, Config
+from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
 from gkd.inference.vllm_engine import Follower, Span, engine_arguments, start_llm
-from gkd.observability.memory import memory_here
+from gkd.observability.metrics import memory_here
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
@@ -222,7 +222,8 @@ class RolloutWorker:
             assert self.rewards is not None, "rewards are asked for only where the configuration has them"
             response = self.tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
             if self._rater is not None:
-                asked[REWARD_MODEL] = self._rated(sample, response, *self._rater)
+                for name in self.config.reward.scored_by("reward_model"):
+                    asked[name] = self._rated(sample, response, *self._rater)
             asked |= self.rewards.submit(
                 Completion(
                     prompt=prompt.text,
@@ -246,7 +247,7 @@ class RolloutWorker:
             except Exception as error:
                 found.set_exception(error)
 
-        self.judges[REWARD_MODEL].submit(Rate(ids)).add_done_callback(marked)
+        self.judges["reward_model"].submit(Rate(ids)).add_done_callback(marked)
         return found
 
     def _deliver(self, job: Job, sample: Sample, generated: float, asked: Mapping[str, Future[Any]]) -> None:

@@ -16,6 +16,8 @@ from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
 from gkd.types import Record
 
+OWN = "tests.rewards.functions"
+
 
 def config(**algorithm: object) -> Config:
     return load(
@@ -112,12 +114,12 @@ def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pyte
 
 
 def test_rewards_of_one_name_are_logged_by_themselves() -> None:
-    settings = config().model_copy(update={"reward": Reward(functions=["accuracy", "mine:accuracy", "mine:other"])})
-    rewards = {"accuracy": 1.0, "mine:accuracy": 0.0, "mine:other": 0.5}
+    settings = config().model_copy(update={"reward": Reward(functions=["accuracy", f"{OWN}:accuracy", f"{OWN}:words"])})
+    rewards = {"accuracy": 1.0, f"{OWN}:accuracy": 0.0, f"{OWN}:words": 0.5}
     _, metrics = lessons_of(settings, [Record(i, 0, i, rewards, 4, 5, "stop", 0, 0, 0.0, 0.0, 0) for i in range(2)])
     assert metrics["reward/accuracy/mean"] == 1.0
-    assert metrics["reward/mine:accuracy/mean"] == 0.0
-    assert metrics["reward/other/mean"] == 0.5
+    assert metrics[f"reward/{OWN}:accuracy/mean"] == 0.0
+    assert metrics["reward/words/mean"] == 0.5
 
 
 def test_too_many_failures_end_the_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def test_a_rewards_file_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.Mo
     settled = settle(compose(overrides), here, here / "out")
     assert f"reward.functions=['accuracy','mine/own.py:f','{here}/data/own.py:f','{elsewhere}:f']" in settled
     job = tmp_path / "_ray_pkg_1"
-    job.mkdir()
+    shutil.copytree(here / "mine", job / "mine")
     monkeypatch.chdir(job)
     assert compose([*overrides, *settled]).reward.functions[1] == f"{job}/mine/own.py:f"
     with pytest.raises(ConfigError, match=r"reward.functions: .*none.py:f: there is no file"):
