@@ -77,7 +77,7 @@ def run(config: Config) -> None:
     out = console()
     log_to(out)
     require_trackers(config)
-    _require_home(config.builtin.cache_dir)
+    _require_home(config.data.cache_dir)
     output = _output_dir(config)
     claim = _claim(output)
     try:
@@ -122,7 +122,7 @@ def _require_home(cache_dir: str | None) -> None:
     if os.environ.get("HOME"):
         return
     if cache_dir is None:
-        raise ConfigError(f"user {user} has no home directory for caches: name one with builtin.cache_dir=DIR")
+        raise ConfigError(f"user {user} has no home directory for caches: name one with data.cache_dir=DIR")
     os.environ["HOME"] = str(Path(cache_dir).absolute())
 
 

@@ -10,7 +10,6 @@ from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, user_pat
 from gkd.config.groups import (
     MAX_AUTO_SIMULATED_GPUS,
     Actor,
-    Builtin,
     Cluster,
     Data,
     Lora,
@@ -37,7 +36,6 @@ __all__ = [
     "MAX_AUTO_SIMULATED_GPUS",
     "Actor",
     "Algorithm",
-    "Builtin",
     "Cluster",
     "Config",
     "Data",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _own_models_and_data_go_together(config: Config) -> None:
-    given = {"model.path": not config.uses_builtin_task}
+    given = {"model.path": not config.uses_task}
     model = config.teacher.model
     teacher = any((model.path, model.size, config.teacher.server_ip, config.teacher.models))
     if config.algorithm.needs_teacher:
@@ -20,6 +20,8 @@ def _own_models_and_data_go_together(config: Config) -> None:
     elif teacher:
         raise ValueError(f"a teacher is given, but algorithm.name={config.algorithm.name} asks none")
     given |= {"data.train_files": bool(config.data.train_files), "data.val_files": bool(config.data.val_files)}
+    if config.data.task is not None and not config.uses_task:
+        raise ValueError(f"data.task={config.data.task} makes the models: name no other, or set data.task=null")
     if any(given.values()) and not all(given.values()):
         have = ", ".join(k for k, v in given.items() if v)
         lack = ", ".join(k for k, v in given.items() if not v)
@@ -123,9 +125,9 @@ def _rewards_can_be_learned_from(config: Config) -> None:
     why = f"algorithm.name={config.algorithm.name} learns from the differences between rewards"
     if config.rollout.n < 2:
         raise ValueError(f"rollout.n={config.rollout.n}: {why} of one prompt's samples; at least 2")
-    if not config.reward.functions and not config.uses_builtin_task:
+    if not config.reward.functions and not config.uses_task:
         raise ValueError(f"reward.functions is empty: {why}")
-    if config.data.answer_key is None and not config.uses_builtin_task:
+    if config.data.answer_key is None and not config.uses_task:
         for name in config.reward.needing_answers():
             raise ValueError(f"reward.functions: {name} needs reference answers, and data.answer_key is not set")
     if config.asks_reward_model and config.reward_model.model.path is None:
@@ -142,7 +144,7 @@ def _own_answers_can_be_learned_from(config: Config) -> None:
             )
         return
     why = f"algorithm.on_policy_share={algorithm.on_policy_share:g} learns from the data's own answers"
-    if config.data.answer_key is None and not config.uses_builtin_task:
+    if config.data.answer_key is None and not config.uses_task:
         raise ValueError(f"{why}, and data.answer_key is not set")
     if algorithm.policy_weight or algorithm.loss.name == "sampled_reverse_kl":
         raise ValueError(f"{why}, which no policy gradient can: the student did not sample them")

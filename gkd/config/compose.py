@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.file import read_yaml
+from gkd.config.groups import TASKS
 from gkd.config.loading import is_text, open_sections, unknown
 from gkd.errors import ConfigError
 
@@ -40,8 +41,8 @@ def compose(overrides: Sequence[str]) -> Config:
 
     One of the overrides may be a YAML file instead, such as a run's ``config.yaml``: the recipe and the placement that
     it names come first, then its other values, then the command line. A recipe that only the command line names comes
-    below the file's values, too. Where no model is named, the built-in task's settings (conf/task) come in between the
-    recipe's and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
+    below the file's values, too. Where no model is named, the task's settings (conf/task) come in between the recipe's
+    and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
     files = [o for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
     overrides = [o for o in overrides if o not in files]
@@ -52,8 +53,11 @@ def compose(overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
     composed = partial(_with_file, files[0], overrides) if files else partial(_without_file, overrides)
     config = load(composed([]))
-    if config.uses_builtin_task and not any(o.startswith("+task=") for o in overrides):
-        config = load(composed([f"+task={'sort_digits' if config.algorithm.distils else 'sort_digits_rewards'}"]))
+    if config.uses_task and not any(o.startswith("+task=") for o in overrides):
+        task = config.data.task or TASKS.names()[0]
+        variants = [task] if config.algorithm.distils else [f"{task}_rewards", task]
+        for variant in [name for name in variants if name in groups()["task"]][:1]:
+            config = load(composed([f"+task={variant}"]))
     return config
 
 

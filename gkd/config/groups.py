@@ -21,6 +21,8 @@ TRACKERS = Registry(
     },
 )
 
+TASKS = Registry("data.task", {"sort_digits": "gkd.recipes.sort_digits.task:SortDigits"})
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -283,10 +285,19 @@ class Actor(Settings):
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
 
 
-class Data(Settings):
+class Data(OpenSections):
     """Prompts."""
 
-    train_files: Files = Field([], description="JSONL, Parquet or datasets directories; empty: the built-in task")
+    registry: ClassVar[Registry] = TASKS
+    selects: ClassVar[str] = "task"
+
+    task: Annotated[str | None, AfterValidator(lambda name: name and absolute(name))] = Field(
+        None,
+        description=f"what makes models and data where no model is named: {', '.join(TASKS.names())}, the default "
+        "then, or your own as package.module:name or FILE.py:name; its settings are in data.NAME",
+    )
+    cache_dir: str | None = Field(None, description="where a task keeps what it made; null: ~/.cache/gkd")
+    train_files: Files = Field([], description="JSONL, Parquet or datasets directories; empty: data.task's")
     val_files: Files = Field([], description="held-out prompts, same formats")
     prompt_key: str = Field("prompt", description="column of the prompt; messages go through the chat template")
     answer_key: str | None = Field(None, description="column of the reference answer; null: no accuracy is measured")
@@ -300,18 +311,12 @@ class Data(Settings):
         "bound, exact where K is the vocabulary",
     )
 
-
-class Builtin(Settings):
-    """The built-in task: sort digits. Used when no model and no data are named."""
-
-    digits: int = Field(8, ge=2, le=32, description="digits to sort")
-    teacher_steps: int = Field(400, ge=1, description="supervised steps the teacher is trained for, once, then cached")
-    student_steps: int = Field(
-        80,
-        ge=1,
-        description="supervised steps that warm the student up, fewer once a quarter of fresh prompts is right",
-    )
-    cache_dir: str | None = Field(None, description="where trained models are kept; null: ~/.cache/gkd")
+    @model_validator(mode="after")
+    def _task_makes_models_and_data(self) -> Data:
+        kind = None if self.task is None else TASKS.load(self.task)
+        if kind is not None and not (isinstance(kind, type) and hasattr(kind, "make")):
+            raise ValueError(f"task: {self.task} is no class with the methods make and model_configs")
+        return self
 
 
 class Weights(Settings):

@@ -259,6 +259,10 @@ EARLIER: dict[str, str] = {
     "update_epochs": "actor.epochs",
     "take_turns": "cluster.offload",
     "trainer.project": "trainer.wandb.project",
+    "builtin.digits": "data.sort_digits.digits",
+    "builtin.teacher_steps": "data.sort_digits.teacher_steps",
+    "builtin.student_steps": "data.sort_digits.student_steps",
+    "builtin.cache_dir": "data.cache_dir",
 }
 """Names that settings had in earlier versions."""
 

@@ -12,7 +12,6 @@ from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
 from gkd.config.checks import CHECKS
 from gkd.config.groups import (
     Actor,
-    Builtin,
     Cluster,
     Data,
     Model,
@@ -42,7 +41,6 @@ class Config(Settings):
     rollout: Rollout = Rollout()
     actor: Actor = Actor()
     data: Data = Data()
-    builtin: Builtin = Builtin()
     algorithm: Algorithm = Algorithm()
     reward: Reward = Reward()
     weights: Weights = Weights()
@@ -126,6 +124,6 @@ class Config(Settings):
         return self.algorithm.policy_weight > 0 and bool(self.reward.scored_by("reward_model"))
 
     @property
-    def uses_builtin_task(self) -> bool:
-        """Whether the run makes its own models and data."""
+    def uses_task(self) -> bool:
+        """Whether ``data.task`` makes the run's models and data: no model is named."""
         return self.model.path is None and self.model.size is None

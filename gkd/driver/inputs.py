@@ -9,9 +9,9 @@ from typing import Any
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.config import Config
 from gkd.data.answers import turn_end, with_answers, with_turn_end
-from gkd.data.builtin import prepare_builtin
 from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
+from gkd.data.task import task_of
 from gkd.data.tokenizer import (
     check_causal_lm,
     check_reward_model,
@@ -48,7 +48,7 @@ class Inputs:
 
 
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
-    """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
+    """Have the task make models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     _require_known(config)
     student, judges, train, val = _found(config, say)
     if config.asks_reference:
@@ -133,8 +133,8 @@ def _require_engines_run(config: Config, student: str, judges: dict[str, str]) -
 
 def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
     """Directory of the student, those of the models that score by group, training and validation files."""
-    if config.uses_builtin_task:
-        made = prepare_builtin(config, say)
+    if config.uses_task:
+        made = task_of(config).make(say)
         judges = {} if made.teacher is None else {"teacher": made.teacher}
         return made.student, judges, made.train_files, made.val_files
     assert config.model.path is not None

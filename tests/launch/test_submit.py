@@ -76,7 +76,7 @@ def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
     (odd / "train.jsonl").write_text("")
     overrides = ["+recipe=on_policy_distill", "model.path=student", "teacher.model.path=Org/Name-7B"]
     overrides += ["data.train_files=[train.jsonl,/all/see/this.jsonl]", "data.val_files=train.jsonl"]
-    overrides += ["builtin.cache_dir=made/later", "teacher.key_file=key", "teacher.chat_template=chat.jinja"]
+    overrides += ["data.cache_dir=made/later", "teacher.key_file=key", "teacher.chat_template=chat.jinja"]
     config = compose(overrides)
     # What the job composes from both, as Hydra reads it.
     job = compose([*overrides, *settle(config, odd, odd / "out")])
@@ -84,7 +84,7 @@ def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
     assert job.teacher.model.path == "Org/Name-7B"  # a name in the cluster's cache of models
     assert job.data.train_files == [str(odd / "train.jsonl"), "/all/see/this.jsonl"]
     assert job.data.val_files == [str(odd / "train.jsonl")]
-    assert job.builtin.cache_dir == str(odd / "made" / "later")
+    assert job.data.cache_dir == str(odd / "made" / "later")
     assert job.teacher.key_file == str(odd / "key")
     assert job.teacher.chat_template == str(odd / "chat.jinja")
     kept = [*overrides, "teacher.chat_template=own"]

@@ -1,7 +1,7 @@
-"""Trains models of the built-in task, supervised, and writes them in Hugging Face format.
+"""Trains models of the task, supervised, and writes them in Hugging Face format.
 
-Run as a program by :func:`gkd.data.builtin.prepare_builtin`, so that the driver itself does not train. It ends when its
-stdin closes, that is, when the process that started it is gone.
+Run as a program by :class:`gkd.recipes.sort_digits.task.SortDigits`, so that the driver itself does not train. It ends
+when its stdin closes, that is, when the process that started it is gone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from gkd.data import sorting
-from gkd.data.builtin import ModelRecipe, Say, making
+from gkd.data.cache import making
+from gkd.data.task import Say
 from gkd.errors import RunFailed
 
-HEAD_DIM = 32  # the smallest that vLLM's CPU attention takes
+from . import sorting
+from .task import ModelRecipe
+
 N_EXAMINED = 256  # fresh prompts that measure the accuracy
 EXAMINED_EVERY = 2  # steps, where the accuracy ends the training
 SAID_EVERY = 25  # steps
@@ -45,24 +47,7 @@ def new_model(recipe: ModelRecipe) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(recipe.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(sorting.VOCABULARY),
-            hidden_size=recipe.width,
-            intermediate_size=2 * recipe.width,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.heads,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=128,
-            rope_theta=1000.0,
-            tie_word_embeddings=False,
-            pad_token_id=sorting.PAD_ID,
-            bos_token_id=sorting.BOS_ID,
-            eos_token_id=sorting.EOS_ID,
-            dtype="float32",
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**recipe.llama_config()))
 
 
 def train(model: Any, recipe: ModelRecipe, say: Say) -> Trained:
@@ -167,7 +152,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """``python -m gkd.data.warmup CACHE RECIPES_JSON``, a list of :class:`gkd.data.builtin.ModelRecipe`."""
+    """Make the models of ``CACHE RECIPES_JSON``, a directory and a list of :class:`ModelRecipe`."""
     _end_with_parent()
     disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
