@@ -51,3 +51,10 @@ def task_of(config: Config) -> Task:
     settings = config.data.settings_of(name)
     task: Task = TASKS.load(name)(config) if settings is None else TASKS.load(name)(settings, config)
     return task
+
+
+def require_teacher(config: Config, has_teacher: bool) -> None:
+    """Raise ConfigError where the algorithm needs a teacher and the task makes none."""
+    if config.algorithm.needs_teacher and not has_teacher:
+        name = config.algorithm.name
+        raise ConfigError(f"data.task={config.data.task} makes no teacher, and algorithm.name={name} needs one")

@@ -11,7 +11,7 @@ from gkd.config import Config
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
-from gkd.data.task import task_of
+from gkd.data.task import require_teacher, task_of
 from gkd.data.tokenizer import (
     check_causal_lm,
     check_reward_model,
@@ -135,6 +135,7 @@ def _found(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, s
     """Directory of the student, those of the models that score by group, training and validation files."""
     if config.uses_task:
         made = task_of(config).make(say)
+        require_teacher(config, made.teacher is not None)
         judges = {} if made.teacher is None else {"teacher": made.teacher}
         return made.student, judges, made.train_files, made.val_files
     assert config.model.path is not None

@@ -10,7 +10,7 @@ from typing import Any
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.cluster.layout import asks_of, idle_nodes, solve
 from gkd.config import GROUPS, Config
-from gkd.data.task import task_of
+from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
 from gkd.planning.cards import Card
 from gkd.planning.families import read_shape, shape_of
@@ -123,6 +123,7 @@ def models_of(config: Config) -> Models:
     """Shapes by path, by size, or of the task that makes them. Raises ConfigError where a model cannot be found."""
     if config.uses_task:
         made = task_of(config).model_configs()
+        require_teacher(config, "teacher" in made)
         rates = config.reward_model.model.path if config.asks_reward_model else None
         return Models(
             shape_of(made["student"]),
