@@ -27,18 +27,18 @@ class OpenSettings(Settings):
     selects: ClassVar[str] = "name"
 
     def owners(self) -> Mapping[str, Any]:
-        """By the section below this one, "" for this one itself: the class that its settings belong to."""
+        """Return classes by the section below this one that has their settings; "" is this one itself."""
         return {"": self.registry.load(getattr(self, self.selects))}
 
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
-        """Dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
+        """Yield dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
         for name in cls.registry.names():
             for own, field in getattr(getattr(cls.registry.load(name), "Config", None), "model_fields", {}).items():
                 yield f"{prefix}{own}", f"{name}: {field.description or ''}"
 
     def own(self, section: str = "") -> Any:
-        """The settings of the class that is named, as its ``Config``."""
+        """Return the settings of the class that is named, as its ``Config``."""
         kind = getattr(self.owners()[section], "Config", None)
         return None if kind is None else kind.model_validate(self._given(section))
 
@@ -83,12 +83,12 @@ class OpenSections(OpenSettings):
     """
 
     def chosen(self) -> list[str]:
-        """Names in the setting ``selects``, which may be one, several or none."""
+        """Return names in the setting ``selects``, which may be one, several or none."""
         value = getattr(self, self.selects)
         return [value] if isinstance(value, str) else list(value or [])
 
     def owners(self) -> Mapping[str, Any]:
-        """Classes with settings, by the section below this one. Raises ValueError where two have one section."""
+        """Return classes with settings, by the section below this one. Raises ValueError where two have one section."""
         found: dict[str, Any] = {}
         configured = [name for name in self.registry.names() if name in (self.model_extra or {})]
         for name in [*configured, *self.chosen()]:
@@ -102,13 +102,13 @@ class OpenSections(OpenSettings):
 
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
-        """Dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
+        """Yield dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
         for name in cls.registry.names():
             for own, field in getattr(getattr(cls.registry.load(name), "Config", None), "model_fields", {}).items():
                 yield f"{prefix}{name}.{own}", field.description or ""
 
     def settings_of(self, name: str) -> Any:
-        """The settings of the class ``name`` as its ``Config``; None for one that takes none."""
+        """Return the settings of the class ``name`` as its ``Config``; None for one that takes none."""
         kind = getattr(self.registry.load(name), "Config", None)
         return None if kind is None else kind.model_validate(self._given(short(name)))
 
@@ -122,7 +122,7 @@ class OpenSections(OpenSettings):
 
 
 def _refused(key: str, value: Any, why: str, unknown: bool = False) -> PydanticCustomError:
-    """The error of one setting; a section that is unknown goes by its first setting, a known one without its value."""
+    """Return the error of one setting: of an unknown section its first setting, of a known one without its value."""
     while unknown and isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"

@@ -25,7 +25,7 @@ REWARDS = Registry(
 
 
 def _absolute(functions: list[str]) -> list[str]:
-    """Names with absolute paths, as workers have working directories of their own."""
+    """Return names with absolute paths, as workers have working directories of their own."""
     return [absolute(name) for name in functions]
 
 
@@ -66,11 +66,11 @@ class Reward(OpenSections):
         return self
 
     def weight_of(self) -> dict[str, float]:
-        """Weight of every function."""
+        """Return weight of every function."""
         return dict(zip(self.functions, self.weights or [1.0] * len(self.functions), strict=True))
 
     def labels(self) -> dict[str, str]:
-        """What metrics call every function: the last part of its name, or all of it where that is not enough."""
+        """Return names for metrics: the last part of each function's name, or all of it where another has the same."""
         last = [short(name) for name in self.functions]
         # reward/mean is that of all of them.
         return {
@@ -79,11 +79,11 @@ class Reward(OpenSections):
         }
 
     def needing_answers(self) -> list[str]:
-        """Functions that compare with a reference answer: their ``needs_answer`` is true."""
+        """Return functions that compare with a reference answer: their ``needs_answer`` is true."""
         return list(self._needing_answers)
 
     def scored_by(self, group: str | None) -> list[str]:
-        """Functions that the group of workers ``group`` gives; None: those computed beside the rollout engines."""
+        """Return the functions that the group of workers ``group`` gives; None: those computed beside the engines."""
         return [name for name in self.functions if self._group_of[name] == group]
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gkd.config import Data, user_path
-from gkd.data.task import Say
+from gkd.data.task import Report
 from gkd.errors import ConfigError, RunFailed
 
 MAKING_TIMEOUT_S = 1800.0
@@ -40,13 +40,13 @@ def make_cache(data: Data) -> Path:
 
 
 @contextmanager
-def making(directory: Path, say: Say) -> Iterator[Path | None]:
-    """A directory to fill that becomes the cache entry ``directory``; None when the entry is there already.
+def making(directory: Path, report: Report) -> Iterator[Path | None]:
+    """Yield a directory to fill that becomes the cache entry ``directory``; None when the entry is there already.
 
     Waits while another process makes the same entry. Raises RunFailed when that takes too long.
     """
     with directory.with_suffix(".lock").open("w") as lock:
-        _acquire(lock.fileno(), directory, say)
+        _acquire(lock.fileno(), directory, report)
         if directory.exists():
             yield None
             return
@@ -60,7 +60,7 @@ def making(directory: Path, say: Say) -> Iterator[Path | None]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _acquire(lock: int, directory: Path, say: Say) -> None:
+def _acquire(lock: int, directory: Path, report: Report) -> None:
     deadline = time.monotonic() + MAKING_TIMEOUT_S
     waiting = False
     while True:
@@ -68,7 +68,7 @@ def _acquire(lock: int, directory: Path, say: Say) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not waiting:
-                say(f"another run is making {directory.name}; waiting for it")
+                report(f"another run is making {directory.name}; waiting for it")
             waiting = True
         else:
             return

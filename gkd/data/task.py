@@ -10,7 +10,7 @@ from gkd.config import Config
 from gkd.config.groups import TASKS
 from gkd.errors import ConfigError
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 """Takes progress, a line at a time."""
 
 
@@ -34,7 +34,7 @@ class Task:
     run's. The file of a class is imported wherever settings are checked, so torch belongs into its methods.
     """
 
-    def make(self, say: Say) -> TaskInputs:
+    def make(self, report: Report) -> TaskInputs:
         """Make the models and data, or find them where they were made before. Raises RunFailed where that fails."""
         raise NotImplementedError
 

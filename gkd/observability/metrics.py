@@ -27,7 +27,7 @@ class JsonLines:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object. Raises ValueError for a number that JSON does not have (NaN, infinity)."""
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-        self._file.write(_NO_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+        self._file.write(_NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -40,12 +40,12 @@ class JsonLines:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics without those that are not numbers: what could not be measured is left out."""
+    """Return metrics without those that are not numbers: what could not be measured is left out."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def of_batch(records: Iterable[Record], version: int) -> dict[str, float]:
-    """response/* and staleness/* of a batch sampled for weights ``version``."""
+    """Return response/* and staleness/* of a batch sampled for weights ``version``."""
     records = list(records)
     lengths = np.array([r.n_response for r in records])
     age = np.array([version - r.version for r in records])
@@ -60,7 +60,7 @@ def of_batch(records: Iterable[Record], version: int) -> dict[str, float]:
 
 
 def of_stages(started_s: float, records: Iterable[Record], waited_until_s: float) -> dict[str, float]:
-    """timing_s/{generate,score,wait} of a batch requested at ``started_s`` (``time.time``).
+    """Return timing_s/{generate,score,wait} of a batch requested at ``started_s`` (``time.time``).
 
     ``generate`` lasts until the last sample was finished, ``score`` is what scoring took beyond that (it runs beside
     sampling), ``wait`` is how long the actor had nothing to do.
@@ -86,11 +86,11 @@ def memory_here() -> dict[str, float]:
     import torch
 
     gb = 1e9
-    found = {"process_gb": psutil.Process().memory_info().rss / gb}
+    memory = {"process_gb": psutil.Process().memory_info().rss / gb}
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return found
+        return memory
     counts = torch.cuda.memory_stats()
-    return found | {
+    return memory | {
         "allocated_gb": torch.cuda.memory_allocated() / gb,
         "reserved_gb": torch.cuda.memory_reserved() / gb,
         "peak_gb": torch.cuda.max_memory_allocated() / gb,

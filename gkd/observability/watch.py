@@ -31,7 +31,7 @@ class Watcher:
 
 
 def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Name of the metric and text of every warning that a step's metrics give reason to."""
+    """Yield name of the metric and text of every warning that a step's metrics give reason to."""
     watch = config.watch
     cut = metrics.get("response/clip_ratio", 0.0)
     if cut > watch.truncation_rate:

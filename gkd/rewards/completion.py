@@ -61,9 +61,9 @@ def resolve(name: str, settings: Reward) -> Mark:
 
     Raises ConfigError where there is none.
     """
-    found = REWARDS.load(name)
-    if isinstance(found, type):
+    mark = REWARDS.load(name)
+    if isinstance(mark, type):
         config = settings.settings_of(name)
-        found = found() if config is None else found(config)
-    mark: Mark = found
-    return mark
+        mark = mark() if config is None else mark(config)
+    reward: Mark = mark
+    return reward

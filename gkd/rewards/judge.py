@@ -77,7 +77,7 @@ class Judge(RewardFunction):
 
     @cached_property
     def _client(self) -> OpenAI:
-        """One connection a process."""
+        """Connect once a process."""
         from openai import OpenAI
 
         return OpenAI(

@@ -39,7 +39,7 @@ class RewardProcess:
         self._start()
 
     def evaluate(self, name: str, completion: Completion, timeout_s: float) -> Timed:
-        """The reward of one function for one completion, and how long it took.
+        """Return the reward of one function for one completion, and how long it took.
 
         Raises RewardError when the function raises, needs longer than ``timeout_s``, or ends its process.
         """
@@ -93,7 +93,7 @@ class RewardProcess:
             self._process.kill()
 
     def _ready(self) -> bool:
-        """Whether the process takes a completion now. Raises RewardError when it cannot import its functions."""
+        """Return whether the process takes a completion now. Raises RewardError when it cannot import its functions."""
         if not self._process.is_alive():
             return False
         if self._greeted:
@@ -108,7 +108,7 @@ class RewardProcess:
         return self._greeted
 
     def _answer(self, timeout_s: float) -> Timed | str | None:
-        """What the process sends next; None when it sends nothing in time. Raises EOFError or OSError when it ends."""
+        """Return what the process sends next, None for nothing in time. Raises EOFError or OSError when it ends."""
         if not wait([self._connection, self._process.sentinel], timeout_s):
             return None
         if not self._connection.poll():  # it is the process that has ended
@@ -117,7 +117,7 @@ class RewardProcess:
         return answer if isinstance(answer, str) else (float(answer[0]), float(answer[1]))
 
     def _end(self) -> str:
-        """How the process ended."""
+        """Return how the process ended."""
         self._process.join(1.0)
         code = self._process.exitcode
         if code is None:
@@ -157,7 +157,7 @@ def _described(error: BaseException) -> str:
 
 
 def finite(value: float) -> float:
-    """``value``. Raises ValueError where it is not a finite number."""
+    """Return ``value``. Raises ValueError where it is not a finite number."""
     if not math.isfinite(value):
         raise ValueError(f"the reward is {value}")
     return value

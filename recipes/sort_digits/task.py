@@ -20,7 +20,7 @@ import gkd
 from gkd.config import Config as RunConfig
 from gkd.config import Settings
 from gkd.data.cache import MAKING_TIMEOUT_S, make_cache, making
-from gkd.data.task import Say, Task, TaskInputs
+from gkd.data.task import Report, Task, TaskInputs
 from gkd.errors import RunFailed
 
 from .sorting import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, examples, write_examples
@@ -50,11 +50,11 @@ class ModelRecipe:
     seed: int
 
     def directory(self, cache: Path) -> Path:
-        """Where the model lies in the cache."""
+        """Return where the model lies in the cache."""
         return _entry(cache, self.name, asdict(self))
 
     def llama_config(self) -> dict[str, Any]:
-        """Arguments of the model's LlamaConfig: float32, embeddings not tied."""
+        """Return arguments of the model's LlamaConfig: float32, embeddings not tied."""
         return {
             "vocab_size": len(VOCABULARY),
             "hidden_size": self.width,
@@ -74,7 +74,7 @@ class ModelRecipe:
 
 
 def recipes(settings: SortDigits.Config, seed: int) -> tuple[ModelRecipe, ModelRecipe]:
-    """Teacher and student. The teacher has one seed always, so that runs of different seeds share it."""
+    """Return teacher and student. The teacher has one seed always, so that runs of different seeds share it."""
     teacher = ModelRecipe(
         name="teacher",
         digits=settings.digits,
@@ -122,18 +122,18 @@ class SortDigits(Task):
         self.config, self.digits = config, settings.digits
         self.teacher, self.student = recipes(settings, config.trainer.seed)
 
-    def make(self, say: Say) -> TaskInputs:
+    def make(self, report: Report) -> TaskInputs:
         """Make what the cache lacks; a teacher only where the algorithm needs one. Raises RunFailed when it fails."""
         cache, needs_teacher = make_cache(self.config.data), self.config.algorithm.needs_teacher
         missing: list[ModelRecipe] = []
         for recipe in [self.teacher, self.student] if needs_teacher else [self.student]:
             if recipe.directory(cache).exists():
-                say(f"{recipe.name}: cached in {recipe.directory(cache)}")
+                report(f"{recipe.name}: cached in {recipe.directory(cache)}")
             else:
                 missing.append(recipe)
         if missing:
-            _run_warmup(cache, missing, say)
-        data = make_data(cache, self.digits, self.config.trainer.seed, say)
+            _run_warmup(cache, missing, report)
+        data = make_data(cache, self.digits, self.config.trainer.seed, report)
         return TaskInputs(
             student=str(self.student.directory(cache)),
             teacher=str(self.teacher.directory(cache)) if needs_teacher else None,
@@ -152,17 +152,17 @@ def _entry(cache: Path, name: str, determined_by: object) -> Path:
     return cache / f"sorting-{name}-{key[:16]}"
 
 
-def make_data(cache: Path, digits: int, seed: int, say: Say) -> Path:
+def make_data(cache: Path, digits: int, seed: int, report: Report) -> Path:
     """Write the files of prompts into the cache unless they are there, and return their directory."""
     directory = _entry(cache, "data", [digits, seed])
-    with making(directory, say) as unfinished:
+    with making(directory, report) as unfinished:
         if unfinished is not None:
             write_examples(unfinished / "train.jsonl", examples(seed, digits, "train"))
             write_examples(unfinished / "val.jsonl", examples(VAL_SEED, digits, "val"))
     return directory
 
 
-def _run_warmup(cache: Path, missing: list[ModelRecipe], say: Say) -> None:
+def _run_warmup(cache: Path, missing: list[ModelRecipe], report: Report) -> None:
     program = [sys.executable, "-m", "gkd.recipes.sort_digits.warmup"]
     names = " and ".join(recipe.name for recipe in missing)
     # The child may be started from any directory, and gkd need not be installed.
@@ -183,7 +183,7 @@ def _run_warmup(cache: Path, missing: list[ModelRecipe], say: Say) -> None:
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                say(line.rstrip())
+                report(line.rstrip())
             code = child.wait()
         finally:
             timer.cancel()

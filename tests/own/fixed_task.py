@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from transformers import AutoConfig
 
 from gkd.config import Config as RunConfig
-from gkd.data.task import Say, TaskInputs
+from gkd.data.task import Report, TaskInputs
 
 
 class Fixed:
@@ -20,8 +20,8 @@ class Fixed:
     def __init__(self, settings: Config, config: RunConfig) -> None:
         self.directory, self.seed = Path(settings.directory), config.trainer.seed
 
-    def make(self, say: Say) -> TaskInputs:
-        say(f"taken from {self.directory}")
+    def make(self, report: Report) -> TaskInputs:
+        report(f"taken from {self.directory}")
         files = [[str(self.directory / f"{name}.jsonl")] for name in ("train", "val")]
         return TaskInputs(str(self.directory / "student"), None, *files)
 

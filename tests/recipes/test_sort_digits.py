@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gkd.config import Config, load
-from gkd.data.task import Say, TaskInputs, task_of
+from gkd.data.task import Report, TaskInputs, task_of
 from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer
 from gkd.errors import RunFailed
 from gkd.recipes.sort_digits import task, warmup
@@ -31,8 +31,8 @@ def config(cache: Path, seed: int = 0, teacher_steps: int = 1, student_steps: in
     return load({"trainer": {"seed": seed}, "data": data})
 
 
-def prepare(config: Config, say: Say) -> TaskInputs:
-    return task_of(config).make(say)
+def prepare(config: Config, report: Report) -> TaskInputs:
+    return task_of(config).make(report)
 
 
 def entries(cache: Path) -> list[str]:
@@ -109,12 +109,12 @@ def test_a_failure_names_its_reason_and_leaves_no_entry(tmp_path: Path, monkeypa
 
 
 def test_an_interruption_ends_the_process_and_leaves_nothing_half_made(tmp_path: Path) -> None:
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         if "step 25" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(config(tmp_path, teacher_steps=100_000), say)
+        prepare(config(tmp_path, teacher_steps=100_000), report)
     assert entries(tmp_path) == []
     assert not [child for child in psutil.Process().children() if "sort_digits.warmup" in " ".join(child.cmdline())]
 

@@ -92,7 +92,7 @@ class Trackers:
 
 
 def _closing(name: str, tracker: Tracker) -> Callable[..., None]:
-    """What closes a tracker when the run leaves it, in bounded time."""
+    """Return what closes a tracker when the run leaves it, in bounded time."""
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
         within(FINISH_S + 60, f"closing {name}", lambda: tracker.close(failed=kind is not None))
