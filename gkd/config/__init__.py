@@ -7,11 +7,11 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 from __future__ import annotations
 
 from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, user_path
+from gkd.config.data import Data
 from gkd.config.groups import (
     MAX_AUTO_SIMULATED_GPUS,
     Actor,
     Cluster,
-    Data,
     Lora,
     Model,
     Reference,

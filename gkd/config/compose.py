@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, nearest, settings
+from gkd.config.data import TASKS
 from gkd.config.file import read_yaml
-from gkd.config.groups import TASKS
 from gkd.config.loading import is_text, open_sections, unknown
 from gkd.errors import ConfigError
 

@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 
 from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
 from gkd.config.checks import CHECKS
+from gkd.config.data import Data
 from gkd.config.groups import (
     Actor,
     Cluster,
-    Data,
     Model,
     Reference,
     RewardModel,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.config import Config
-from gkd.config.groups import TASKS
+from gkd.config.data import TASKS
 from gkd.errors import ConfigError
 
 Report = Callable[[str], None]

@@ -52,7 +52,7 @@ def test_a_users_task_is_planned_by_its_models(tmp_path: Path) -> None:
     [
         ({"data": {"task": "sort_digit"}}, r"data\.task=sort_digit: no such choice \(did you mean sort_digits\?\)"),
         ({"data": {"task": f"{OWN}:Fixed"}}, r"data\.Fixed\.directory.*[Ff]ield required"),
-        ({"data": {"task": f"{OWN}:Say"}}, "is no class with the methods make and model_configs"),
+        ({"data": {"task": f"{OWN}:Path"}}, "is no class with the methods make and model_configs"),
         ({"data": {"task": "sort_digits"}, "model": {"path": "x"}}, r"name no other, or set data\.task=null"),
         ({"builtin": {"digits": 3}}, r"unknown setting builtin\.digits \(here: data\.sort_digits\.digits\)"),
     ],
