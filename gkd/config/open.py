@@ -64,7 +64,7 @@ class OpenSettings(Settings):
                 key = prefix + ".".join(map(str, first["loc"]))
                 why = str(first["msg"]).removeprefix("Value error, ")
                 raise _refused(key, first["input"], why, first["type"] == "extra_forbidden") from None
-            if kind.model_config.get("extra", "ignore") == "ignore":  # a users' model that would drop what it lacks
+            if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them
                 for name in given.keys() - kind.model_fields:
                     raise _refused(f"{prefix}{name}", given[name], "", unknown=True)
         if "" not in owners:

@@ -26,22 +26,30 @@ def settle(config: Config, here: Path, output: Path) -> list[str]:
         found = [_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
         if found != (value if isinstance(value, list) else [value]):
             overrides.append(_override(name, found if isinstance(value, list) else found[0]))
-    rewards = config.reward.functions
-    if any(map(file_of, rewards)):
-        overrides.append(_override("reward.functions", [_reward(name, here) for name in rewards]))
+    for setting, value in _own_code(config.model_dump(), ""):
+        names = [_packed_name(name, here) for name in (value if isinstance(value, list) else [value])]
+        overrides.append(_override(setting, names if isinstance(value, list) else names[0]))
     return overrides
 
 
-def _reward(name: str, here: Path) -> str:
-    """A reward's name for the job: a file that goes with it, from its working directory; any other as it is.
+def _own_code(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | list[str]]]:
+    """Yield settings that name code of the user's, such as a reward, as ``/DIR/FILE.py:NAME``."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _own_code(value, f"{prefix}{key}.")
+        elif any(_names_a_file(item) for item in (value if isinstance(value, list) else [value])):
+            yield f"{prefix}{key}", value
 
-    Raises ConfigError for a file that does not exist.
-    """
-    if (file := file_of(name)) is None:
-        return name
-    if not file.is_file():
-        raise ConfigError(f"reward.functions: {name}: there is no file {file}")
-    return f"{file.relative_to(here)}:{short(name)}" if is_packed(file, here) else name
+
+def _names_a_file(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("/") and file_of(value) is not None
+
+
+def _packed_name(name: str, here: Path) -> str:
+    """Return a name for the job: of a file that goes with it, from its working directory; any other as it is."""
+    file = file_of(name)
+    packed = file is not None and is_packed(file, here)
+    return f"{file.relative_to(here)}:{short(name)}" if file is not None and packed else name
 
 
 def _require_cluster_is_left_alone(config: Config) -> None:

@@ -109,7 +109,15 @@ def test_a_rewards_file_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(job)
     assert compose([*overrides, *settled]).reward.functions[1] == f"{job}/mine/own.py:f"
     with pytest.raises(ConfigError, match=r"reward.functions: .*none.py:f: there is no file"):
-        settle(compose(["+recipe=grpo", "reward.functions=[none.py:f]"]), here, here / "out")
+        compose(["+recipe=grpo", "reward.functions=[none.py:f]"])
+
+
+def test_other_code_of_the_users_goes_with_the_job_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("class T:\n    log = close = make = model_configs = None\n")
+    monkeypatch.chdir(tmp_path)
+    overrides = ["+recipe=grpo", "trainer.trackers=[tensorboard,own.py:T]", "data.task=own.py:T"]
+    settled = settle(compose(overrides), tmp_path, tmp_path / "out")
+    assert {"trainer.trackers=['tensorboard','own.py:T']", "data.task='own.py:T'"} <= set(settled)
 
 
 @pytest.mark.parametrize(
