@@ -99,7 +99,7 @@ def test_a_user_without_a_name_and_a_home_has_both(monkeypatch: pytest.MonkeyPat
     main._require_home(None)  # this one is known
     assert "HOME" not in os.environ
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    with pytest.raises(ConfigError, match=r"^user \d+ has no home directory.*builtin\.cache_dir=DIR"):
+    with pytest.raises(ConfigError, match=r"^user \d+ has no home directory.*data\.cache_dir=DIR"):
         main._require_home(None)
     main._require_home(str(tmp_path))
     assert os.environ["HOME"] == str(tmp_path)

@@ -24,7 +24,7 @@ from gkd.actor.training import LogprobsByPlace, Training
 from gkd.config import Config, Loss
 from gkd.durable import Sum
 from gkd.inference.vllm_engine import Device
-from gkd.observability.memory import memory_here
+from gkd.observability.metrics import memory_here
 from gkd.types import TrainingSample
 from gkd.weights import ipc, nccl, object_store
 from gkd.weights.pieces import Packer, Piece

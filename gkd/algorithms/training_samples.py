@@ -97,11 +97,9 @@ def _by_function(config: Config, samples: Sequence[TrainingSample]) -> dict[str,
     A user's function goes by its own name, where another has the same by its module's as well.
     """
     metrics: dict[str, float] = {}
-    short = [name.rpartition(":")[2] for name in config.reward.functions]
-    for name, own in zip(config.reward.functions, short, strict=True):
+    for name, label in config.reward.labels().items():
         rewards = [sample.rewards[name] for sample in samples]
         values = [reward for reward in rewards if not isinstance(reward, str)]
-        label = name if short.count(own) > 1 or own == "mean" else own  # val/reward/mean is that of them all
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
         seconds = [sample.reward_s[name] for sample in samples if name in sample.reward_s]

@@ -71,13 +71,13 @@ def run(config: Config) -> None:
     from gkd.driver.resume import differences, find, finished, require_same_data
     from gkd.garbage import uncollected
     from gkd.observability.progress import console, log_to
-    from gkd.observability.trackers import require_trackers
+    from gkd.observability.trackers.tracker import require_trackers
 
     started = time.monotonic()
     out = console()
     log_to(out)
     require_trackers(config)
-    _require_home(config.builtin.cache_dir)
+    _require_home(config.data.cache_dir)
     output = _output_dir(config)
     claim = _claim(output)
     try:
@@ -122,7 +122,7 @@ def _require_home(cache_dir: str | None) -> None:
     if os.environ.get("HOME"):
         return
     if cache_dir is None:
-        raise ConfigError(f"user {user} has no home directory for caches: name one with builtin.cache_dir=DIR")
+        raise ConfigError(f"user {user} has no home directory for caches: name one with data.cache_dir=DIR")
     os.environ["HOME"] = str(Path(cache_dir).absolute())
 
 

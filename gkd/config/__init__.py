@@ -7,12 +7,11 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 from __future__ import annotations
 
 from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, user_path
+from gkd.config.data import Data
 from gkd.config.groups import (
     MAX_AUTO_SIMULATED_GPUS,
     Actor,
-    Builtin,
     Cluster,
-    Data,
     Lora,
     Model,
     Reference,
@@ -28,38 +27,19 @@ from gkd.config.hints import hint, nearest
 from gkd.config.learning import Algorithm, Loss, Overlong, Policy
 from gkd.config.loading import load, settings
 from gkd.config.plan import Plan
-from gkd.config.rewards import (
-    BUILTIN_REWARDS,
-    NEED_ANSWERS,
-    REWARD_MODEL,
-    CosineReward,
-    FormatReward,
-    JudgeReward,
-    LengthReward,
-    ReasoningStepsReward,
-    RepetitionReward,
-    Reward,
-)
+from gkd.config.rewards import Reward
 from gkd.config.run import Config
 from gkd.config.watch import Watch
 
 __all__ = [
-    "BUILTIN_REWARDS",
     "GROUPS",
     "MAX_AUTO_SIMULATED_GPUS",
-    "NEED_ANSWERS",
-    "REWARD_MODEL",
     "Actor",
     "Algorithm",
-    "Builtin",
     "Cluster",
     "Config",
-    "CosineReward",
     "Data",
     "Engine",
-    "FormatReward",
-    "JudgeReward",
-    "LengthReward",
     "Lora",
     "Loss",
     "Model",
@@ -67,9 +47,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Pool",
-    "ReasoningStepsReward",
     "Reference",
-    "RepetitionReward",
     "Reward",
     "RewardModel",
     "Rollout",

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gkd.config.base import GROUPS
-from gkd.config.hints import nearest
-from gkd.config.rewards import BUILTIN_REWARDS, NEED_ANSWERS, REWARD_MODEL
 
 if TYPE_CHECKING:
     from gkd.config.run import Config
 
 
 def _own_models_and_data_go_together(config: Config) -> None:
-    given = {"model.path": not config.uses_builtin_task}
+    given = {"model.path": not config.uses_task}
     model = config.teacher.model
     teacher = any((model.path, model.size, config.teacher.server_ip, config.teacher.models))
     if config.algorithm.needs_teacher:
@@ -22,6 +20,8 @@ def _own_models_and_data_go_together(config: Config) -> None:
     elif teacher:
         raise ValueError(f"a teacher is given, but algorithm.name={config.algorithm.name} asks none")
     given |= {"data.train_files": bool(config.data.train_files), "data.val_files": bool(config.data.val_files)}
+    if config.data.task is not None and not config.uses_task:
+        raise ValueError(f"data.task={config.data.task} makes the models: name no other, or set data.task=null")
     if any(given.values()) and not all(given.values()):
         have = ", ".join(k for k, v in given.items() if v)
         lack = ", ".join(k for k, v in given.items() if not v)
@@ -129,16 +129,10 @@ def _rewards_can_be_learned_from(config: Config) -> None:
     why = f"algorithm.name={config.algorithm.name} learns from the differences between rewards"
     if config.rollout.n < 2:
         raise ValueError(f"rollout.n={config.rollout.n}: {why} of one prompt's samples; at least 2")
-    if not config.reward.functions and not config.uses_builtin_task:
+    if not config.reward.functions and not config.uses_task:
         raise ValueError(f"reward.functions is empty: {why}")
-    for name in config.reward.functions:
-        known = [*BUILTIN_REWARDS, REWARD_MODEL]
-        if ":" not in name and name not in known:
-            raise ValueError(
-                f"reward.functions: there is no reward {name}{nearest(name, known)}; there are "
-                f"{', '.join(known)}, or your own as package.module:name or FILE.py:name"
-            )
-        if name in NEED_ANSWERS and config.data.answer_key is None and not config.uses_builtin_task:
+    if config.data.answer_key is None and not config.uses_task:
+        for name in config.reward.needing_answers():
             raise ValueError(f"reward.functions: {name} needs reference answers, and data.answer_key is not set")
     if config.asks_reward_model and config.reward_model.model.path is None:
         raise ValueError("reward.functions names reward_model, and reward_model.model.path is not set")
@@ -154,7 +148,7 @@ def _own_answers_can_be_learned_from(config: Config) -> None:
             )
         return
     why = f"algorithm.on_policy_share={algorithm.on_policy_share:g} learns from the data's own answers"
-    if config.data.answer_key is None and not config.uses_builtin_task:
+    if config.data.answer_key is None and not config.uses_task:
         raise ValueError(f"{why}, and data.answer_key is not set")
     if algorithm.policy_weight or algorithm.loss.is_policy_gradient:
         raise ValueError(f"{why}, which no policy gradient can: the student did not sample them")

@@ -6,7 +6,7 @@ mistake becomes one :class:`ConfigError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, nearest, settings
+from gkd.config.data import TASKS
 from gkd.config.file import read_yaml
 from gkd.config.loading import is_text, open_sections, unknown
 from gkd.errors import ConfigError
@@ -40,8 +41,8 @@ def compose(overrides: Sequence[str]) -> Config:
 
     One of the overrides may be a YAML file instead, such as a run's ``config.yaml``: the recipe and the placement that
     it names come first, then its other values, then the command line. A recipe that only the command line names comes
-    below the file's values, too. Where no model is named, the built-in task's settings (conf/task) come in between the
-    recipe's and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
+    below the file's values, too. Where no model is named, the task's settings (conf/task) come in between the recipe's
+    and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
     files = [o for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
     overrides = [o for o in overrides if o not in files]
@@ -52,8 +53,11 @@ def compose(overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
     composed = partial(_with_file, files[0], overrides) if files else partial(_without_file, overrides)
     config = load(composed([]))
-    if config.uses_builtin_task and not any(o.startswith("+task=") for o in overrides):
-        config = load(composed([f"+task={'sort_digits' if config.algorithm.distils else 'sort_digits_rewards'}"]))
+    if config.uses_task and not any(o.startswith("+task=") for o in overrides):
+        task = config.data.task or TASKS.names()[0]
+        variants = [task] if config.algorithm.distils else [f"{task}_rewards", task]
+        for variant in [name for name in variants if name in groups()["task"]][:1]:
+            config = load(composed([f"+task={variant}"]))
     return config
 
 
@@ -144,12 +148,18 @@ def _check(overrides: Sequence[str]) -> None:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
         if key in choices:
             _check_choice(override, choices[key])
-        elif key.startswith(("teacher.models.", *(f"{section}." for section in open_sections()))):
-            continue  # what a class of the user's own takes is known once it is loaded
-        elif key not in known and not any(k.startswith(f"{key}.") for k in known):
+        elif key not in known and not any(k.startswith(f"{key}.") for k in known) and not _may_be_own(key, known):
             raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
         elif override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: one value is expected; write a list as '[a,b]' or quote it")
+
+
+def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
+    """Whether a class of the user's own may take the setting ``key``, which is known once the class is loaded."""
+    if key.startswith("teacher.models."):
+        return True
+    in_open_section = any(key.startswith(f"{section}.") for section in open_sections())
+    return in_open_section and not any(key.startswith(f"{name}.") for name in known)
 
 
 def _check_choice(override: Override, choices: list[str]) -> None:

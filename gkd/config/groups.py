@@ -1,24 +1,27 @@
-"""Models, data, and the groups of workers: actor, rollout, teacher, reference."""
+"""Models, and the groups of workers: actor, rollout, teacher, reference, reward model."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from gkd.config.base import Engine, Pool, Settings
+from gkd.config.open import OpenSections
+from gkd.registry import Registry, absolute
 
 MAX_AUTO_SIMULATED_GPUS = 8
 
+TRACKERS = Registry(
+    "trainer.trackers",
+    {
+        "tensorboard": "gkd.observability.trackers.tensorboard:TensorBoard",
+        "wandb": "gkd.observability.trackers.wandb:WandB",
+    },
+)
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Files = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 Size = Annotated[str | None, Field(pattern=r"^(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)[mMbB]$")]
@@ -147,11 +150,14 @@ class RewardModel(Served):
     max_model_len: int = Field(8192, ge=2, description="longest sequence judged, tokens")
 
 
-class Trainer(Pool):
+class Trainer(Pool, OpenSections):
     """The loop, and the actor's pool."""
 
-    total_steps: int = Field(100, ge=1, description="optimizer steps")
-    batch_size: int = Field(64, ge=1, le=1 << 20, description="prompts a step")
+    registry: ClassVar[Registry] = TRACKERS
+    selects: ClassVar[str] = "trackers"
+
+    total_steps: int = Field(100, ge=1, description="steps, each on a batch of its own (TRL's max_steps)")
+    batch_size: int = Field(64, ge=1, le=1 << 20, description="prompts a step (verl's train_batch_size)")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of data order, sampling and the built-in student")
     save_every: int | None = Field(
         None, ge=1, description="write a checkpoint every so many steps and at the end; null: by save_minutes alone"
@@ -161,25 +167,42 @@ class Trainer(Pool):
     )
     save_timeout_s: float = Field(1800.0, gt=0, description="time writing a checkpoint or the student may take")
     keep_checkpoints: int = Field(
-        2, ge=1, description="newest checkpoints that are kept; those by save_minutes take no place of others"
+        2,
+        ge=1,
+        description="newest checkpoints that are kept (TRL's save_total_limit); those by save_minutes take no place "
+        "of others",
     )
     resume: bool = Field(False, description="go on from the newest intact checkpoint in output_dir")
-    val_every: int = Field(50, ge=1, description="validate every so many steps, also before the first and at the end")
+    val_every: int = Field(
+        50, ge=1, description="validate every so many steps (verl's test_freq), also before the first and at the end"
+    )
     output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(
-        [], description="where metrics go besides metrics.jsonl; each is an extra: pip install 'gkd[tensorboard,wandb]'"
+    trackers: Annotated[list[str], AfterValidator(lambda names: [absolute(name) for name in names])] = Field(
+        [],
+        description="where metrics go besides metrics.jsonl (TRL's report_to, verl's logger): tensorboard and wandb, "
+        "which are extras (pip install 'gkd[tensorboard,wandb]'), or your own as package.module:name or FILE.py:name; "
+        "the settings of each are in trainer.NAME",
     )
-    project: str = Field("gkd", min_length=1, description="project of the run at wandb")
-    n_logged_samples: int = Field(4, ge=0, description="samples a step that are written to samples.jsonl")
+    n_logged_samples: int = Field(4, ge=0, description="samples a step in samples.jsonl (TRL's log_completions)")
+
+    @model_validator(mode="after")
+    def _trackers_take_metrics(self) -> Trainer:
+        for name in self.trackers:
+            kind = TRACKERS.load(name)
+            if not (isinstance(kind, type) and hasattr(kind, "log") and hasattr(kind, "close")):
+                raise ValueError(f"trackers: {name} is no class with the methods log and close")
+        return self
 
 
 class Rollout(Engine):
     """Sampling from the student."""
 
     engine: Literal["vllm", "hf"] = Field("vllm", description="hf: transformers' generate, for models unknown to vLLM")
-    n: int = Field(1, ge=1, description="samples a prompt")
-    max_response_length: int = Field(256, ge=1, description="tokens a response may have, its end token included")
+    n: int = Field(1, ge=1, description="samples a prompt (TRL's num_generations)")
+    max_response_length: int = Field(
+        256, ge=1, description="tokens a response may have, with its end token (TRL's max_completion_length)"
+    )
     temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature the student is sampled at")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus the student is sampled from")
     timeout_s: float = Field(1800.0, gt=0, description="time a batch may take to be sampled and scored")
@@ -198,7 +221,9 @@ class Rollout(Engine):
 class Lora(Settings):
     """Low-rank adapters, trained instead of the model itself."""
 
-    r: int | None = Field(None, ge=1, description="rank of the adapters; null: the whole model is trained")
+    r: int | None = Field(
+        None, ge=1, description="rank of the adapters (verl's lora_rank); null: the whole model is trained"
+    )
     alpha: float | None = Field(None, gt=0, description="adapters count alpha / r; null: 2 r")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout before the adapters; the trainer then differs from the sampler"
@@ -246,49 +271,26 @@ class Actor(Settings):
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     betas: list[Beta] = Field([0.9, 0.999], min_length=2, max_length=2, description="AdamW's betas")
-    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
-    max_tokens_per_micro_batch: int = Field(8192, ge=1, description="tokens packed into one micro-batch on one rank")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient (TRL's max_grad_norm)")
+    max_tokens_per_micro_batch: int = Field(
+        8192,
+        ge=1,
+        description="tokens packed into one micro-batch on one rank (verl's ppo_max_token_len_per_gpu, in place of "
+        "TRL's per_device_train_batch_size and gradient_accumulation_steps)",
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    epochs: int = Field(1, ge=1, description="times a batch is learned from")
+    epochs: int = Field(1, ge=1, description="times a batch is learned from (TRL's num_iterations, verl's ppo_epochs)")
     mini_batch_size: int | None = Field(
-        None, ge=1, description="samples of a batch that make one optimizer step; null: all of them"
+        None,
+        ge=1,
+        description="samples of a batch that make one optimizer step (verl's ppo_mini_batch_size, in prompts there); "
+        "null: all of them",
     )
     offload_optimizer: bool = Field(
         False, description="optimizer state in the host's memory; the optimizer's step is done by the CPU there"
     )
     lora: Lora = Lora()
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
-
-
-class Data(Settings):
-    """Prompts."""
-
-    train_files: Files = Field([], description="JSONL, Parquet or datasets directories; empty: the built-in task")
-    val_files: Files = Field([], description="held-out prompts, same formats")
-    prompt_key: str = Field("prompt", description="column of the prompt; messages go through the chat template")
-    answer_key: str | None = Field(None, description="column of the reference answer; null: no accuracy is measured")
-    teacher_key: str | None = Field(None, description="column that says which of teacher.models a prompt is for")
-    max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
-    val_limit: int = Field(256, ge=1, description="validation prompts used at most")
-    val_top_k: int = Field(
-        512,
-        ge=1,
-        description="teacher's K most likely tokens that val/reverse_kl compares, and one bucket for the rest: a lower "
-        "bound, exact where K is the vocabulary",
-    )
-
-
-class Builtin(Settings):
-    """The built-in task: sort digits. Used when no model and no data are named."""
-
-    digits: int = Field(8, ge=2, le=32, description="digits to sort")
-    teacher_steps: int = Field(400, ge=1, description="supervised steps the teacher is trained for, once, then cached")
-    student_steps: int = Field(
-        80,
-        ge=1,
-        description="supervised steps that warm the student up, fewer once a quarter of fresh prompts is right",
-    )
-    cache_dir: str | None = Field(None, description="where trained models are kept; null: ~/.cache/gkd")
 
 
 class Weights(Settings):

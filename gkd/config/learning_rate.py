@@ -42,10 +42,10 @@ def rates(config: Config) -> Rates:
 def doubts(config: Config) -> str | None:
     """Why ``actor.lr`` cannot work, in one line; None where it can.
 
-    The built-in task's models are made on the spot, far smaller than what the rates are usual for, and are left out.
+    Models that a task makes on the spot may be far smaller than what the rates are usual for, and are left out.
     """
     lr, found = config.actor.lr, rates(config)
-    if lr is None or config.uses_builtin_task or found.usual / 10 < lr < found.most:
+    if lr is None or config.uses_task or found.usual / 10 < lr < found.most:
         return None
     what = "LoRA adapters" if config.actor.lora.r is not None else "all weights"
     source = "a teacher" if config.algorithm.distils else "rewards"

@@ -63,8 +63,9 @@ def load(tree: Mapping[str, Any]) -> Config:
         if first["type"] == OWN:
             context = first["ctx"]
             if context["unknown"]:
-                raise unknown(f"{key}.{context['key']}", context["value"]) from None
-            raise ConfigError(f"{key}.{context['key']}={context['value']}: {context['why']}") from None
+                raise unknown(f"{key}.{context['key']}", None) from None
+            shown = f"={context['value']}" if context["value"] else ""
+            raise ConfigError(f"{key}.{context['key']}{shown}: {context['why']}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"

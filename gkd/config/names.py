@@ -233,9 +233,9 @@ RUN: dict[str, str] = {
     "experiment_name": "trainer.output_dir, whose last part is the run's name",
     "run_name": "trainer.output_dir, whose last part is the run's name",
     "wandb_run_name": "trainer.output_dir, whose last part is the run's name",
-    "project_name": "trainer.project",
-    "wandb_project": "trainer.project",
-    "wandb.project": "trainer.project",
+    "project_name": "trainer.wandb.project",
+    "wandb_project": "trainer.wandb.project",
+    "wandb.project": "trainer.wandb.project",
     "wandb.name": "trainer.output_dir, whose last part is the run's name",
     "logger": "trainer.trackers",
     "report_to": "trainer.trackers",
@@ -259,6 +259,11 @@ EARLIER: dict[str, str] = {
     "share_with": "rollout.colocate_with, and so for the other groups",
     "update_epochs": "actor.epochs",
     "take_turns": "cluster.offload",
+    "trainer.project": "trainer.wandb.project",
+    "builtin.digits": "data.sort_digits.digits",
+    "builtin.teacher_steps": "data.sort_digits.teacher_steps",
+    "builtin.student_steps": "data.sort_digits.student_steps",
+    "builtin.cache_dir": "data.cache_dir",
 }
 """Names that settings had in earlier versions."""
 

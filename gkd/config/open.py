@@ -9,7 +9,7 @@ from pydantic import ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
-from gkd.registry import Registry
+from gkd.registry import Registry, short
 
 OWN = "own_setting"
 """Type of the error of a setting that a named class does not take; ``ctx`` has its key within the section and why."""
@@ -27,12 +27,12 @@ class OpenSettings(Settings):
     selects: ClassVar[str] = "name"
 
     def owners(self) -> Mapping[str, Any]:
-        """By the section below this one, "" for this one itself: the class that its settings belong to."""
+        """Return classes by the section below this one that has their settings; "" is this one itself."""
         return {"": self.registry.load(getattr(self, self.selects))}
 
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
-        """Dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
+        """Yield dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
         meanings: dict[str, dict[str, list[str]]] = {}  # by setting, then by meaning: the classes that take it
         for name in cls.registry.names():
             for own, field in getattr(getattr(cls.registry.load(name), "Config", None), "model_fields", {}).items():
@@ -41,7 +41,7 @@ class OpenSettings(Settings):
             yield f"{prefix}{own}", "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
 
     def own(self, section: str = "") -> Any:
-        """The settings of the class that is named, as its ``Config``."""
+        """Return the settings of the class that is named, as its ``Config``."""
         kind = getattr(self.owners()[section], "Config", None)
         return None if kind is None else kind.model_validate(self._given(section))
 
@@ -64,21 +64,79 @@ class OpenSettings(Settings):
     def _own_settings_are_the_classes(self) -> OpenSettings:
         owners = self.owners()
         for section, owner in owners.items():
-            given, kind = self._given(section), getattr(owner, "Config", None) or Settings
+            kind, extra = getattr(owner, "Config", None) or Settings, (self.model_extra or {}).get(section, {})
+            if not isinstance(extra, Mapping):
+                raise _refused(section, extra, f"a section with the settings of {owner.__name__} is expected")
+            given = self._given(section)
             prefix = f"{section}." if section else ""
             try:
                 kind.model_validate(given)
             except ValidationError as error:
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))
-                context = {"key": key, "value": str(first["input"]), "unknown": first["type"] == "extra_forbidden"}
                 why = str(first["msg"]).removeprefix("Value error, ")
-                raise PydanticCustomError(OWN, "{why}", {**context, "why": why}) from None
-            for name in given.keys() - kind.model_fields.keys():  # a user's model may ignore what it does not know
-                context = {"key": f"{prefix}{name}", "value": str(given[name]), "unknown": True, "why": ""}
-                raise PydanticCustomError(OWN, "{why}", context)
+                raise _refused(key, first["input"], why, first["type"] == "extra_forbidden") from None
+            if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them
+                for name in given.keys() - kind.model_fields:
+                    raise _refused(f"{prefix}{name}", given[name], "", unknown=True)
         if "" not in owners:
-            for name in self.model_extra or {}:
+            for name, value in (self.model_extra or {}).items():
                 if name not in owners:
-                    raise PydanticCustomError(OWN, "{why}", {"key": name, "value": "", "unknown": True, "why": ""})
+                    raise _refused(name, value, "", unknown=True)
         return self
+
+
+class OpenSections(OpenSettings):
+    """A section with a setting that names classes of ``registry``, each with its settings in a section below.
+
+    That section has the last part of the class' name: ``reward.format``, or ``reward.Brevity`` for ``mine.py:Brevity``.
+    A built-in class takes settings also where it is not named. Those of the classes that are named are completed with
+    their defaults.
+    """
+
+    def chosen(self) -> list[str]:
+        """Return names in the setting ``selects``, which may be one, several or none."""
+        value = getattr(self, self.selects)
+        return [value] if isinstance(value, str) else list(value or [])
+
+    def owners(self) -> Mapping[str, Any]:
+        """Return classes with settings, by the section below this one. Raises ValueError where two have one section."""
+        found: dict[str, Any] = {}
+        configured = [name for name in self.registry.names() if name in (self.model_extra or {})]
+        for name in [*configured, *self.chosen()]:
+            owner, section = self.registry.load(name), short(name)
+            if getattr(owner, "Config", None) is None:
+                continue
+            if section in type(self).model_fields or found.get(section, owner) is not owner:
+                raise ValueError(f"{name}: {section} is the name of other settings as well; give the class another")
+            found[section] = owner
+        return found
+
+    @classmethod
+    def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
+        """Yield dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
+        for name in cls.registry.names():
+            for own, field in getattr(getattr(cls.registry.load(name), "Config", None), "model_fields", {}).items():
+                yield f"{prefix}{name}.{own}", field.description or ""
+
+    def settings_of(self, name: str) -> Any:
+        """Return the settings of the class ``name`` as its ``Config``; None for one that takes none."""
+        kind = getattr(self.registry.load(name), "Config", None)
+        return None if kind is None else kind.model_validate(self._given(short(name)))
+
+    @model_validator(mode="after")
+    def _settings_of_named_classes_are_complete(self) -> OpenSections:
+        for name in self.chosen():
+            own = self.settings_of(name)
+            if own is not None and self.model_extra is not None:
+                self.model_extra[short(name)] = own.model_dump()
+        return self
+
+
+def _refused(key: str, value: Any, why: str, unknown: bool = False) -> PydanticCustomError:
+    """Return the error of one setting: of an unknown section its first setting, of a known one without its value."""
+    while unknown and isinstance(value, Mapping) and value:
+        part, value = next(iter(value.items()))
+        key = f"{key}.{part}"
+    shown = "" if isinstance(value, Mapping) else str(value)
+    return PydanticCustomError(OWN, "{why}", {"key": key.rstrip("."), "value": shown, "unknown": unknown, "why": why})

@@ -1,103 +1,54 @@
-"""Rewards: which, how much each counts, and what each can be told."""
+"""Rewards: which, and how much each counts. What each takes is stated by its class (:mod:`gkd.rewards`)."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from gkd.config.base import Settings
-from gkd.registry import absolute
+from gkd.config.open import OpenSections
+from gkd.registry import Registry, absolute, short
 
-REWARD_MODEL = "reward_model"
-BUILTIN_REWARDS = ("accuracy", "cosine", "format", "judge", "length", "reasoning_steps", "repetition_penalty")
-NEED_ANSWERS = ("accuracy", "cosine")
-
-
-def _regular(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from None
-    return pattern
+REWARDS = Registry(
+    "reward.functions",
+    {
+        "accuracy": "gkd.rewards.accuracy:Accuracy",
+        "cosine": "gkd.rewards.cosine:Cosine",
+        "format": "gkd.rewards.format:Format",
+        "judge": "gkd.rewards.judge:Judge",
+        "length": "gkd.rewards.length:Length",
+        "reasoning_steps": "gkd.rewards.reasoning_steps:ReasoningSteps",
+        "repetition_penalty": "gkd.rewards.repetition_penalty:RepetitionPenalty",
+        "reward_model": "gkd.rewards.reward_model:ModelReward",
+    },
+)
 
 
 def _absolute(functions: list[str]) -> list[str]:
-    """Rewards' names with absolute paths: what a worker's own directory is does not matter."""
+    """Return names with absolute paths, as workers have working directories of their own."""
     return [absolute(name) for name in functions]
 
 
-class FormatReward(Settings):
-    """1 where a pattern is found."""
+class Reward(OpenSections):
+    """What a response is worth: the weighted sum of reward functions."""
 
-    pattern: Annotated[str, AfterValidator(_regular)] = Field(
-        r"^<think>.+</think>\s*<answer>.+</answer>\s*$", description="regular expression; a dot is also a line's end"
-    )
-
-
-class ReasoningStepsReward(Settings):
-    """A share for every marked step."""
-
-    wanted: int = Field(3, ge=1, description="steps that give the full reward")
-
-
-class CosineReward(Settings):
-    """Accuracy scaled by length."""
-
-    right: list[float] = Field([1.0, 0.5], min_length=2, max_length=2, description="right: empty, and at the limit")
-    wrong: list[float] = Field([-1.0, -0.5], min_length=2, max_length=2, description="wrong: empty, and at the limit")
-
-
-class RepetitionReward(Settings):
-    """A penalty for repeated n-grams."""
-
-    n: int = Field(3, ge=1, description="words of an n-gram")
-    largest: float = Field(1.0, gt=0, description="the penalty when nothing is new")
-
-
-class LengthReward(Settings):
-    """Shorter is better, or nearer to a length."""
-
-    wanted: int | None = Field(None, ge=1, description="tokens that give 1; null: the fewer the better")
-
-
-class JudgeReward(Settings):
-    """What another language model says of the answer, asked over an OpenAI-compatible endpoint."""
-
-    url: str | None = Field(None, description="base URL of the endpoint, such as http://HOST:8000/v1")
-    model: str | None = Field(None, description="name of the model there")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable on the rollout nodes with the key")
-    prompt: str = Field(
-        "Rate the response to the question from 0 (useless) to 10 (perfect). Say only the number.\n\n"
-        "Question:\n{prompt}\n\nResponse:\n{response}\n",
-        description="what is asked; {prompt}, {response} and {answer} are filled in",
-    )
-    scale: float = Field(10.0, gt=0, description="the mark that gives a reward of 1")
-    max_tokens: int = Field(16, ge=1, description="tokens the judge may answer with")
-    timeout_s: float = Field(4.0, gt=0, description="time one attempt has, within reward.timeout_s for all of them")
-    retries: int = Field(1, ge=0, description="further attempts after one that failed")
-    slow_s: float = Field(6.0, gt=0, description="mean time of a step's marks beyond which a warning is given")
-
-
-class Reward(Settings):
-    """What a response is worth: the weighted sum of functions."""
+    registry: ClassVar[Registry] = REWARDS
+    selects: ClassVar[str] = "functions"
 
     functions: Annotated[list[str], AfterValidator(_absolute)] = Field(
         [],
-        description=f"any of {', '.join(BUILTIN_REWARDS)}; reward_model, a model in a group of its own; or your own "
-        "as package.module:name or FILE.py:name",
+        description=f"any of {', '.join(REWARDS.names())}, or your own as package.module:name or FILE.py:name (TRL's "
+        "reward_funcs, verl's custom_reward_function); the settings of each are in reward.NAME",
     )
-    weights: list[float] | None = Field(None, description="how much each function counts; null: 1 each")
+    weights: list[float] | None = Field(
+        None, description="how much each function counts (TRL's reward_weights); null: 1 each"
+    )
     timeout_s: float = Field(10.0, gt=0, description="time one function has for one sample")
     workers: int = Field(2, ge=1, description="processes beside each rollout engine that compute rewards")
     max_failed_share: float = Field(0.2, ge=0, le=1, description="share of a step's samples beyond which the run ends")
-    format: FormatReward = FormatReward()
-    reasoning_steps: ReasoningStepsReward = ReasoningStepsReward()
-    cosine: CosineReward = CosineReward()
-    repetition_penalty: RepetitionReward = RepetitionReward()
-    length: LengthReward = LengthReward()
-    judge: JudgeReward = JudgeReward()
+    # What the classes say, kept so that a worker imports no user's code beside its engine.
+    _needing_answers: list[str] = PrivateAttr(default_factory=list)
+    _group_of: dict[str, str | None] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _functions_and_weights_go_together(self) -> Reward:
@@ -105,10 +56,36 @@ class Reward(Settings):
             raise ValueError("functions names one twice")
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions")
-        if "judge" in self.functions and (self.judge.url is None or self.judge.model is None):
-            raise ValueError("the reward judge needs reward.judge.url and reward.judge.model")
+        for name in self.functions:
+            found = REWARDS.load(name)
+            if not callable(found) or (isinstance(found, type) and not _makes_callables(found)):
+                raise ValueError(f"functions: {name} is no function but {type(found).__name__}")
+            self._group_of[name] = getattr(found, "group", None)
+            if getattr(found, "needs_answer", False):
+                self._needing_answers.append(name)
         return self
 
     def weight_of(self) -> dict[str, float]:
-        """Weight of every function."""
+        """Return weight of every function."""
         return dict(zip(self.functions, self.weights or [1.0] * len(self.functions), strict=True))
+
+    def labels(self) -> dict[str, str]:
+        """Return names for metrics: the last part of each function's name, or all of it where another has the same."""
+        last = [short(name) for name in self.functions]
+        # reward/mean is that of all of them.
+        return {
+            name: name if last.count(own) > 1 or own == "mean" else own
+            for name, own in zip(self.functions, last, strict=True)
+        }
+
+    def needing_answers(self) -> list[str]:
+        """Return functions that compare with a reference answer: their ``needs_answer`` is true."""
+        return list(self._needing_answers)
+
+    def scored_by(self, group: str | None) -> list[str]:
+        """Return the functions that the group of workers ``group`` gives; None: those computed beside the engines."""
+        return [name for name in self.functions if self._group_of[name] == group]
+
+
+def _makes_callables(kind: type) -> bool:
+    return any("__call__" in vars(base) for base in kind.__mro__)

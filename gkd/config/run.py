@@ -10,11 +10,10 @@ from pydantic import Field, model_validator
 
 from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
 from gkd.config.checks import CHECKS
+from gkd.config.data import Data
 from gkd.config.groups import (
     Actor,
-    Builtin,
     Cluster,
-    Data,
     Model,
     Reference,
     RewardModel,
@@ -26,10 +25,7 @@ from gkd.config.groups import (
 from gkd.config.learning import Algorithm
 from gkd.config.learning_rate import rates
 from gkd.config.plan import Plan
-from gkd.config.rewards import (
-    REWARD_MODEL,
-    Reward,
-)
+from gkd.config.rewards import Reward
 from gkd.config.watch import Watch
 
 
@@ -45,7 +41,6 @@ class Config(Settings):
     rollout: Rollout = Rollout()
     actor: Actor = Actor()
     data: Data = Data()
-    builtin: Builtin = Builtin()
     algorithm: Algorithm = Field(default_factory=Algorithm)
     reward: Reward = Reward()
     weights: Weights = Weights()
@@ -126,9 +121,9 @@ class Config(Settings):
     @property
     def asks_reward_model(self) -> bool:
         """Whether one of the rewards is a model's, in a group of its own."""
-        return self.algorithm.policy_weight > 0 and REWARD_MODEL in self.reward.functions
+        return self.algorithm.policy_weight > 0 and bool(self.reward.scored_by("reward_model"))
 
     @property
-    def uses_builtin_task(self) -> bool:
-        """Whether the run makes its own models and data."""
+    def uses_task(self) -> bool:
+        """Whether ``data.task`` makes the run's models and data: no model is named."""
         return self.model.path is None and self.model.size is None

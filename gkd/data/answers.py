@@ -16,7 +16,7 @@ _CONTENT = "gkd"  # of the assistant's turn that is rendered to see what follows
 
 
 def turn_end(prompts: Sequence[Prompt], tokenizer: Any) -> int | None:
-    """The token that the chat template ends an assistant's turn with, such as ``<|im_end|>``.
+    """Return the token that the chat template ends an assistant's turn with, such as ``<|im_end|>``.
 
     It is the first special token after the turn's content; white space beside it is not part of a response, which ends
     with that token. None where no prompt went through the template, or it ends turns without a token of their own, or
@@ -36,14 +36,14 @@ def turn_end(prompts: Sequence[Prompt], tokenizer: Any) -> int | None:
 
 
 def with_turn_end(model: ModelInfo, end: int | None) -> ModelInfo:
-    """``model``, whose responses the token ``end`` also ends: a base model's settings need not name it."""
+    """Return ``model`` with ``end`` among its end tokens: a base model's settings need not name it."""
     return model if end is None else replace(model, eos_ids=sorted({*model.eos_ids, end}))
 
 
 def with_answers(
     prompts: Sequence[Prompt], tokenizer: Any, model: ModelInfo, end: int | None, max_tokens: int
 ) -> list[Prompt]:
-    """``prompts`` with their answers as responses of at most ``max_tokens``: the text as it is, and the end token.
+    """Return prompts with answers as responses of at most ``max_tokens``: the text as it is, and the end token.
 
     That is ``end`` after a prompt that went through the chat template, else the tokenizer's own. An answer that is cut
     has no end. Raises ConfigError where there is no end token.
@@ -51,9 +51,9 @@ def with_answers(
     if not model.eos_ids:
         raise ConfigError("algorithm.on_policy_share: the model has no end token, so the data's answers have no end")
     plain = model.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    found = []
+    answered = []
     for prompt in prompts:
         ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
         ids = [*ids, plain if end is None or prompt.messages is None else end][:max_tokens]
-        found.append(replace(prompt, answer_ids=np.asarray(ids, dtype=np.int32)))
-    return found
+        answered.append(replace(prompt, answer_ids=np.asarray(ids, dtype=np.int32)))
+    return answered

@@ -59,11 +59,11 @@ class ModelInfo:
 
 
 def _ids(value: Any, what: str) -> list[int]:
-    """Token ids of a setting that holds one, several or none. Raises ConfigError, naming ``what``, for other things."""
-    found = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(i) is int for i in found):
+    """Return ids of a setting that has one, several or none. Raises ConfigError, naming ``what``, for other things."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in ids):
         raise ConfigError(f"{what} is {value!r}; a token's number, or a list of numbers, is expected")
-    return [i for i in found if i >= 0]  # below 0 is written for none
+    return [i for i in ids if i >= 0]  # below 0 is written for none
 
 
 def _count(value: Any, what: str) -> int:
@@ -73,26 +73,26 @@ def _count(value: Any, what: str) -> int:
 
 
 def _is_stateful(text: Any) -> bool:
-    """Whether layers are named that are neither attention with keys and values nor without memory of earlier tokens."""
+    """Return whether there are layers with a memory of earlier tokens other than attention's keys and values."""
     stateless = {"moe", "mlp"}
     kinds = set(getattr(text, "layer_types", None) or ()) - stateless
     return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
 
 
 def exact_attention(config: Any) -> Literal["sdpa", "eager"]:
-    """transformers' attention for padded rows of the model with that configuration: sdpa leaves soft caps out."""
+    """Return transformers' attention for padded rows of a model with that configuration: sdpa leaves soft caps out."""
     return "sdpa" if has_plain_attention(config) and getattr(class_of(config), "_supports_sdpa", False) else "eager"
 
 
 def has_plain_attention(config: Any) -> bool:
-    """Whether its layers are softmax attention alone, over everything or a window."""
+    """Return whether its layers are softmax attention alone, over everything or a window."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     return kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
 
 
 def class_of(config: Any) -> Any:
-    """transformers' causal language model with that configuration; None where it has none."""
+    """Return transformers' causal language model with that configuration; None where it has none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

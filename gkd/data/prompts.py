@@ -31,7 +31,7 @@ class PromptSet:
 
 
 def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | None = None) -> PromptSet:
-    """Prompts of ``files`` in their order, at most ``limit`` of them; ids count rows over all files from 0.
+    """Return prompts of ``files`` in their order, at most ``limit`` of them; ids count rows over all files from 0.
 
     A string is tokenised with the tokenizer's own special tokens; a list of messages goes through its chat template,
     without the assistant's turns at its end. Raises ConfigError for whatever is wrong with a file, a row or a missing
@@ -64,7 +64,7 @@ def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | 
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 (hex) of prompts as they are used: tokens, also as the teacher sees them, answers, teachers and order."""
+    """Return SHA-256 (hex) of prompts as they are used: tokens, also the teacher's, answers, teachers and order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         parts = (prompt.token_ids, prompt.answer_ids, prompt.teacher_ids)
@@ -87,21 +87,21 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iter
         if isinstance(answer, list | dict | np.ndarray):
             kind = type(answer).__name__
             raise ConfigError(f"{rows[offset].place}: {data.answer_key!r} is a {kind}; an answer is text or a number")
-        found = Prompt(
+        prompt = Prompt(
             id=first_id + offset,
             token_ids=np.asarray(token_ids, dtype=np.int32),
             text=text,
             answer=None if answer is None else str(answer),
-            messages=None if isinstance(value, str) else tuple(_asked(value)),
+            messages=None if isinstance(value, str) else tuple(_messages_to_answer(value)),
             teacher=None if data.teacher_key is None else str(rows[offset].get(data.teacher_key, "data.teacher_key")),
         )
-        for column, read in ((data.answer_key, found.answer), (data.teacher_key, found.teacher)):
+        for column, read in ((data.answer_key, prompt.answer), (data.teacher_key, prompt.teacher)):
             _require_text(rows[offset], column, read or "")
-        yield found
+        yield prompt
 
 
 def _prompt_key(row: Row, data: Data) -> str:
-    """The configured column, or ``messages`` where the default one is not there."""
+    """Return the configured column, or ``messages`` where the default one is not there."""
     default = Data.model_fields["prompt_key"].default
     if data.prompt_key == default and default not in row.values and "messages" in row.values:
         return "messages"
@@ -119,7 +119,7 @@ def _require_text(row: Row, key: str | None, text: str) -> None:
 def _tokenise(
     rows: list[Row], key: str, values: list[Any], tokenizer: Any, longest: int
 ) -> tuple[list[str], list[list[int]]]:
-    """Text and token ids of each row's prompt; strings and messages may be mixed.
+    """Return text and token ids of each row's prompt; strings and messages may be mixed.
 
     Of a prompt that has more than :data:`LENGTHS_COUNTED` times ``longest`` tokens, only so many that this is certain.
     """
@@ -144,7 +144,7 @@ def _tokenise(
 
 
 def _joined(row: Row, key: str, value: Any) -> Any:
-    """``value`` with every message's content as one text: parts of the type text are put together.
+    """Return ``value`` with every message's content as one text: parts of the type text are put together.
 
     Raises ConfigError for content that is none, of which a template would write what Python prints.
     """
@@ -172,28 +172,28 @@ def _content(row: Row, key: str, message: Mapping[str, Any]) -> Any:
 
 
 def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:
-    """The prompt that the chat template makes of ``messages``, ready for the assistant's turn."""
+    """Return the prompt that the chat template makes of ``messages``, ready for the assistant's turn."""
     if not (isinstance(messages, list) and messages and all(_is_message(m) for m in messages)):
         raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template"
         )
-    asked = _asked(messages)
-    if not asked:
+    messages_to_answer = _messages_to_answer(messages)
+    if not messages_to_answer:
         raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
     try:
-        return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages_to_answer, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # a template computes with what the messages hold, and raises what it meets
         raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {' '.join(str(error).split())}") from None
 
 
-def _asked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages without the assistant's at their end."""
-    asked = list(messages)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    return asked
+def _messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages without the assistant's at their end."""
+    messages_to_answer = list(messages)
+    while messages_to_answer and messages_to_answer[-1]["role"] == "assistant":
+        messages_to_answer.pop()
+    return messages_to_answer
 
 
 def _is_message(message: Any) -> bool:
@@ -217,17 +217,17 @@ class PromptStream:
 
     @property
     def epoch(self) -> float:
-        """Passes over the prompts so far; 1.5 is half-way through the second."""
+        """Return passes over the prompts so far; 1.5 is half-way through the second."""
         return self._drawn / len(self._prompts)
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts."""
+        """Return the next ``n`` prompts."""
         taken = [self._prompt(self._drawn + i) for i in range(n)]
         self._drawn += n
         return taken
 
     def state(self) -> dict[str, int]:
-        """Where the stream stands: JSON-ready, for :meth:`restore`."""
+        """Return where the stream stands, JSON-ready, for :meth:`restore`."""
         return {"drawn": self._drawn, "n_prompts": len(self._prompts), "seed": self._seed}
 
     def restore(self, state: dict[str, int]) -> None:

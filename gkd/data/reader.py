@@ -26,17 +26,17 @@ class Row:
     place: str
 
     def get(self, key: str, setting: str) -> Any:
-        """The value in column ``key``. Raises ConfigError naming the ``setting`` that asked for a missing one."""
+        """Return the value in column ``key``. Raises ConfigError naming the ``setting`` of a missing one."""
         if key in self.values:
             return self.values[key]
         near = difflib.get_close_matches(key, list(self.values), n=1, cutoff=0.6)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        found = ", ".join(self.values) or "none"
-        raise ConfigError(f"{self.place} has no key {key!r} ({setting}){hint}; the keys there are: {found}")
+        keys = ", ".join(self.values) or "none"
+        raise ConfigError(f"{self.place} has no key {key!r} ({setting}){hint}; the keys there are: {keys}")
 
 
 def read_rows(file: str) -> Iterator[Row]:
-    """Rows of ``file`` in its order.
+    """Yield rows of ``file`` in its order.
 
     Raises ConfigError when the file is missing, has no rows, is of an unknown format, is not valid UTF-8, or holds a
     line that is not a JSON object.

@@ -31,7 +31,7 @@ class Rendering:
 
     @staticmethod
     def of(tokenizer: Any) -> Rendering:
-        """That of a transformers tokenizer."""
+        """Return the rendering of a transformers tokenizer."""
         template = tokenizer.chat_template
         if isinstance(template, dict):  # several by name, of which apply_chat_template takes this one
             template = template.get("default")
@@ -51,7 +51,7 @@ class Renderer:
     rendering: Rendering
 
     def text(self, prompt: Prompt) -> str:
-        """The prompt as text, without what comes before and after plain text. Raises ConfigError."""
+        """Return the prompt as text, without what comes before and after plain text. Raises ConfigError."""
         if prompt.messages is None:
             return prompt.text
         if self.rendering.chat_template is None:
@@ -74,15 +74,15 @@ class Renderer:
         return str(text)
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[Int32]:
-        """Token ids [P] of each prompt. Raises ConfigError."""
+        """Return token ids [P] of each prompt. Raises ConfigError."""
         if not prompts:
             return []
         texts = [self.text(prompt) for prompt in prompts]
-        found = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        token_ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         around = self.rendering
         return [
             np.asarray(ids if p.messages is not None else [*around.before, *ids, *around.after], dtype=np.int32)
-            for p, ids in zip(prompts, found, strict=True)
+            for p, ids in zip(prompts, token_ids, strict=True)
         ]
 
 
@@ -104,18 +104,18 @@ def check_same_prompts(prompts: Sequence[Prompt], teachers: Mapping[str, Rendere
                 )
 
 
-def with_teacher_ids(found: PromptSet, teachers: Mapping[str, Renderer], longest: int) -> PromptSet:
-    """The prompts with their own teacher's rendering; those of which it has more than ``longest`` tokens are left out.
+def with_teacher_ids(prompts: PromptSet, teachers: Mapping[str, Renderer], longest: int) -> PromptSet:
+    """Return the prompts with their own teacher's rendering, without those that it gives more than ``longest`` tokens.
 
     Raises ConfigError where none is left.
     """
     by_id: dict[int, Int32] = {}
     for name, teacher in teachers.items():
-        chosen = [prompt for prompt in found.prompts if teacher_of(prompt) == name]
+        chosen = [prompt for prompt in prompts.prompts if teacher_of(prompt) == name]
         by_id |= zip((prompt.id for prompt in chosen), teacher.token_ids(chosen), strict=True)
     kept = [
         prompt if np.array_equal(prompt.token_ids, by_id[prompt.id]) else replace(prompt, teacher_ids=by_id[prompt.id])
-        for prompt in found.prompts
+        for prompt in prompts.prompts
         if len(by_id[prompt.id]) <= longest
     ]
     if not kept:
@@ -124,11 +124,11 @@ def with_teacher_ids(found: PromptSet, teachers: Mapping[str, Renderer], longest
             f"data.max_prompt_length={longest}: every prompt is longer as the teacher sees it "
             f"(teacher.chat_template), the shortest has {shortest} tokens"
         )
-    return PromptSet(kept, found.n_too_long + len(found.prompts) - len(kept))
+    return PromptSet(kept, prompts.n_too_long + len(prompts.prompts) - len(kept))
 
 
 def _where_they_differ(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:
-    """Both texts from shortly before their first difference; token ids where only those differ."""
+    """Return both texts from shortly before their first difference; token ids where only those differ."""
     decode = teacher.tokenizer.decode
     texts = [decode(ids.tolist(), skip_special_tokens=False) for ids in (prompt.token_ids, theirs)]
     if texts[0] == texts[1]:

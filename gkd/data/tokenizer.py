@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def resolve_model(path: str, setting: str = "model.path") -> str:
-    """Absolute directory of a model given as a directory or as a hub name in the local cache.
+    """Return absolute directory of a model given as a directory or as a hub name in the local cache.
 
     Raises ConfigError, naming ``setting``, when it is neither.
     """
@@ -38,7 +38,7 @@ def resolve_model(path: str, setting: str = "model.path") -> str:
 
 
 def check_causal_lm(path: str, setting: str) -> str:
-    """Directory of the causal language model at ``path`` (see :func:`resolve_model`).
+    """Return directory of the causal language model at ``path`` (see :func:`resolve_model`).
 
     Raises ConfigError, naming ``setting`` and ``path``, when there is no model, it is no causal language model, its
     weights are not safetensors or not all there, or it has no tokenizer.
@@ -48,22 +48,22 @@ def check_causal_lm(path: str, setting: str) -> str:
     config = _read_json(directory / "config.json", name)
     _require_no_code(config, name, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     if not _is_causal_lm(config):
-        found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
-        raise ConfigError(f"{name}: is no causal language model but {found}")
+        architecture = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
+        raise ConfigError(f"{name}: is no causal language model but {architecture}")
     _check_weights(directory, name)
     _check_tokenizer(directory, name)
     return str(directory)
 
 
 def check_reward_model(path: str, setting: str) -> str:
-    """Directory of the sequence classification model with one output at ``path``; errors as in check_causal_lm."""
+    """Return the directory of the classification model with one output at ``path``; errors as in check_causal_lm."""
     directory = Path(resolve_model(path, setting))
     name = f"{setting}={path}"
     config = _read_json(directory / "config.json", name)
     _require_no_code(config, name, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
     if not any(str(a).endswith("ForSequenceClassification") for a in config.get("architectures") or []):
-        found = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
-        raise ConfigError(f"{name}: is no sequence classification model but {found}")
+        architecture = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
+        raise ConfigError(f"{name}: is no sequence classification model but {architecture}")
     if (outputs := len(config.get("id2label") or (0, 1))) != 1:
         raise ConfigError(f"{name}: has {outputs} outputs; a reward model has one")
     _check_weights(directory, name)
@@ -140,7 +140,7 @@ def _check_weights(directory: Path, name: str) -> None:
 
 
 def load_tokenizer(path: str, setting: str = "model.path") -> Any:
-    """The tokenizer of the model at ``path``, a transformers tokenizer.
+    """Return the tokenizer of the model at ``path``, a transformers tokenizer.
 
     Raises ConfigError, naming ``setting``, when there is none or it cannot be read.
     """
@@ -161,7 +161,7 @@ def load_tokenizer(path: str, setting: str = "model.path") -> Any:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 (hex) over what ids mean: the token-to-id map.
+    """Return SHA-256 (hex) over what ids mean: the token-to-id map.
 
     ``tokenizer`` is a transformers tokenizer or the path of a model. Rows that a model's embedding has beyond the
     vocabulary do not count: 151,936 and 152,064 rows with the same tokens are the same tokenizer.

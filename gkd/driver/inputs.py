@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
-from gkd.config import NEED_ANSWERS, REWARD_MODEL, Config
+from gkd.config import Config
 from gkd.data.answers import turn_end, with_answers, with_turn_end
-from gkd.data.builtin import prepare_builtin
 from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
+from gkd.data.task import require_teacher, task_of
 from gkd.data.tokenizer import (
     check_causal_lm,
     check_reward_model,
@@ -21,7 +21,6 @@ from gkd.data.tokenizer import (
 )
 from gkd.errors import ConfigError
 from gkd.inference.vllm_support import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
-from gkd.rewards.registry import resolve
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
 
@@ -51,7 +50,7 @@ class Inputs:
 
 
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
-    """Make the built-in task's models and data, or check the user's own. Raises ConfigError for what cannot be used."""
+    """Have the task make models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     _require_known(config)
     student, scorers, train, val = _find_files(config, say)
     if config.asks_reference:
@@ -109,10 +108,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
 
 
 def _require_known(config: Config) -> None:
-    """Raise ConfigError for rewards that cannot be imported, and for models of which only the size is given."""
-    for name in config.reward.functions:
-        if name != REWARD_MODEL:
-            resolve(name, config.reward)
+    """Raise ConfigError for models of which only the size is given."""
     for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
         if model.size is not None:
             raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
@@ -140,8 +136,9 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
 
 def _find_files(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
     """Directory of the student, those of the models that score by group, training and validation files."""
-    if config.uses_builtin_task:
-        made = prepare_builtin(config, say)
+    if config.uses_task:
+        made = task_of(config).make(say)
+        require_teacher(config, made.teacher is not None)
         scorers = {} if made.teacher is None else {"teacher": made.teacher}
         return made.student, scorers, made.train_files, made.val_files
     assert config.model.path is not None
@@ -158,7 +155,7 @@ def _find_files(config: Config, say: Callable[[str], None]) -> tuple[str, dict[s
 
 def _require_answers(config: Config, train: PromptSet) -> None:
     """Raise ConfigError where a prompt that is trained on lacks the answer that is compared with or learned from."""
-    comparing = [name for name in config.reward.functions if name in NEED_ANSWERS and config.algorithm.policy_weight]
+    comparing = config.reward.needing_answers() if config.algorithm.policy_weight else []
     why = f"reward.functions={comparing[0]} compares with it" if comparing else "it is to be learned from"
     lacking = [prompt for prompt in train.prompts if not (prompt.answer or "").strip()]
     if lacking and (comparing or config.algorithm.on_policy_share < 1):

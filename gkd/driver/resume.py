@@ -17,7 +17,7 @@ from gkd.errors import ConfigError
 log = logging.getLogger("gkd")
 
 _SAME = (
-    "actor.lora", "algorithm", "builtin", "data", "model", "reward", "rollout.n", "trainer.batch_size", "trainer.seed",
+    "actor.lora", "algorithm", "data", "model", "reward", "rollout.n", "trainer.batch_size", "trainer.seed",
 )  # fmt: skip
 """Settings that a run must go on with, but for those of :data:`_FREE`."""
 

@@ -27,7 +27,7 @@ from gkd.observability import report
 from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
-from gkd.observability.trackers import MetricsLog, Trackers
+from gkd.observability.trackers.tracker import MetricsLog, Trackers
 from gkd.planning.require import require_memory, turns_needed
 from gkd.planning.subject import models_of
 
@@ -217,7 +217,7 @@ def _decoder(inputs: Inputs) -> Callable[[list[int]], str]:
 
 def _next_command(config: Config, output: Path) -> str:
     """What a user would try after this run: the own data after the built-in task, the trained student after that."""
-    if not config.uses_builtin_task:
+    if not config.uses_task:
         return f"go on from here: the same command with model.path={output / 'model'}"
     teacher = "teacher.model.path=DIR " if config.algorithm.needs_teacher else ""
     return (

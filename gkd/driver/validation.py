@@ -8,7 +8,7 @@ from concurrent.futures import wait
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.top_k import top_k_for_validation
 from gkd.algorithms.training_samples import validation_rewards
-from gkd.config import NEED_ANSWERS, Config
+from gkd.config import Config
 from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed
 from gkd.rewards.accuracy import agreement
@@ -55,7 +55,7 @@ class Validation:
     def _greedy(self) -> dict[str, float]:
         """Measure greedy answers; where a reward compares with answers, those to prompts that have one."""
         with_answers = [p for p in self.prompts if p.answer is not None]
-        needed = not self.rewarded or any(name in NEED_ANSWERS for name in self.config.reward.functions)
+        needed = not self.rewarded or bool(self.config.reward.needing_answers())
         prompts = with_answers if needed else self.prompts
         if not prompts:
             return {}

@@ -1,4 +1,4 @@
-"""The files a run writes as it goes: metrics.jsonl, one object a step, and samples.jsonl."""
+"""The files a run writes as it goes (metrics.jsonl, one object a step, and samples.jsonl), and what goes into them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class JsonLines:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object. Raises ValueError for a number that JSON does not have (NaN, infinity)."""
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-        self._file.write(_NO_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+        self._file.write(_NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -40,12 +40,12 @@ class JsonLines:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics without those that are not numbers: what could not be measured is left out."""
+    """Return metrics without those that are not numbers: what could not be measured is left out."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def of_batch(samples: Iterable[TrainingSample], version: int) -> dict[str, float]:
-    """response/* and staleness/* of a batch sampled for weights ``version``."""
+    """Return response/* and staleness/* of a batch sampled for weights ``version``."""
     samples = list(samples)
     lengths = np.array([sample.n_sampled for sample in samples])
     age = np.array([version - sample.version for sample in samples])
@@ -60,7 +60,7 @@ def of_batch(samples: Iterable[TrainingSample], version: int) -> dict[str, float
 
 
 def of_stages(started_s: float, samples: Iterable[TrainingSample], waited_until_s: float) -> dict[str, float]:
-    """timing_s/{generate,score,wait} of a batch requested at ``started_s`` (``time.time``).
+    """Return timing_s/{generate,score,wait} of a batch requested at ``started_s`` (``time.time``).
 
     ``generate`` lasts until the last sample was finished, ``score`` is what scoring took beyond that (it runs beside
     sampling), ``wait`` is how long the actor had nothing to do.
@@ -72,4 +72,28 @@ def of_stages(started_s: float, samples: Iterable[TrainingSample], waited_until_
         "timing_s/generate": generated - started_s,
         "timing_s/score": max(0.0, scored - generated),
         "timing_s/wait": waited_until_s - started_s,
+    }
+
+
+def memory_here() -> dict[str, float]:
+    """Return memory/GROUP/* of this process.
+
+    process_gb, resident on the host; allocated_gb, reserved_gb and peak_gb of torch on a GPU, how often its allocator
+    had to start over (alloc_retries) or gave up (ooms). The GPU's are left out where none is used, as on a CPU and in
+    the leader of a tensor-parallel engine, which computes in other processes.
+    """
+    import psutil
+    import torch
+
+    gb = 1e9
+    memory = {"process_gb": psutil.Process().memory_info().rss / gb}
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return memory
+    counts = torch.cuda.memory_stats()
+    return memory | {
+        "allocated_gb": torch.cuda.memory_allocated() / gb,
+        "reserved_gb": torch.cuda.memory_reserved() / gb,
+        "peak_gb": torch.cuda.max_memory_allocated() / gb,
+        "alloc_retries": float(counts.get("num_alloc_retries", 0)),
+        "ooms": float(counts.get("num_ooms", 0)),
     }

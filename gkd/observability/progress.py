@@ -15,7 +15,7 @@ LINE_EVERY_S = 10.0
 
 
 def console() -> Console:
-    """Standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
+    """Return standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
     plain = Console(highlight=False, markup=False)
     return plain if plain.is_terminal else Console(highlight=False, markup=False, width=200, soft_wrap=True)
 
@@ -41,7 +41,7 @@ class _Lines(logging.Handler):
 
 
 def clock(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
+    """Return ``1:02:03`` or ``2:03``."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
@@ -72,18 +72,18 @@ class Progress:
             self._status.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.out.print(text)
 
     def doing(self, what: str) -> None:
-        """What is going on before or between steps."""
+        """Show what goes on before or between steps."""
         if self._status is not None:
             self._status.update(what)
         else:
             self.out.print(what)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One finished step."""
+        """Show one finished step."""
         if self._first is None:
             self._first = (step, time.monotonic())
         line = self.line(step, metrics)
@@ -96,7 +96,7 @@ class Progress:
             self.out.print(line)
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
-        """The line of a step, without what was not measured."""
+        """Return the line of a step, without what was not measured."""
         parts = [f"step {step}/{self.total}"]
         for label, name, form in (
             ("reward", "reward/mean", ".3f"),

@@ -25,7 +25,7 @@ class Summary:
 
 
 def line(values: Values) -> str:
-    """``val/accuracy 0.1234  val/reverse_kl 0.5678``."""
+    """Return ``val/accuracy 0.1234  val/reverse_kl 0.5678``."""
     return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
 
 

@@ -1,4 +1,4 @@
-"""samples.jsonl: a few prompts and responses of every step, to read what the student says."""
+"""samples.jsonl: a few prompts and responses of every step, for people to read."""
 
 from __future__ import annotations
 

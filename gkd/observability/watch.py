@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 
 from gkd.config import Config
+from gkd.config.rewards import REWARDS
+from gkd.registry import short
 
 log = logging.getLogger("gkd")
 
@@ -28,7 +31,7 @@ class Watcher:
 
 
 def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Name of the metric and text of every warning that a step's metrics give reason to."""
+    """Yield name of the metric and text of every warning that a step's metrics give reason to."""
     watch = config.watch
     cut = metrics.get("response/clip_ratio", 0.0)
     if cut > watch.truncation_rate:
@@ -54,10 +57,9 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
             f"sampler and trainer disagree, mismatch/kl {apart:.3g} (watch.mismatch_kl={watch.mismatch_kl:g}): "
             f"{corrected}model.dtype=float32 would lessen it",
         )
-    judge, slow = metrics.get("reward/judge/seconds", 0.0), config.reward.judge.slow_s
-    if judge > slow:
-        yield (
-            "reward/judge/seconds",
-            f"the judge takes {judge:.1f} s a mark (reward.judge.slow_s={slow:g}): lower reward.judge.max_tokens or "
-            "choose a smaller reward.judge.model",
-        )
+    for name, label in config.reward.labels().items():
+        slow, metric = getattr(config.reward.settings_of(name), "slow_s", math.inf), f"reward/{label}/seconds"
+        if metrics.get(metric, 0.0) > slow:
+            advice = getattr(REWARDS.load(name), "advice_when_slow", "")
+            setting = f"reward.{short(name)}.slow_s={slow:g}"
+            yield metric, f"the reward {label} takes {metrics[metric]:.1f} s a sample ({setting}): {advice}"

@@ -10,8 +10,7 @@ from typing import Any
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.cluster.layout import asks_of, idle_nodes, solve
 from gkd.config import GROUPS, Config
-from gkd.data import sorting
-from gkd.data.builtin import ModelRecipe, recipes
+from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
 from gkd.planning.cards import Card
 from gkd.planning.families import read_shape, shape_of
@@ -19,7 +18,6 @@ from gkd.planning.shape import ModelShape
 from gkd.planning.sizes import shape_of_size
 
 OWN = ("gpus", "gpus_by_node", "colocate_with")  # settings of a pool for which GPUs
-BUILTIN_HEAD_DIM = 32  # gkd.data.warmup, which imports torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +120,14 @@ def has_room(config: Config, nodes: Sequence[int]) -> bool:
 
 
 def models_of(config: Config) -> Models:
-    """Shapes by path, by size, or of the built-in task. Raises ConfigError where a model cannot be found."""
-    if config.uses_builtin_task:
-        teacher, student = (_builtin(recipe) for recipe in recipes(config.builtin, config.trainer.seed))
+    """Shapes by path, by size, or of the task that makes them. Raises ConfigError where a model cannot be found."""
+    if config.uses_task:
+        made = task_of(config).model_configs()
+        require_teacher(config, "teacher" in made)
         rates = config.reward_model.model.path if config.asks_reward_model else None
         return Models(
-            student,
-            teacher if config.algorithm.needs_teacher else None,
+            shape_of(made["student"]),
+            shape_of(made["teacher"]) if config.algorithm.needs_teacher else None,
             None if rates is None else read_shape(rates, "reward_model.model.path"),
         )
     student = _model(config.model.path, config.model.size, "model")
@@ -161,21 +160,6 @@ def _model(path: str | None, size: str | None, setting: str) -> ModelShape:
         return read_shape(path, f"{setting}.path")
     assert size is not None, "a model is given by path or by size"
     return shape_of_size(size)
-
-
-def _builtin(recipe: ModelRecipe) -> ModelShape:
-    return shape_of(
-        {
-            "model_type": "llama",
-            "hidden_size": recipe.width,
-            "intermediate_size": 2 * recipe.width,
-            "num_hidden_layers": recipe.layers,
-            "num_attention_heads": recipe.heads,
-            "head_dim": BUILTIN_HEAD_DIM,
-            "vocab_size": len(sorting.VOCABULARY),
-            "max_position_embeddings": 128,
-        }
-    )
 
 
 def changed(config: Config, settings: Mapping[str, Any]) -> Config:

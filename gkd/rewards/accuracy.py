@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 from gkd.rewards.answers import Numeral, last_formula, last_line, last_number, only_number, readings, stated_answer
 from gkd.rewards.comparison import bare, choice, is_formula, plain, same_answer
-from gkd.rewards.completion import Completion
+from gkd.rewards.completion import Completion, RewardFunction
 from gkd.rewards.quantity import SCALES, Quantity, quantity
 
 
+class Accuracy(RewardFunction):
+    """Gives 1.0 to a response that gives the reference answer, else 0.0; see :func:`agreement`."""
+
+    needs_answer: ClassVar[bool] = True
+
+    def __call__(self, completion: Completion) -> float:
+        """Return 1.0 or 0.0. Raises ValueError where there is no reference answer."""
+        return accuracy(completion)
+
+
 def accuracy(completion: Completion) -> float:
-    """1.0 when the response gives the reference answer, else 0.0; see :func:`agreement`."""
+    """Return 1.0 when the response gives the reference answer, else 0.0; see :func:`agreement`."""
     if completion.answer is None:
         raise ValueError("there is no reference answer")
     return agreement(completion.response, completion.answer)
 
 
 def agreement(response: str, answer: str) -> float:
-    r"""1.0 when ``response`` gives ``answer``, else 0.0. Never raises, whatever the texts hold.
+    r"""Return 1.0 when ``response`` gives ``answer``, else 0.0. Never raises, whatever the texts hold.
 
     They agree when they are equal but for white space. Else the final answer is taken out of both: what stands last
     in ``<answer>`` tags, in a ``\boxed{}``, after ``####`` or in a sentence such as "the answer is ...". A reference
@@ -38,13 +49,13 @@ def agreement(response: str, answer: str) -> float:
     expected = answer if stated is None else stated
     if not plain(expected):
         return 0.0
-    given = stated_answer(response, lambda content: _plausible(content, expected))
-    candidates = _unstated(response, expected) if given is None else [*readings(given), *_in_prose(given, expected)]
+    stated = stated_answer(response, lambda content: _plausible(content, expected))
+    candidates = _unstated(response, expected) if stated is None else [*readings(stated), *_in_prose(stated, expected)]
     return float(any(same_answer(candidate, expected) for candidate in candidates))
 
 
 def _plausible(content: str, expected: str) -> bool:
-    """Whether a sentence's end may be meant as the answer: a letter, number or formula does not begin with a word."""
+    """Return whether a sentence's end may be the answer: a letter, number or formula does not begin with a word."""
     wanted = plain(expected)
     one = choice(wanted)
     words = one[1] if one else not (quantity(wanted) or is_formula(bare(expected)))
@@ -52,25 +63,25 @@ def _plausible(content: str, expected: str) -> bool:
 
 
 def _unstated(response: str, expected: str) -> list[str]:
-    """What may be the answer of a response that does not say so."""
-    wanted = quantity(plain(expected))
-    if wanted is not None:
-        return _with_unit(last_number(response), wanted)
+    """Return what may be the answer of a response that does not say so."""
+    number = quantity(plain(expected))
+    if number is not None:
+        return _with_unit(last_number(response), number)
     formula = last_formula(response) if is_formula(bare(expected)) else None
     return [last_line(response)] if formula is None else [last_line(response), formula]
 
 
-def _in_prose(given: str, expected: str) -> list[str]:
-    """The number in an answer such as "she sold 72 clips", which holds no other."""
-    wanted = quantity(plain(expected))
-    return [] if wanted is None else _with_unit(only_number(given), wanted)
+def _in_prose(stated: str, expected: str) -> list[str]:
+    """Return the number in an answer such as "she sold 72 clips", which holds no other."""
+    number = quantity(plain(expected))
+    return [] if number is None else _with_unit(only_number(stated), number)
 
 
-def _with_unit(found: Numeral | None, wanted: Quantity) -> list[str]:
-    """A number and what follows it, as far as it belongs to the number."""
-    if found is None:
+def _with_unit(numeral: Numeral | None, number: Quantity) -> list[str]:
+    """Return a number and what follows it, as far as it belongs to the number."""
+    if numeral is None:
         return []
-    words = re.match(r"(?:\s*[a-zA-Z/]+){0,4}", found.after)
+    words = re.match(r"(?:\s*[a-zA-Z/]+){0,4}", numeral.after)
     unit = words[0].split() if words else []
-    belongs = wanted.unit or (unit and unit[0].lower() in SCALES)
-    return [f"{found.text} {' '.join(unit)}" if belongs else found.text]
+    belongs = number.unit or (unit and unit[0].lower() in SCALES)
+    return [f"{numeral.text} {' '.join(unit)}" if belongs else numeral.text]

@@ -55,23 +55,23 @@ class Numeral:
 
 
 def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: True) -> str | None:
-    """The answer that ``text`` states last, without what marks it; None where it states none, "" for an unfinished one.
+    """Return the answer that ``text`` states last, without its marker; None for none, "" for an unfinished one.
 
     The last one counts, whatever its form, and one inside another (a box in a sentence) is taken out of it. A sentence
     ("the answer is ...") counts where what follows is ``plausible``. Of a text that reasons between ``<think>`` and
     ``</think>`` only what follows counts.
     """
     text = _after_reasoning(text)
-    found = [s for s in (_tag(text), _box(text), _marker(text), _sentence(text, plausible)) if s is not None]
-    if not found:
+    statements = [s for s in (_tag(text), _box(text), _marker(text), _sentence(text, plausible)) if s is not None]
+    if not statements:
         return None
-    content = max(found, key=lambda s: (s.end, -s.start)).content.strip()
+    content = max(statements, key=lambda s: (s.end, -s.start)).content.strip()
     inner = stated_answer(content, plausible)
     return content if inner is None else inner
 
 
 def _after_reasoning(text: str) -> str:
-    """What follows the reasoning, as far as it is looked at, with one kind of minus sign."""
+    """Return what follows the reasoning, as far as it is looked at, with one kind of minus sign."""
     text = text.replace("\N{MINUS SIGN}", "-")
     _, closing, after = text.rpartition("</think>")
     if closing:
@@ -109,7 +109,7 @@ def _marker(text: str) -> Statement | None:
 
 
 def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
-    """The last sentence that says what the answer is: the rest of its line, or the displayed formula after it."""
+    """Return the last sentence that states the answer: the rest of its line, or the displayed formula after it."""
     matches = sorted([*_SENTENCE.finditer(text), *_JUDGED.finditer(text)], key=lambda match: match.end())
     for match in reversed(matches[-MOST_SENTENCES:]):
         if match.re is _JUDGED:
@@ -128,26 +128,26 @@ def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
 
 
 def readings(content: str) -> list[str]:
-    """What a stated answer may be meant to be: all of it, or as far as its first sentence or clause."""
+    """Return what a stated answer may be meant to be: all of it, or as far as its first sentence or clause."""
     first = _END.split(content, maxsplit=1)[0]
     return [content] if first == content or not first.strip() else [content, first]
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank."""
+    """Return the last line that is not blank."""
     lines = _after_reasoning(text).strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
 def last_formula(text: str) -> str | None:
-    """The last formula between LaTeX's delimiters."""
+    """Return the last formula between LaTeX's delimiters."""
     spans = [next(group for group in match.groups() if group) for match in _MATH_SPAN.finditer(_after_reasoning(text))]
     formulas = [span for span in spans if not _PROSE.search(span)]  # two prices also stand between dollar signs
     return formulas[-1] if formulas else None
 
 
 def last_number(text: str) -> Numeral | None:
-    """The last number of ``text``; exponents and parts of a ratio are none.
+    """Return the last number of ``text``; exponents and parts of a ratio are none.
 
     None where there is none, or where the text says that it is not the answer.
     """
@@ -169,7 +169,7 @@ def last_number(text: str) -> Numeral | None:
 
 
 def only_number(text: str) -> Numeral | None:
-    """As :func:`last_number`, of prose that holds one number."""
+    """Return :func:`last_number` of prose that holds one number."""
     if "\\" in text or not _PROSE.search(text) or len(_FINAL_NUMBER.findall(text)) != 1:
         return None
     return last_number(text)

@@ -21,7 +21,7 @@ _WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
 
 
 def bare(text: str) -> str:
-    """``text`` without what surrounds an answer: Markdown, LaTeX's delimiters and spacing, a full stop."""
+    """Return ``text`` without what surrounds an answer: Markdown, LaTeX's delimiters and spacing, a full stop."""
     text = re.sub(r"(?<=[0-9])(?:,\\!|\{,\})(?=[0-9])", ",", text)
     text = re.sub(r"(?<=[0-9])\\[,!;: ](?=[0-9])", "", text)
     text = re.sub(r"\\[,!;: ]|\\q?quad\b|~|\xa0", " ", text).replace("\N{MINUS SIGN}", "-")
@@ -38,13 +38,13 @@ def bare(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """:func:`bare` with LaTeX's text commands and escapes undone."""
-    return bare(_TEXT.sub(lambda found: f" {found[1].strip()} ", bare(text)).replace("\\%", "%").replace("\\$", "$"))
+    """Return :func:`bare` with LaTeX's text commands and escapes undone."""
+    return bare(_TEXT.sub(lambda match: f" {match[1].strip()} ", bare(text)).replace("\\%", "%").replace("\\$", "$"))
 
 
-def same_answer(given: str, expected: str) -> bool:
-    """Whether two answers, without what marks them, are the same."""
-    own, wanted = plain(given), plain(expected)
+def same_answer(response: str, expected: str) -> bool:
+    """Return whether two answers, without what marks them, are the same."""
+    own, wanted = plain(response), plain(expected)
     if same_text(own, wanted) or not own or max(len(own), len(wanted)) > LONGEST:
         return same_text(own, wanted)
     if (one := choice(wanted)) is not None:
@@ -55,42 +55,42 @@ def same_answer(given: str, expected: str) -> bool:
     lists = _items(own), _items(wanted)
     if lists[0] is not None and lists[1] is not None:
         return _same_list(*lists[0], *lists[1])
-    left, equals, right = bare(given).rpartition("=")
+    left, equals, right = bare(response).rpartition("=")
     if equals and "=" not in wanted and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
         return same_answer(right, expected)
-    return _same_formula(bare(given), bare(expected))
+    return _same_formula(bare(response), bare(expected))
 
 
 def same_text(own: str, wanted: str) -> bool:
-    """Equal, of words also without regard to capitals."""
+    """Return whether texts are equal, of words also without regard to capitals."""
     words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in (own, wanted))
     return own == wanted or (words and own.casefold() == wanted.casefold())
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    """Letter and text of a reference that is a choice, such as ``B``, ``(B)`` or ``(B) Paris``, A to J."""
-    found = re.fullmatch(r"[(\[]?([A-J])[)\]]?\.?|[(\[]?([A-J])[)\]]\s+(.+)", text, re.DOTALL)
-    return found and (found[1] or found[2], found[3] or "")
+    """Return letter and text of a reference that is a choice, such as ``B``, ``(B)`` or ``(B) Paris``, A to J."""
+    match = re.fullmatch(r"[(\[]?([A-J])[)\]]?\.?|[(\[]?([A-J])[)\]]\s+(.+)", text, re.DOTALL)
+    return match and (match[1] or match[2], match[3] or "")
 
 
 def _same_choice(own: str, letter: str, text: str) -> bool:
     if text and own.casefold() == text.casefold():
         return True
-    found = _CHOICE.match(own)
-    if found is None or found["letter"].upper() != letter or _OTHER_CHOICE.search(own[found.end("letter") + 1 :]):
+    match = _CHOICE.match(own)
+    if match is None or match["letter"].upper() != letter or _OTHER_CHOICE.search(own[match.end("letter") + 1 :]):
         return False
-    rest = (found["rest"] or "").strip()
+    rest = (match["rest"] or "").strip()
     return not (text and rest) or rest.casefold() == text.casefold()
 
 
 def _items(text: str) -> tuple[str, list[str]] | None:
-    """Brackets and elements of a list; None for what is none."""
+    """Return brackets and elements of a list; None for what is none."""
     if quantity(text) is not None:
         return None
     brackets = ""
-    found = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
-    if found and not re.search(r"[()\[\]]", found[2]):
-        brackets, text = (found[1] + found[3]).replace("\\", ""), found[2]
+    match = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
+    if match and not re.search(r"[()\[\]]", match[2]):
+        brackets, text = (match[1] + match[3]).replace("\\", ""), match[2]
     text = re.sub(r"\s*,?\s+(?:and|or)\s+", ", ", text)
     items, depth = [""], 0
     for character in text:
@@ -103,7 +103,7 @@ def _items(text: str) -> tuple[str, list[str]] | None:
 
 
 def _same_list(own_brackets: str, own: list[str], brackets: str, wanted: list[str]) -> bool:
-    """Equal in order, within braces in any order; brackets count where the reference has them."""
+    """Return whether lists are equal in order, within braces in any; brackets count where the reference has them."""
     if len(own) != len(wanted) or own_brackets not in ({brackets} if brackets else {"", "()", "[]", "{}"}):
         return False
     if brackets != "{}":
@@ -118,7 +118,7 @@ def _same_list(own_brackets: str, own: list[str], brackets: str, wanted: list[st
 
 
 def is_formula(text: str) -> bool:
-    """Whether math-verify may compare it: no prose, and no numbers side by side, which it would add."""
+    """Return whether math-verify may compare it: no prose, and no numbers side by side, which it would add."""
     text = _TEXT.sub(" ", text)
     words = [word for word in _WORD.findall(re.sub(r"\\[a-zA-Z]+", " ", text)) if word.lower() not in _FUNCTIONS]
     return not words and bool(re.search(r"[\d\\^+*/=<>]", text)) and not re.search(r"\d\s+[\d.]", text)

@@ -1,10 +1,13 @@
-"""What a reward judges."""
+"""Reward functions and what they mark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, ClassVar, TypeAlias
+
+from gkd.config.base import GroupName, Settings
+from gkd.config.rewards import REWARDS, Reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +26,44 @@ class Completion:
     truncated: bool
 
 
-Reward: TypeAlias = Callable[[Completion], float]
-"""A reward is a function of a completion. Larger is better; it may raise, and the sample then counts as failed."""
+Mark: TypeAlias = Callable[[Completion], float]
+"""Gives the reward of a completion, larger for a better one. May raise: the sample then counts as failed."""
+
+
+class RewardFunction:
+    """Base of the built-in rewards, one a file; a user's class may derive from it, or be a plain function instead.
+
+    ``needs_answer``: it compares with the reference answer, so the data must have one (``data.answer_key``).
+    ``group``: the group of workers whose model gives the reward, in place of a call. ``advice_when_slow``: what to
+    change where its mean time is longer than its setting ``slow_s``.
+
+    An object is made once a process and called for every completion, in one of ``reward.workers`` processes. The file
+    of a class is imported wherever settings are checked, so what is slow to import belongs into its methods.
+    """
+
+    class Config(Settings):
+        """Settings in the section ``reward.NAME``: none here."""
+
+    needs_answer: ClassVar[bool] = False
+    group: ClassVar[GroupName | None] = None
+    advice_when_slow: ClassVar[str] = ""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __call__(self, completion: Completion) -> float:
+        """Return the reward of a completion."""
+        raise NotImplementedError(f"{type(self).__name__} marks nothing")
+
+
+def resolve(name: str, settings: Reward) -> Mark:
+    """Return the reward ``name``: a plain function, or an object of the class with its settings.
+
+    Raises ConfigError where there is none.
+    """
+    mark = REWARDS.load(name)
+    if isinstance(mark, type):
+        config = settings.settings_of(name)
+        mark = mark() if config is None else mark(config)
+    reward: Mark = mark
+    return reward

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
-from gkd.config import CosineReward
+from pydantic import Field
+
+from gkd.config.base import Settings
 from gkd.rewards.accuracy import accuracy
-from gkd.rewards.completion import Completion
+from gkd.rewards.completion import Completion, RewardFunction
 
 
-def cosine(completion: Completion, options: CosineReward) -> float:
-    """From the value of an empty response to that of one at the limit along half a cosine.
+class Cosine(RewardFunction):
+    """Goes from the value of an empty response to that of one at the limit along half a cosine.
 
     Yeo et al., "Demystifying Long Chain-of-Thought Reasoning", arXiv 2502.03373, section 3.1.
     """
-    right = accuracy(completion) == 1.0
-    at_zero, at_limit = options.right if right else options.wrong
-    share = min(1.0, completion.n_tokens / completion.max_tokens)
-    return at_limit + (at_zero - at_limit) * (1 + math.cos(math.pi * share)) / 2
+
+    class Config(Settings):
+        """Values at both ends, of right and of wrong answers."""
+
+        right: list[float] = Field([1.0, 0.5], min_length=2, max_length=2, description="right: empty, and at the limit")
+        wrong: list[float] = Field(
+            [-1.0, -0.5], min_length=2, max_length=2, description="wrong: empty, and at the limit"
+        )
+
+    needs_answer: ClassVar[bool] = True
+    config: Config
+
+    def __call__(self, completion: Completion) -> float:
+        """Return the value at the response's share of the limit."""
+        right = accuracy(completion) == 1.0
+        at_zero, at_limit = self.config.right if right else self.config.wrong
+        share = min(1.0, completion.n_tokens / completion.max_tokens)
+        return at_limit + (at_zero - at_limit) * (1 + math.cos(math.pi * share)) / 2

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from gkd.config import FormatReward
-from gkd.rewards.completion import Completion
+from pydantic import AfterValidator, Field
+
+from gkd.config.base import Settings
+from gkd.rewards.completion import Completion, RewardFunction
 
 
-def format(completion: Completion, options: FormatReward) -> float:
-    """1.0 when ``options.pattern`` is found in the response (``re.search``; a dot is also a line's end), else 0.0."""
-    return float(re.search(options.pattern, completion.response, re.DOTALL) is not None)
+def _regular(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return pattern
+
+
+class Format(RewardFunction):
+    """Gives 1.0 when a pattern is found in the response (``re.search``; a dot is also a line's end), else 0.0."""
+
+    class Config(Settings):
+        """The form that is wanted."""
+
+        pattern: Annotated[str, AfterValidator(_regular)] = Field(
+            r"^<think>.+</think>\s*<answer>.+</answer>\s*$",
+            description="regular expression; a dot is also a line's end",
+        )
+
+    config: Config
+
+    def __call__(self, completion: Completion) -> float:
+        """Return 1.0 or 0.0."""
+        return float(re.search(self.config.pattern, completion.response, re.DOTALL) is not None)

@@ -1,50 +1,88 @@
-"""A mark given by another language model, asked over an OpenAI-compatible endpoint."""
+"""A mark given by another language model, over an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
 import os
 import re
-from functools import cache
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
-from openai import OpenAI, OpenAIError
+from pydantic import Field, model_validator
 
-from gkd.config import JudgeReward
-from gkd.rewards.completion import Completion
+from gkd.config.base import Settings
+from gkd.rewards.completion import Completion, RewardFunction
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 _PLACE = re.compile(r"\{(prompt|response|answer)\}")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def judge(completion: Completion, options: JudgeReward) -> float:
-    """The first number in the judge's answer, divided by ``options.scale``.
+class Judge(RewardFunction):
+    """Gives the first number in the judge's answer, divided by ``scale``."""
 
-    Raises RuntimeError when the judge does not answer in ``options.retries`` + 1 attempts of ``options.timeout_s``, and
-    ValueError when its answer has no number.
-    """
-    texts = {"prompt": completion.prompt, "response": completion.response, "answer": completion.answer or ""}
-    asked = _PLACE.sub(lambda place: texts[place[1]], options.prompt)
-    try:
-        said = _client(options).chat.completions.create(
-            model=options.model or "",
-            messages=[{"role": "user", "content": asked}],
-            max_tokens=options.max_tokens,
-            temperature=0.0,
+    class Config(Settings):
+        """The model, what it reads, and how long it may take."""
+
+        url: str | None = Field(None, description="base URL of the endpoint, such as http://HOST:8000/v1")
+        model: str | None = Field(None, description="name of the model there")
+        api_key_env: str = Field("OPENAI_API_KEY", description="environment variable on the rollout nodes with the key")
+        prompt: str = Field(
+            "Rate the response to the question from 0 (useless) to 10 (perfect). Say only the number.\n\n"
+            "Question:\n{prompt}\n\nResponse:\n{response}\n",
+            description="what the judge reads; {prompt}, {response} and {answer} are filled in",
         )
-    except OpenAIError as error:
-        cause = error.__cause__ or error
-        raise RuntimeError(f"the judge at {options.url} did not answer: {type(error).__name__}: {cause}") from None
-    answer = said.choices[0].message.content or ""
-    found = _NUMBER.search(answer)
-    if found is None:
-        raise ValueError(f"the judge gave no number but {answer[:80]!r}")
-    return float(found[0]) / options.scale
+        scale: float = Field(10.0, gt=0, description="the mark that gives a reward of 1")
+        max_tokens: int = Field(16, ge=1, description="tokens the judge may answer with")
+        timeout_s: float = Field(4.0, gt=0, description="time one attempt has, within reward.timeout_s for all of them")
+        retries: int = Field(1, ge=0, description="further attempts after one that failed")
+        slow_s: float = Field(6.0, gt=0, description="mean time of a step's marks beyond which a warning is given")
 
+        @model_validator(mode="after")
+        def _endpoint_is_named(self) -> Judge.Config:
+            if self.url is None or self.model is None:
+                raise ValueError("the reward judge needs reward.judge.url and reward.judge.model")
+            return self
 
-@cache  # one connection a process
-def _client(options: JudgeReward) -> OpenAI:
-    return OpenAI(
-        base_url=options.url,
-        api_key=os.environ.get(options.api_key_env, "none"),
-        timeout=options.timeout_s,
-        max_retries=options.retries,
-    )
+    advice_when_slow: ClassVar[str] = "lower reward.judge.max_tokens or choose a smaller reward.judge.model"
+    config: Config
+
+    def __call__(self, completion: Completion) -> float:
+        """Return the mark.
+
+        Raises RuntimeError when the judge does not answer in ``retries`` + 1 attempts of ``timeout_s``, and ValueError
+        when its answer has no number.
+        """
+        from openai import OpenAIError
+
+        config = self.config
+        texts = {"prompt": completion.prompt, "response": completion.response, "answer": completion.answer or ""}
+        question = _PLACE.sub(lambda place: texts[place[1]], config.prompt)
+        try:
+            reply = self._client.chat.completions.create(
+                model=config.model or "",
+                messages=[{"role": "user", "content": question}],
+                max_tokens=config.max_tokens,
+                temperature=0.0,
+            )
+        except OpenAIError as error:
+            cause = error.__cause__ or error
+            raise RuntimeError(f"the judge at {config.url} did not answer: {type(error).__name__}: {cause}") from None
+        answer = reply.choices[0].message.content or ""
+        mark = _NUMBER.search(answer)
+        if mark is None:
+            raise ValueError(f"the judge gave no number but {answer[:80]!r}")
+        return float(mark[0]) / config.scale
+
+    @cached_property
+    def _client(self) -> OpenAI:
+        """Connect once a process."""
+        from openai import OpenAI
+
+        return OpenAI(
+            base_url=self.config.url,
+            api_key=os.environ.get(self.config.api_key_env, "none"),
+            timeout=self.config.timeout_s,
+            max_retries=self.config.retries,
+        )

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from gkd.config import LengthReward
-from gkd.rewards.completion import Completion
+from pydantic import Field
+
+from gkd.config.base import Settings
+from gkd.rewards.completion import Completion, RewardFunction
 
 
-def length(completion: Completion, options: LengthReward) -> float:
-    """1 at the wanted length, falling to 0 at no tokens and at twice as many; without one, from 1 to 0 at the limit."""
-    if options.wanted is None:
-        return 1 - completion.n_tokens / completion.max_tokens
-    return max(0.0, 1 - abs(completion.n_tokens - options.wanted) / options.wanted)
+class Length(RewardFunction):
+    """Gives 1 at the wanted length, falling to 0 at no tokens and at twice as many.
+
+    Without a wanted length it falls from 1 at no tokens to 0 at the limit.
+    """
+
+    class Config(Settings):
+        """The length that is wanted."""
+
+        wanted: int | None = Field(None, ge=1, description="tokens that give 1; null: the fewer the better")
+
+    config: Config
+
+    def __call__(self, completion: Completion) -> float:
+        """Return a number between 0 and 1."""
+        wanted = self.config.wanted
+        if wanted is None:
+            return 1 - completion.n_tokens / completion.max_tokens
+        return max(0.0, 1 - abs(completion.n_tokens - wanted) / wanted)

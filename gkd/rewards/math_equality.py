@@ -34,7 +34,7 @@ class MathJudge:
         self._child: subprocess.Popen[str] | None = None
 
     def equal(self, response: str, answer: str) -> bool:
-        """Whether two expressions, in LaTeX or plain, are equal. False when in doubt."""
+        """Return whether two expressions, in LaTeX or plain, are equal. False when in doubt."""
         question = json.dumps([response[-MAX_LENGTH:], answer[-MAX_LENGTH:]])
         with self._lock:
             child = self._running_child()
@@ -84,7 +84,7 @@ atexit.register(_judge.close)
 
 
 def math_equal(response: str, answer: str) -> bool:
-    """Whether two answers are mathematically equal, by this process's :class:`MathJudge`."""
+    """Return whether two answers are mathematically equal, by this process's :class:`MathJudge`."""
     return _judge.equal(response, answer)
 
 

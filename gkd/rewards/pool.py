@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import Future
 from queue import SimpleQueue
 
-from gkd.config import REWARD_MODEL, Reward
+from gkd.config import Reward
 from gkd.rewards.completion import Completion
 from gkd.rewards.process import RewardError, RewardProcess, Timed, finite
 
@@ -15,10 +15,12 @@ __all__ = ["RewardError", "RewardPool", "Timed", "finite"]
 
 
 class RewardPool:
-    """``settings.workers`` processes that evaluate ``settings.functions``, each call with a time limit."""
+    """``settings.workers`` processes that evaluate reward functions, each call with a time limit.
+
+    Those that a group of workers gives are left to it."""
 
     def __init__(self, settings: Reward) -> None:
-        self._names = [name for name in settings.functions if name != REWARD_MODEL]
+        self._names = settings.scored_by(None)
         self._timeout_s = settings.timeout_s
         self._waiting: SimpleQueue[tuple[str, Completion, Future[Timed]] | None] = SimpleQueue()
         self._processes = [RewardProcess(settings) for _ in range(settings.workers)] if self._names else []
@@ -30,7 +32,7 @@ class RewardPool:
             thread.start()
         atexit.register(self.close)  # before multiprocessing, which would wait for the processes
 
-    def submit(self, judged: Completion) -> dict[str, Future[Timed]]:
+    def submit(self, completion: Completion) -> dict[str, Future[Timed]]:
         """Start evaluating every function on one completion; never blocks. Gives rewards and how long they took.
 
         A future fails with RewardError when its function raises, needs longer than ``settings.timeout_s``, or when its
@@ -38,7 +40,7 @@ class RewardPool:
         """
         futures: dict[str, Future[Timed]] = {name: Future() for name in self._names}
         for name, future in futures.items():
-            self._waiting.put((name, judged, future))
+            self._waiting.put((name, completion, future))
         return futures
 
     def close(self) -> None:
@@ -54,9 +56,9 @@ class RewardPool:
     def _evaluate(self, process: RewardProcess) -> None:
         """Work in turn on what waits, until the pool is closed."""
         while (item := self._waiting.get()) is not None:
-            name, judged, future = item
+            name, completion, future = item
             try:
-                future.set_result(process.evaluate(name, judged, self._timeout_s))
+                future.set_result(process.evaluate(name, completion, self._timeout_s))
             except Exception as error:
                 future.set_exception(error)
         process.close()

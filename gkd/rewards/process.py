@@ -13,13 +13,11 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import TypeAlias
 
-from gkd.config import REWARD_MODEL, Reward
-from gkd.rewards import completion
-from gkd.rewards.registry import resolve
+from gkd.config import Reward
+from gkd.rewards.completion import Completion, Mark, resolve
 
 START_TIMEOUT_S = 300
 """Time a new process has to import the functions: a user's may import torch, on a busy machine."""
@@ -33,15 +31,15 @@ class RewardError(Exception):
 
 
 class RewardProcess:
-    """Evaluates ``settings.functions``, all but the reward model, in a process of its own."""
+    """Evaluates the functions of ``settings`` that no group of workers gives, in a process of its own."""
 
     def __init__(self, settings: Reward) -> None:
         self._settings = settings
         self._ending = False
         self._start()
 
-    def evaluate(self, name: str, judged: completion.Completion, timeout_s: float) -> Timed:
-        """The reward of one function for one completion, and how long it took.
+    def evaluate(self, name: str, completion: Completion, timeout_s: float) -> Timed:
+        """Return the reward of one function for one completion, and how long it took.
 
         Raises RewardError when the function raises, needs longer than ``timeout_s``, or ends its process.
         """
@@ -52,7 +50,7 @@ class RewardProcess:
             if not self._ready():
                 raise RewardError(f"ChildProcessError: the process of the rewards does not start: {self._end()}")
         try:
-            self._connection.send((name, judged))
+            self._connection.send((name, completion))
             answer = self._answer(timeout_s)
         except (EOFError, OSError):
             end = self._end()
@@ -95,7 +93,7 @@ class RewardProcess:
             self._process.kill()
 
     def _ready(self) -> bool:
-        """Whether the process takes a completion now. Raises RewardError when it cannot import its functions."""
+        """Return whether the process takes a completion now. Raises RewardError when it cannot import its functions."""
         if not self._process.is_alive():
             return False
         if self._greeted:
@@ -110,7 +108,7 @@ class RewardProcess:
         return self._greeted
 
     def _answer(self, timeout_s: float) -> Timed | str | None:
-        """What the process sends next; None when it sends nothing in time. Raises EOFError or OSError when it ends."""
+        """Return what the process sends next, None for nothing in time. Raises EOFError or OSError when it ends."""
         if not wait([self._connection, self._process.sentinel], timeout_s):
             return None
         if not self._connection.poll():  # it is the process that has ended
@@ -119,7 +117,7 @@ class RewardProcess:
         return answer if isinstance(answer, str) else (float(answer[0]), float(answer[1]))
 
     def _end(self) -> str:
-        """How the process ended."""
+        """Return how the process ended."""
         self._process.join(1.0)
         code = self._process.exitcode
         if code is None:
@@ -130,26 +128,26 @@ class RewardProcess:
 def _serve(connection: Connection, settings: dict[str, object]) -> None:
     """Evaluate what comes until the other side is gone. Sends "" once ready, then a Timed or the text of an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process itself
-    functions: dict[str, Callable[[completion.Completion], float]] = {}
+    functions: dict[str, Mark] = {}
     try:
         reward = Reward.model_validate(settings)
-        functions |= {name: resolve(name, reward) for name in reward.functions if name != REWARD_MODEL}
+        functions |= {name: resolve(name, reward) for name in reward.scored_by(None)}
     except BaseException as error:
         connection.send_bytes(json.dumps(_described(error)).encode())
         return
     connection.send_bytes(b'""')
     while True:
         try:
-            name, judged = connection.recv()
+            name, completion = connection.recv()
         except (EOFError, OSError):
             return
-        connection.send_bytes(json.dumps(_evaluated(functions[name], judged)).encode())
+        connection.send_bytes(json.dumps(_evaluated(functions[name], completion)).encode())
 
 
-def _evaluated(function: Callable[[completion.Completion], float], judged: completion.Completion) -> Timed | str:
+def _evaluated(function: Mark, completion: Completion) -> Timed | str:
     started = time.monotonic()
     try:
-        return finite(float(function(judged))), time.monotonic() - started
+        return finite(float(function(completion))), time.monotonic() - started
     except BaseException as error:  # a user's function may raise anything, SystemExit included
         return _described(error)
 
@@ -159,7 +157,7 @@ def _described(error: BaseException) -> str:
 
 
 def finite(value: float) -> float:
-    """``value``. Raises ValueError where it is not a finite number."""
+    """Return ``value``. Raises ValueError where it is not a finite number."""
     if not math.isfinite(value):
         raise ValueError(f"the reward is {value}")
     return value

@@ -36,7 +36,7 @@ class Quantity:
     unit: str
 
     def agrees(self, expected: Quantity) -> bool:
-        """Equal, where the units agree; 50% is 50 as well as 0.5."""
+        """Return whether numbers are equal, where the units agree; 50% is 50 as well as 0.5."""
         if not units_agree(self.unit, expected.unit):
             return False
         if self.percent == expected.percent:
@@ -46,26 +46,26 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity | None:
-    """What ``text`` is as a whole: ``$1,000.00``, ``1 1/2``, ``50%``, ``3 million km``; None for no number."""
-    found = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
-    words = (found["unit"] or "").lower().replace(".", " ").split() if found else []
-    if found is None or (words and words[0] in _NO_UNITS):
+    """Return what ``text`` is as a whole: ``$1,000.00``, ``1 1/2``, ``50%``, ``3 million km``; None for no number."""
+    match = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
+    words = (match["unit"] or "").lower().replace(".", " ").split() if match else []
+    if match is None or (words and words[0] in _NO_UNITS):
         return None
-    value = Fraction(found["value"].replace(",", "") + (found["exponent"] or ""))
-    if found["fraction"]:
-        if (divisor := int(found["fraction"].strip(" /"))) == 0:
+    value = Fraction(match["value"].replace(",", "") + (match["exponent"] or ""))
+    if match["fraction"]:
+        if (divisor := int(match["fraction"].strip(" /"))) == 0:
             return None
-        value = value / divisor + int(found["whole"] or 0)
+        value = value / divisor + int(match["whole"] or 0)
     for word in [word for word in words[:2] if word in SCALES]:
         value *= SCALES[word]
         words.remove(word)
-    if found["currency"]:
-        words = [CURRENCIES[found["currency"]], *words]
-    sign = -1 if (found["sign"] == "-") != bool(found["minus"]) else 1
-    return Quantity(sign * value, found["percent"] in ("%", "percent"), " ".join(words))
+    if match["currency"]:
+        words = [CURRENCIES[match["currency"]], *words]
+    sign = -1 if (match["sign"] == "-") != bool(match["minus"]) else 1
+    return Quantity(sign * value, match["percent"] in ("%", "percent"), " ".join(words))
 
 
 def units_agree(own: str, expected: str) -> bool:
-    """Whether one of two units is missing, or is how the other begins: "clips" and "clips in total"."""
+    """Return whether one of two units is missing, or is how the other begins: "clips" and "clips in total"."""
     parts = [[word.rstrip("s") for word in unit.split()] for unit in (own, expected)]
     return all(a == b for a, b in zip(*parts, strict=False))

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import re
 
-from gkd.config import ReasoningStepsReward
-from gkd.rewards.completion import Completion
+from pydantic import Field
+
+from gkd.config.base import Settings
+from gkd.rewards.completion import Completion, RewardFunction
 
 _STEP = re.compile(r"^\s*(?:step\s+\d+|\d+[.)]\s|[-*]\s|(?:first|second|third|next|then|finally)\b)", re.I | re.M)
 
 
-def reasoning_steps(completion: Completion, options: ReasoningStepsReward) -> float:
-    """Lines that begin as a step (``Step 2``, ``3.``, a dash, ``Next``), over ``options.wanted``; at most 1."""
-    return min(1.0, len(_STEP.findall(completion.response)) / options.wanted)
+class ReasoningSteps(RewardFunction):
+    """Counts lines that begin as a step: ``Step 2``, ``3.``, a dash, ``Next``."""
+
+    class Config(Settings):
+        """How many steps are enough."""
+
+        wanted: int = Field(3, ge=1, description="steps that give the full reward")
+
+    config: Config
+
+    def __call__(self, completion: Completion) -> float:
+        """Return the steps over ``wanted``; at most 1."""
+        return min(1.0, len(_STEP.findall(completion.response)) / self.config.wanted)

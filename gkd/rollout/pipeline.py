@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gkd.cluster.failure import one_line
-from gkd.config import REWARD_MODEL, Config
+from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
@@ -42,7 +42,7 @@ class ScoringPipeline:
     """
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:
-        self.rank = rank
+        self._config, self.rank = config, rank
         self.scored: queue.Queue[Result | BaseException] = queue.Queue()
         self._clients: dict[str, ScoringClient] = {}
         self._tokenizer = load_tokenizer(model_path)
@@ -113,7 +113,8 @@ class ScoringPipeline:
         response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         if self._reward_tokenizer is not None:
             rate = Rate(tokens_of(prompt, ids, response, *self._reward_tokenizer))
-            pending.rewards[REWARD_MODEL] = self._rate(rate)
+            for name in self._config.reward.scored_by("reward_model"):
+                pending.rewards[name] = self._rate(rate)
         pending.rewards |= self._rewards.submit(
             Completion(
                 prompt=prompt.text,
@@ -135,7 +136,7 @@ class ScoringPipeline:
             except Exception as error:
                 timed.set_exception(error)
 
-        self._clients[REWARD_MODEL].submit(rate).add_done_callback(finish)
+        self._clients["reward_model"].submit(rate).add_done_callback(finish)
         return timed
 
     def _deliver(self, pending: _Pending) -> None:

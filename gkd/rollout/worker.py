@@ -15,7 +15,7 @@ from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, GpuReceiver, SamplingEngine
 from gkd.inference.vllm_engine import Follower, Span, engine_arguments, start_llm
-from gkd.observability.memory import memory_here
+from gkd.observability.metrics import memory_here
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.types import FinishReason, Int32, Sample, SampleRequest, ScoredSample, TrainingSample
 from gkd.weights import object_store

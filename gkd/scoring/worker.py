@@ -12,7 +12,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.vllm_engine import Device, Follower, Span
-from gkd.observability.memory import memory_here
+from gkd.observability.metrics import memory_here
 from gkd.scoring.address import Key
 from gkd.scoring.requests import Engine
 

@@ -19,6 +19,8 @@ from gkd.errors import RunFailed
 from gkd.types import TrainingSample
 from tests.samples import training_sample
 
+OWN = "tests.rewards.functions"
+
 
 def config(**algorithm: object) -> Config:
     return load(
@@ -130,12 +132,12 @@ def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pyte
 
 
 def test_rewards_of_one_name_are_logged_by_themselves() -> None:
-    settings = config().model_copy(update={"reward": Reward(functions=["accuracy", "mine:accuracy", "mine:other"])})
-    rewards = {"accuracy": 1.0, "mine:accuracy": 0.0, "mine:other": 0.5}
+    settings = config().model_copy(update={"reward": Reward(functions=["accuracy", f"{OWN}:accuracy", f"{OWN}:words"])})
+    rewards = {"accuracy": 1.0, f"{OWN}:accuracy": 0.0, f"{OWN}:words": 0.5}
     _, metrics = with_advantages(settings, [training_sample(i, 0, i, rewards=rewards) for i in range(2)])
     assert metrics["reward/accuracy/mean"] == 1.0
-    assert metrics["reward/mine:accuracy/mean"] == 0.0
-    assert metrics["reward/other/mean"] == 0.5
+    assert metrics[f"reward/{OWN}:accuracy/mean"] == 0.0
+    assert metrics["reward/words/mean"] == 0.5
 
 
 def test_too_many_failures_end_the_run() -> None:

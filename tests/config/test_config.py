@@ -85,7 +85,7 @@ def test_every_setting_says_what_it_means() -> None:
         (["model.path=/x"], r"given model.path but not teacher.model.path"),
         (["teacher.server_ip=127.0.0.1", "teacher.gpus=1"], r"."),
         (["+recipe=grpo", "rollout.n=1"], r"rollout.n=1: .*differences between rewards"),
-        (["+recipe=grpo", "reward.functions=[acuracy]"], r"no reward acuracy \(did you mean accuracy\?\); there are"),
+        (["+recipe=grpo", "reward.functions=[acuracy]"], r"acuracy: .*did you mean accuracy.*; there are"),
         (["+recipe=grpo", "reward.weights=[1,2]"], r"reward.*2 weights for 1 functions"),
         (["+recipe=grpo", "reward.format.pattern='('"], r"reward.format.pattern=\(: is no regular expression"),
         (["+recipe=grpo", "teacher.model.path=/x"], r"a teacher is given, but algorithm.name=grpo asks none"),

@@ -60,7 +60,7 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
         # slime, OpenRLHF, prime-rl
         ("n-samples-per-prompt", "rollout.n"),
         ("eps_clip_high", "algorithm.policy.clip_high"),
-        ("wandb.project", "trainer.project"),
+        ("wandb.project", "trainer.wandb.project"),
         # misspelt
         ("trainer.total_step", "trainer.total_steps"),
         ("traner.total_steps", "trainer.total_steps"),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gkd.config import Data
 from gkd.data.prompts import PromptSet, PromptStream, load_prompts
-from gkd.data.sorting import make_tokenizer
 from gkd.errors import ConfigError
+from gkd.recipes.sort_digits.sorting import make_tokenizer
 from gkd.types import Prompt
 from tests.data.models import TEMPLATE, WORDS, word_tokenizer
 

@@ -21,7 +21,6 @@ from gkd.actor.applied import Applied
 from gkd.cluster.group import Pending
 from gkd.config import Config, load
 from gkd.data.prompts import fingerprint
-from gkd.data.sorting import make_tokenizer
 from gkd.driver.checkpoint import Saved, State, complete, read
 from gkd.driver.resume import cut, differences, find, finished, require_same_data
 from gkd.driver.saving import Checkpoints
@@ -29,6 +28,7 @@ from gkd.durable import sum_of
 from gkd.errors import ConfigError, RunFailed
 from gkd.observability.metrics import JsonLines
 from gkd.observability.run_files import RunFiles
+from gkd.recipes.sort_digits.sorting import make_tokenizer
 from gkd.types import Prompt
 
 SAME = {"trainer": {"total_steps": 10}}

@@ -17,9 +17,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "builtin.digits=3",
-    "builtin.teacher_steps=60",
-    "builtin.student_steps=40",
+    "data.sort_digits.digits=3",
+    "data.sort_digits.teacher_steps=60",
+    "data.sort_digits.student_steps=40",
     "data.val_limit=64",
     "cluster.cpu_threads=1",
 ]
@@ -103,7 +103,7 @@ def start(tmp_path: Path, cache: Path, variables: dict[str, str]) -> Iterator[An
         number = len(runs)
         output, log = tmp_path / f"run{number}", tmp_path / f"log{number}.out"
         command = [sys.executable, "-m", "gkd.main", f"+recipe={recipe}", *SMALL]
-        command += [f"builtin.cache_dir={cache}", f"trainer.output_dir={output}", *overrides]
+        command += [f"data.cache_dir={cache}", f"trainer.output_dir={output}", *overrides]
         with log.open("wb") as out, log.with_suffix(".err").open("wb") as err:
             process = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=err, env=variables)
         runs.append(Run(process, output, log))

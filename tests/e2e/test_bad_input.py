@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from gkd.data.sorting import make_tokenizer
 from gkd.main import main
+from gkd.recipes.sort_digits.sorting import make_tokenizer
 
 ROW = '{"question": "1 2 =", "answer": "1 2"}\n'
 

@@ -33,7 +33,7 @@ ALWAYS = {
 def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Path, str]:
     """Output directory and output of ./launch/quickstart.sh on the small task."""
     output = tmp_path_factory.mktemp("quickstart") / "run"
-    command = ["./launch/quickstart.sh", *SMALL, f"builtin.cache_dir={cache}", f"trainer.output_dir={output}"]
+    command = ["./launch/quickstart.sh", *SMALL, f"data.cache_dir={cache}", f"trainer.output_dir={output}"]
     command += [f"trainer.total_steps={STEPS}", "trainer.val_every=25", "actor.lr=3e-3"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment(), check=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
     (odd / "train.jsonl").write_text("")
     overrides = ["+recipe=on_policy_distill", "model.path=student", "teacher.model.path=Org/Name-7B"]
     overrides += ["data.train_files=[train.jsonl,/all/see/this.jsonl]", "data.val_files=train.jsonl"]
-    overrides += ["builtin.cache_dir=made/later", "teacher.key_file=key", "teacher.chat_template=chat.jinja"]
+    overrides += ["data.cache_dir=made/later", "teacher.key_file=key", "teacher.chat_template=chat.jinja"]
     config = compose(overrides)
     # What the job composes from both, as Hydra reads it.
     job = compose([*overrides, *settle(config, odd, odd / "out")])
@@ -83,7 +84,7 @@ def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
     assert job.teacher.model.path == "Org/Name-7B"  # a name in the cluster's cache of models
     assert job.data.train_files == [str(odd / "train.jsonl"), "/all/see/this.jsonl"]
     assert job.data.val_files == [str(odd / "train.jsonl")]
-    assert job.builtin.cache_dir == str(odd / "made" / "later")
+    assert job.data.cache_dir == str(odd / "made" / "later")
     assert job.teacher.key_file == str(odd / "key")
     assert job.teacher.chat_template == str(odd / "chat.jinja")
     kept = [*overrides, "teacher.chat_template=own"]
@@ -104,11 +105,19 @@ def test_a_rewards_file_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.Mo
     settled = settle(compose(overrides), here, here / "out")
     assert f"reward.functions=['accuracy','mine/own.py:f','{here}/data/own.py:f','{elsewhere}:f']" in settled
     job = tmp_path / "_ray_pkg_1"
-    job.mkdir()
+    shutil.copytree(here / "mine", job / "mine")
     monkeypatch.chdir(job)
     assert compose([*overrides, *settled]).reward.functions[1] == f"{job}/mine/own.py:f"
     with pytest.raises(ConfigError, match=r"reward.functions: .*none.py:f: there is no file"):
-        settle(compose(["+recipe=grpo", "reward.functions=[none.py:f]"]), here, here / "out")
+        compose(["+recipe=grpo", "reward.functions=[none.py:f]"])
+
+
+def test_trackers_and_tasks_of_the_users_go_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("class T:\n    log = close = make = model_configs = None\n")
+    monkeypatch.chdir(tmp_path)
+    overrides = ["+recipe=grpo", "trainer.trackers=[tensorboard,own.py:T]", "data.task=own.py:T"]
+    settled = settle(compose(overrides), tmp_path, tmp_path / "out")
+    assert {"trainer.trackers=['tensorboard','own.py:T']", "data.task='own.py:T'"} <= set(settled)
 
 
 def test_other_code_of_the_users_goes_with_the_job_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,13 +14,13 @@ from tensorboardX.proto import event_pb2
 
 from gkd.config import Config, load
 from gkd.errors import ConfigError
-from gkd.observability.trackers import MetricsLog, Trackers, require_trackers
+from gkd.observability.trackers.tracker import MetricsLog, Trackers, require_trackers
 
 ROWS = [{"step": 0, "epoch": 0.0, "val/accuracy": 0.25}, {"step": 1, "epoch": 0.5, "actor/loss": 1.5}]
 
 
 def config(*names: str) -> Config:
-    return load({"trainer": {"trackers": list(names), "project": "tests"}})
+    return load({"trainer": {"trackers": list(names), "wandb": {"project": "tests"}}})
 
 
 def write(config: Config, output: Path, rows: list[dict[str, float]], first: int = 0) -> None:
@@ -78,6 +79,50 @@ def test_a_tracker_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: py
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gkd.observability.trackers.PACKAGES", {"wandb": "no_such_package"})
+    monkeypatch.setattr("gkd.observability.trackers.wandb.WandB.package", "no_such_package")
     with pytest.raises(ConfigError, match=r"pip install 'gkd\[wandb\]'"):
         require_trackers(config("wandb"))
+
+
+OWN = """
+from pydantic import BaseModel
+class Lines:
+    class Config(BaseModel):
+        name: str = "lines.txt"
+    def __init__(self, config, run):
+        self.file = (run.output_dir / config.name).open("w")
+    def log(self, step, metrics):
+        print(step, sorted(metrics), file=self.file)
+    def close(self, failed):
+        print("failed" if failed else "done", file=self.file)
+        self.file.close()
+class Bare:
+    def log(self, step, metrics): ...
+"""
+
+
+def test_a_users_tracker_takes_metrics_and_settings(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    name = f"{tmp_path}/mine.py:Lines"
+    write(load({"trainer": {"trackers": [name], "Lines": {"name": "own.txt"}}}), tmp_path, ROWS)
+    expected = "0 ['epoch', 'val/accuracy']\n1 ['actor/loss', 'epoch']\ndone\n"
+    assert (tmp_path / "own.txt").read_text() == expected
+    missing = load({"trainer": {"trackers": [name], "Lines": {"name": "no/such/folder"}}})
+    with pytest.raises(ConfigError, match=r"trainer\.trackers: .*mine.py:Lines did not start: FileNotFoundError"):
+        write(missing, tmp_path, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"trackers": ["FILE:Bare"]}, "Bare is no class with the methods log and close"),
+        ({"trackers": ["FILE:Lines"], "Lines": {"nmae": "x"}}, r"unknown setting trainer\.Lines\.nmae"),
+        ({"trackers": ["tensorbord"]}, r"trainer\.trackers=tensorbord: no such choice \(did you mean tensorboard\?\)"),
+        ({"project": "x"}, r"unknown setting trainer\.project \(here: trainer\.wandb\.project\)"),
+    ],
+)
+def test_what_is_no_tracker_is_refused(trainer: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    names = [name.replace("FILE", f"{tmp_path}/mine.py") for name in trainer.get("trackers", [])]
+    with pytest.raises(ConfigError, match=message):
+        load({"trainer": {**trainer, "trackers": names}})

@@ -17,11 +17,14 @@ from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
         ({"distill/reverse_kl": 5.1}, ["watch.distill_kl=[0, 5]", "actor.lr"]),
         ({"actor/kl_reference": 0.6}, ["watch.reference_kl", "algorithm.kl.coef"]),
         ({"mismatch/kl": 0.1}, ["mismatch/kl 0.1", "model.dtype=float32"]),
-        ({"reward/judge/seconds": 7.0}, ["7.0 s a mark", "reward.judge.slow_s=6", "reward.judge.max_tokens"]),
+        ({"reward/judge/seconds": 7.0}, ["7.0 s a sample", "reward.judge.slow_s=6", "reward.judge.max_tokens"]),
     ],
 )
 def test_what_is_wrong_is_said_with_the_setting_to_change(metrics: dict[str, float], said: list[str]) -> None:
-    ((name, text),) = warnings(Config(), metrics)
+    judge = {"url": "http://host/v1", "model": "m"}
+    reward = {"functions": ["judge"], "judge": judge}
+    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": reward})
+    ((name, text),) = warnings(config, metrics)
     assert name in metrics
     assert all(part in text for part in said)
 

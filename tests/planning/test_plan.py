@@ -14,16 +14,16 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import Qwen2Config
 
-from gkd.config import Builtin, settings
+from gkd.config import settings
 from gkd.config.compose import compose
-from gkd.data.builtin import recipes
-from gkd.data.warmup import new_model
 from gkd.driver.inputs import find_inputs
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.plan import main
 from gkd.planning.cards import card_named
 from gkd.planning.subject import models_of
+from gkd.recipes.sort_digits.task import SortDigits, recipes
+from gkd.recipes.sort_digits.warmup import new_model
 from tests.planning.subjects import DATA
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_checkpointing_and_micro_batches_show_in_the_activations(model: str, tmp
 
 def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
     found = models_of(compose(["+recipe=on_policy_distill"]))
-    teacher, student = recipes(Builtin(), 0)
+    teacher, student = recipes(SortDigits.Config(), 0)
     for recipe, shape in ((teacher, found.teacher), (student, found.student)):
         assert shape is not None
         assert shape.n_parameters == sum(p.numel() for p in new_model(recipe).parameters())

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from gkd.config import JudgeReward
 from gkd.rewards.completion import Completion
-from gkd.rewards.judge import judge
+from gkd.rewards.judge import Judge
 
 COMPLETION = Completion("2 + 2 =", "it is {answer}", "4", 5, 10, False)
 
@@ -65,11 +64,15 @@ def endpoint() -> Iterator[Endpoint]:
     thread.join(5)
 
 
+def judge_at(endpoint: Endpoint, **settings: Any) -> Judge:
+    return Judge(Judge.Config(url=endpoint.url, model="m", **settings))
+
+
 def test_the_first_number_is_the_mark(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     endpoint.says = ["I would say 7.5 of 10"]
-    options = JudgeReward(url=endpoint.url, model="m", api_key_env="JUDGE_KEY", prompt="{prompt}|{response}|{answer}")
-    assert judge(COMPLETION, options) == 0.75
+    judge = judge_at(endpoint, api_key_env="JUDGE_KEY", prompt="{prompt}|{response}|{answer}")
+    assert judge(COMPLETION) == 0.75
     (asked,) = endpoint.asked
     assert asked["messages"] == [{"role": "user", "content": "2 + 2 =|it is {answer}|4"}]  # nothing filled in twice
     assert (asked["model"], asked["temperature"], asked["key"]) == ("m", 0.0, "Bearer secret")
@@ -77,18 +80,18 @@ def test_the_first_number_is_the_mark(endpoint: Endpoint, monkeypatch: pytest.Mo
 
 def test_a_failed_attempt_is_tried_again(endpoint: Endpoint) -> None:
     endpoint.says = [500, "3"]
-    assert judge(COMPLETION, JudgeReward(url=endpoint.url, model="m")) == pytest.approx(0.3)
+    assert judge_at(endpoint)(COMPLETION) == pytest.approx(0.3)
     assert len(endpoint.asked) == 2
 
 
 def test_no_answer_in_time_is_said(endpoint: Endpoint) -> None:
     endpoint.says, endpoint.delay_s = ["3", "3"], 1.0
-    options = JudgeReward(url=endpoint.url, model="m", timeout_s=0.2, retries=1)
+    judge = judge_at(endpoint, timeout_s=0.2, retries=1)
     with pytest.raises(RuntimeError, match=r"the judge at http://127.* did not answer: APITimeoutError"):
-        judge(COMPLETION, options)
+        judge(COMPLETION)
 
 
 def test_an_answer_without_a_number_is_no_mark(endpoint: Endpoint) -> None:
     endpoint.says = ["excellent"]
     with pytest.raises(ValueError, match="gave no number but 'excellent'"):
-        judge(COMPLETION, JudgeReward(url=endpoint.url, model="m"))
+        judge_at(endpoint)(COMPLETION)

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import Reward
+from gkd.config import Reward, load
 from gkd.errors import ConfigError
-from gkd.rewards.completion import Completion
+from gkd.rewards.completion import Completion, resolve
 from gkd.rewards.pool import RewardPool
-from gkd.rewards.registry import resolve
 
 MODULE = "tests.rewards.functions"
 
@@ -27,6 +26,12 @@ def judged(response: str, answer: str | None = "#### 4", n: int = 5, limit: int 
 def value(name: str, completion: Completion, **options: object) -> float:
     settings = Reward.model_validate({"functions": [name], **({name: options} if options else {})})
     return resolve(name, settings)(completion)
+
+
+def configured(name: str, **settings: object) -> Reward:
+    """As a run's configuration has it."""
+    reward = {"functions": [name], **settings}
+    return load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": reward}).reward
 
 
 def test_accuracy() -> None:
@@ -82,7 +87,7 @@ def test_a_users_function() -> None:
 )
 def test_what_is_no_reward(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(name, Reward())
+        configured(name)
 
 
 def test_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +108,52 @@ def test_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reward.functions == [f"{tmp_path}/a/my_reward.py:words", names[1]]
     monkeypatch.chdir("/")
     assert [resolve(name, reward)(judged("one two")) for name in reward.functions] == [4, 6]
+
+
+OWN_CLASS = """
+from pydantic import BaseModel
+class Brevity:
+    class Config(BaseModel):
+        limit: int = 10
+    needs_answer = {needs_answer}
+    def __init__(self, config):
+        self.config = config
+    def __call__(self, completion):
+        return float(completion.n_tokens <= self.config.limit)
+"""
+
+
+def test_a_users_class_has_settings_and_properties_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN_CLASS.format(needs_answer=False))
+    name = f"{file}:Brevity"
+    reward = configured(name, Brevity={"limit": 4})
+    assert [resolve(name, reward)(judged("x", n=n)) for n in (4, 5)] == [1.0, 0.0]
+    assert configured(name).model_dump()["Brevity"] == {"limit": 10}  # as config.yaml has it
+    for section, message in (
+        ({"limit": "long"}, r"reward\.Brevity\.limit=long: "),
+        ({"limt": 4}, r"unknown setting reward\.Brevity\.limt"),
+        (4, r"reward\.Brevity=4: a section with the settings of Brevity is expected"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            configured(name, Brevity=section)
+    with pytest.raises(ConfigError, match=r"unknown setting reward\.Brevity\.limit"):
+        configured("length", Brevity={"limit": 4})
+    needy = tmp_path / "needy.py"
+    needy.write_text(OWN_CLASS.format(needs_answer=True))
+    with pytest.raises(ConfigError, match=r"needy.py:Brevity needs reference answers"):
+        data = {"train_files": ["t"], "val_files": ["v"]}
+        grpo = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}}
+        load({**grpo, "model": {"path": "m"}, "data": data, "reward": {"functions": [f"{needy}:Brevity"]}})
+
+
+def test_two_classes_do_not_share_a_section_of_settings(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN_CLASS.format(needs_answer=False).replace("Brevity", "format") + "\ntimeout_s = format\n")
+    with pytest.raises(ConfigError, match="format is the name of other settings as well"):
+        configured("format", functions=["format", f"{file}:format"])
+    with pytest.raises(ConfigError, match="timeout_s is the name of other settings as well"):
+        configured(f"{file}:timeout_s")
 
 
 def test_a_file_that_came_with_a_job_is_this_machines_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +184,7 @@ def test_a_file_that_holds_no_reward(text: str | None, name: str, message: str, 
     if text is not None:
         (tmp_path / "my_reward.py").write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
-        resolve(f"{tmp_path}/my_reward.py:{name}", Reward())
+        configured(f"{tmp_path}/my_reward.py:{name}")
     assert "\n" not in str(caught.value)
 
 

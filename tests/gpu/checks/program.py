@@ -16,8 +16,18 @@ from tests.gpu.checks.context import Context, require
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 900.0  # the acceptance run's own deadlines are shorter
 KEPT = ("timing_s/", "memory/", "mismatch/", "perf/", "actor/", "distill/", "reward/mean")
-SMALL_TASK = ("builtin.digits=4", "builtin.teacher_steps=150", "builtin.student_steps=60", "data.val_limit=64")
-SMALLER_TASK = ("builtin.digits=3", "builtin.teacher_steps=60", "builtin.student_steps=40", "data.val_limit=16")
+SMALL_TASK = (
+    "data.sort_digits.digits=4",
+    "data.sort_digits.teacher_steps=150",
+    "data.sort_digits.student_steps=60",
+    "data.val_limit=64",
+)
+SMALLER_TASK = (
+    "data.sort_digits.digits=3",
+    "data.sort_digits.teacher_steps=60",
+    "data.sort_digits.student_steps=40",
+    "data.val_limit=16",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def run(context: Context, name: str, *overrides: str, recipe: str = "on_policy_d
     output, log = context.scratch / name, context.scratch / f"{name}.txt"
     command = [sys.executable, "-m", "gkd.main", f"+recipe={recipe}", f"trainer.output_dir={output}"]
     if not any(override.startswith("model.path=") for override in overrides):
-        command += [f"builtin.cache_dir={context.scratch / 'cache'}"]
+        command += [f"data.cache_dir={context.scratch / 'cache'}"]
     command += overrides
     print("$", " ".join(command), flush=True)
     began, first, peak, metrics = time.monotonic(), 0.0, 0, output / "metrics.jsonl"

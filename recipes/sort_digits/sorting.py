@@ -1,4 +1,4 @@
-"""The built-in task: sort digits. ``3 1 4 1 5 9 2 6 =`` is answered by ``1 1 2 3 4 5 6 9`` and the end token.
+"""Prompts of the task: sort digits. ``3 1 4 1 5 9 2 6 =`` is answered by ``1 1 2 3 4 5 6 9`` and the end token.
 
 Small enough to be learnt on a CPU while one waits, and every answer can be checked. Which prompts are held out is a
 property of the prompt itself, so that no model or data file, whatever its seed, ever trains on one.
@@ -39,7 +39,7 @@ class Example:
 
 
 def make_tokenizer() -> Any:
-    """A transformers tokenizer with a token for every digit, ``=``, and the special ones; it prepends ``<bos>``."""
+    """Return a tokenizer with a token for every digit, ``=``, and the special ones; it prepends ``<bos>``."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def make_tokenizer() -> Any:
 
 
 def example(digits: Int64) -> Example:
-    """Prompt and answer of one row of digits."""
+    """Return prompt and answer of one row of digits."""
     return Example(prompt=_spaced(digits) + " =", answer=_spaced(np.sort(digits)))
 
 
@@ -67,20 +67,20 @@ def _spaced(digits: Int64) -> str:
 
 
 def split_of(digits: Int64) -> Split:
-    """Whether a row of digits may be trained on; the same for every seed."""
+    """Return whether a row of digits may be trained on; the same for every seed."""
     return "val" if zlib.crc32(bytes(digits.astype(np.uint8))) % HELD_OUT_ONE_IN == 0 else "train"
 
 
 def draw(rng: np.random.Generator, n: int, digits: int, split: Split) -> Int64:
-    """``n`` random rows of digits [n, digits] of one split, with repetition."""
-    found: list[Int64] = []
-    while len(found) < n:
-        found += [row for row in rng.integers(0, 10, (n, digits)) if split_of(row) == split]
-    return np.stack(found[:n])
+    """Return ``n`` random rows of digits [n, digits] of one split, with repetition."""
+    drawn: list[Int64] = []
+    while len(drawn) < n:
+        drawn += [row for row in rng.integers(0, 10, (n, digits)) if split_of(row) == split]
+    return np.stack(drawn[:n])
 
 
 def token_rows(rows: Int64) -> Int64:
-    """Whole sequences [n, 2 * digits + 3] of token ids for rows [n, digits]: <bos>, digits, =, sorted digits, <eos>."""
+    """Return token ids [n, 2 * digits + 3] for rows [n, digits]: <bos>, digits, =, sorted digits, <eos>."""
 
     def column(token: int) -> Int64:
         return np.full((len(rows), 1), token, dtype=np.int64)
@@ -90,20 +90,20 @@ def token_rows(rows: Int64) -> Int64:
 
 
 def n_prompt_tokens(digits: int) -> int:
-    """Tokens before the response: <bos>, the digits, and =."""
+    """Return tokens before the response: <bos>, the digits, and =."""
     return digits + 2
 
 
 def examples(seed: int, digits: int, split: Split) -> list[Example]:
-    """Different examples of one split, equal for equal seeds; all there are where the task has fewer than wanted."""
-    wanted = N_TRAIN if split == "train" else N_VAL
+    """Return different examples of one split, equal for equal seeds; all there are where these are few."""
+    n_examples = N_TRAIN if split == "train" else N_VAL
     rng = np.random.default_rng((seed, digits))
-    return [example(row) for row in islice(_different(rng, digits, split, wanted), wanted)]
+    return [example(row) for row in islice(_different(rng, digits, split, n_examples), n_examples)]
 
 
-def _different(rng: np.random.Generator, digits: int, split: Split, wanted: int) -> Iterator[Int64]:
-    if 10**digits <= 10 * HELD_OUT_ONE_IN * wanted:
-        # Few enough to list: drawing until the last is found would take for ever.
+def _different(rng: np.random.Generator, digits: int, split: Split, n_examples: int) -> Iterator[Int64]:
+    if 10**digits <= 10 * HELD_OUT_ONE_IN * n_examples:
+        # Few enough to list: drawing until the last one comes would take for ever.
         for number in rng.permutation(10**digits):
             row = np.array([int(digit) for digit in f"{number:0{digits}d}"], dtype=np.int64)
             if split_of(row) == split:

@@ -1,4 +1,4 @@
-"""Making the built-in models: once, whole or not at all, and in a process that never outlives this one."""
+"""Making the models of the sorting task: once, whole or not at all, in a process that never outlives this one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,17 +16,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gkd.config import Builtin, Config, Trainer
-from gkd.data import builtin, warmup
-from gkd.data.builtin import BuiltinPaths, making, prepare_builtin, recipes
-from gkd.data.sorting import draw, token_rows
+from gkd.config import Config, load
+from gkd.data.task import Report, TaskInputs, task_of
 from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer
 from gkd.errors import RunFailed
+from gkd.recipes.sort_digits import task, warmup
+from gkd.recipes.sort_digits.sorting import draw, token_rows
+from gkd.recipes.sort_digits.task import SortDigits, make_data, recipes
 
 
 def config(cache: Path, seed: int = 0, teacher_steps: int = 1, student_steps: int = 1) -> Config:
-    steps = {"teacher_steps": teacher_steps, "student_steps": student_steps}
-    return Config(trainer=Trainer(seed=seed), builtin=Builtin(cache_dir=str(cache), digits=3, **steps))
+    own = {"digits": 3, "teacher_steps": teacher_steps, "student_steps": student_steps}
+    data = {"task": "sort_digits", "cache_dir": str(cache), "sort_digits": own}
+    return load({"trainer": {"seed": seed}, "data": data})
+
+
+def prepare(config: Config, report: Report) -> TaskInputs:
+    return task_of(config).make(report)
 
 
 def entries(cache: Path) -> list[str]:
@@ -36,12 +40,12 @@ def entries(cache: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BuiltinPaths, list[str]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TaskInputs, list[str]]:
     cache, said = tmp_path_factory.mktemp("cache"), list[str]()
-    return cache, prepare_builtin(config(cache), said.append), said
+    return cache, prepare(config(cache), said.append), said
 
 
-def test_made_models_load_and_share_a_tokenizer(made: tuple[Path, BuiltinPaths, list[str]]) -> None:
+def test_made_models_load_and_share_a_tokenizer(made: tuple[Path, TaskInputs, list[str]]) -> None:
     _, paths, said = made
     for path, layers in ((paths.teacher, 3), (paths.student, 2)):
         check_causal_lm(path, "model.path")
@@ -57,28 +61,26 @@ def test_made_models_load_and_share_a_tokenizer(made: tuple[Path, BuiltinPaths, 
 
 
 def test_what_is_cached_starts_no_process(
-    made: tuple[Path, BuiltinPaths, list[str]], monkeypatch: pytest.MonkeyPatch
+    made: tuple[Path, TaskInputs, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, paths, _ = made
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     said: list[str] = []
-    assert prepare_builtin(config(cache), said.append) == paths
+    assert prepare(config(cache), said.append) == paths
     assert [line.split(":")[0] for line in said] == ["teacher", "student"]
 
 
 def test_seeds_share_the_teacher_and_validation_but_not_student_and_training_data(tmp_path: Path) -> None:
-    (teacher, student), (same_teacher, other_student) = (recipes(Builtin(), seed) for seed in (0, 1))
+    (teacher, student), (same_teacher, other_student) = (recipes(SortDigits.Config(), seed) for seed in (0, 1))
     assert teacher.directory(tmp_path) == same_teacher.directory(tmp_path)
     assert student.directory(tmp_path) != other_student.directory(tmp_path)
-    first, second = (
-        builtin._make_data(tmp_path, Config(trainer=Trainer(seed=seed)), lambda _: None) for seed in (0, 1)
-    )
+    first, second = (make_data(tmp_path, 8, seed, lambda _: None) for seed in (0, 1))
     assert (first / "val.jsonl").read_bytes() == (second / "val.jsonl").read_bytes()
     assert (first / "train.jsonl").read_bytes() != (second / "train.jsonl").read_bytes()
 
 
 def test_training_stops_at_the_wanted_accuracy_and_is_the_same_for_the_same_seed() -> None:
-    _, student = recipes(Builtin(digits=2, student_steps=400), seed=3)
+    _, student = recipes(SortDigits.Config(digits=2, student_steps=400), seed=3)
     said: list[str] = []
     first, second = ((model := warmup.new_model(student), warmup.train(model, student, said.append)) for _ in range(2))
     assert first[1] == second[1]
@@ -89,7 +91,7 @@ def test_training_stops_at_the_wanted_accuracy_and_is_the_same_for_the_same_seed
 
 
 def test_the_measured_accuracy_is_that_of_greedy_decoding() -> None:
-    _, student = recipes(Builtin(digits=2, student_steps=60), seed=0)
+    _, student = recipes(SortDigits.Config(digits=2, student_steps=60), seed=0)
     student = replace(student, stop_at=0.5)
     model = warmup.new_model(student)
     warmup.train(model, student, lambda _: None)
@@ -99,29 +101,30 @@ def test_the_measured_accuracy_is_that_of_greedy_decoding() -> None:
 
 
 def test_a_failure_names_its_reason_and_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher, student = recipes(Builtin(digits=3), 0)
-    monkeypatch.setattr(builtin, "recipes", lambda *_: (replace(teacher, batch=-1), student))
+    teacher, student = recipes(SortDigits.Config(digits=3), 0)
+    monkeypatch.setattr(task, "recipes", lambda *_: (replace(teacher, batch=-1), student))
     with pytest.raises(RunFailed, match=r"^making the built-in teacher and student failed: \S.*"):
-        prepare_builtin(config(tmp_path), lambda _: None)
+        prepare(config(tmp_path), lambda _: None)
     assert entries(tmp_path) == []
 
 
 def test_an_interruption_ends_the_process_and_leaves_nothing_half_made(tmp_path: Path) -> None:
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         if "step 25" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_builtin(config(tmp_path, teacher_steps=100_000), say)
+        prepare(config(tmp_path, teacher_steps=100_000), report)
     assert entries(tmp_path) == []
-    assert not [child for child in psutil.Process().children() if "gkd.data.warmup" in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children() if "sort_digits.warmup" in " ".join(child.cmdline())]
 
 
 def test_the_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
     program = (
-        "from gkd.config import *; from gkd.data.builtin import prepare_builtin; from pathlib import Path\n"
-        f"b = Builtin(cache_dir={str(tmp_path)!r}, digits=3, teacher_steps=100000)\n"
-        "prepare_builtin(Config(builtin=b), lambda line: print(line, flush=True))"
+        "from gkd.config import load; from gkd.data.task import task_of\n"
+        f"own = dict(digits=3, teacher_steps=100000); cache = {str(tmp_path)!r}\n"
+        "config = load(dict(data=dict(task='sort_digits', cache_dir=cache, sort_digits=own)))\n"
+        "task_of(config).make(lambda line: print(line, flush=True))"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -132,48 +135,7 @@ def test_the_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
-def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / "entry.unfinished").mkdir()
-    (tmp_path / "entry.unfinished" / "half").touch()
-    with making(tmp_path / "entry", lambda _: None) as unfinished:
-        assert unfinished is not None
-        (unfinished / "whole").touch()
-    assert [path.name for path in (tmp_path / "entry").iterdir()] == ["whole"]
-
-
-def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
-    makers: list[int] = []
-    said: list[str] = []
-
-    def make(number: int) -> None:
-        with making(tmp_path / "entry", said.append) as unfinished:
-            if unfinished is not None:
-                makers.append(number)
-                time.sleep(0.5)
-
-    threads = [threading.Thread(target=make, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(makers) == 1
-    assert said == ["another run is making entry; waiting for it"] * 2
-
-
-def test_an_exception_leaves_no_entry(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="disk full"), making(tmp_path / "entry", lambda _: None):
-        raise OSError("disk full")
-    assert entries(tmp_path) == []
-
-
-def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert builtin.cache_directory(Builtin()) == Path("/xdg/gkd")
-    assert builtin.cache_directory(Builtin(cache_dir="/mine")) == Path("/mine")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert builtin.cache_directory(Builtin()) == Path.home() / ".cache" / "gkd"
-
-
 def test_the_driver_loads_no_torch() -> None:
-    program = "import sys, gkd.data.builtin, gkd.data.prompts, gkd.rewards.accuracy; sys.exit('torch' in sys.modules)"
+    modules = "gkd.recipes.sort_digits.task, gkd.data.prompts, gkd.rewards.accuracy"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

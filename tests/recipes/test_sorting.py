@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from gkd.data import sorting
+from gkd.recipes.sort_digits import sorting
 from gkd.rewards.accuracy import agreement
 
 

@@ -1,7 +1,7 @@
-"""Trains models of the built-in task, supervised, and writes them in Hugging Face format.
+"""Trains models of the task, supervised, and writes them in Hugging Face format.
 
-Run as a program by :func:`gkd.data.builtin.prepare_builtin`, so that the driver itself does not train. It ends when its
-stdin closes, that is, when the process that started it is gone.
+Run as a program by :class:`gkd.recipes.sort_digits.task.SortDigits`, so that the driver itself does not train. It ends
+when its stdin closes, that is, when the process that started it is gone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from gkd.data import sorting
-from gkd.data.builtin import ModelRecipe, Say, making
+from gkd.data.cache import making
+from gkd.data.task import Report
 from gkd.errors import RunFailed
 
-HEAD_DIM = 32  # the smallest that vLLM's CPU attention takes
+from . import sorting
+from .task import ModelRecipe
+
 N_EXAMINED = 256  # fresh prompts that measure the accuracy
 EXAMINED_EVERY = 2  # steps, where the accuracy ends the training
-SAID_EVERY = 25  # steps
+REPORTED_EVERY = 25  # steps
 RISING_STEPS = 10  # of the learning rate, to its peak
 
 
@@ -41,31 +43,14 @@ class Trained:
 
 
 def new_model(recipe: ModelRecipe) -> Any:
-    """A randomly initialised LlamaForCausalLM of the recipe's size, float32, embeddings not tied."""
+    """Return a randomly initialised LlamaForCausalLM of the recipe's size, float32, embeddings not tied."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(recipe.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(sorting.VOCABULARY),
-            hidden_size=recipe.width,
-            intermediate_size=2 * recipe.width,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.heads,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=128,
-            rope_theta=1000.0,
-            tie_word_embeddings=False,
-            pad_token_id=sorting.PAD_ID,
-            bos_token_id=sorting.BOS_ID,
-            eos_token_id=sorting.EOS_ID,
-            dtype="float32",
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**recipe.llama_config()))
 
 
-def train(model: Any, recipe: ModelRecipe, say: Say) -> Trained:
+def train(model: Any, recipe: ModelRecipe, report: Report) -> Trained:
     """Train on fresh prompts that are not held out, with the loss on the response's tokens only."""
     rng = np.random.default_rng((recipe.seed, recipe.digits))
     exam = _sequences(rng, N_EXAMINED, recipe.digits)
@@ -79,14 +64,14 @@ def train(model: Any, recipe: ModelRecipe, say: Say) -> Trained:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        last, told = step == recipe.steps, step % SAID_EVERY == 0
-        if last or told or (recipe.stop_at is not None and step % EXAMINED_EVERY == 0):
+        is_last, is_reported = step == recipe.steps, step % REPORTED_EVERY == 0
+        if is_last or is_reported or (recipe.stop_at is not None and step % EXAMINED_EVERY == 0):
             accuracy = exact_accuracy(model, exam, recipe)
-            last = last or (recipe.stop_at is not None and accuracy >= recipe.stop_at)
-        if last or told:
-            left = 0.0 if last else (time.monotonic() - began) / step * (recipe.steps - step)
-            say(f"{recipe.name}: {_progress(step, recipe, loss.item(), accuracy, left)}")
-        if last:
+            is_last = is_last or (recipe.stop_at is not None and accuracy >= recipe.stop_at)
+        if is_last or is_reported:
+            left = 0.0 if is_last else (time.monotonic() - began) / step * (recipe.steps - step)
+            report(f"{recipe.name}: {_progress(step, recipe, loss.item(), accuracy, left)}")
+        if is_last:
             return Trained(step, accuracy)
     raise AssertionError("the last step returns")
 
@@ -97,7 +82,7 @@ def _progress(step: int, recipe: ModelRecipe, loss: float, accuracy: float, left
 
 
 def _lr_share(step: int, recipe: ModelRecipe) -> float:
-    """Share of the peak learning rate: a linear rise, then constant (``stop_at``) or half a cosine down to zero."""
+    """Return the share of the peak learning rate: a linear rise, then constant (``stop_at``) or half a cosine."""
     rising = min(1.0, (step + 1) / RISING_STEPS)
     if recipe.stop_at is not None:
         return rising
@@ -109,7 +94,7 @@ def _sequences(rng: np.random.Generator, n: int, digits: int) -> Tensor:
 
 
 def _response_logits(model: Any, ids: Tensor, recipe: ModelRecipe) -> tuple[Tensor, Tensor]:
-    """Logits [n, digits + 1, vocabulary] that predict the response's tokens, and those tokens [n, digits + 1]."""
+    """Return logits [n, digits + 1, vocabulary] that predict the response, and its tokens [n, digits + 1]."""
     start = sorting.n_prompt_tokens(recipe.digits)
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     return model.lm_head(hidden[:, start - 1 :]), ids[:, start:]
@@ -122,7 +107,7 @@ def _loss(model: Any, ids: Tensor, recipe: ModelRecipe) -> Tensor:
 
 @torch.no_grad()
 def exact_accuracy(model: Any, ids: Tensor, recipe: ModelRecipe) -> float:
-    """Share of sequences whose response greedy decoding gives exactly.
+    """Return share of sequences whose response greedy decoding gives exactly.
 
     Greedy decoding follows the right response if and only if every one of its tokens is the most likely one after the
     right tokens before it, so one forward pass over whole sequences tells.
@@ -131,21 +116,21 @@ def exact_accuracy(model: Any, ids: Tensor, recipe: ModelRecipe) -> float:
     return float((logits.argmax(-1) == targets).all(1).float().mean())
 
 
-def make_model(cache: Path, recipe: ModelRecipe, say: Say) -> Path:
+def make_model(cache: Path, recipe: ModelRecipe, report: Report) -> Path:
     """Train the recipe's model into the cache unless it is there, and return its directory."""
     directory = recipe.directory(cache)
-    with making(directory, say) as unfinished:
+    with making(directory, report) as unfinished:
         if unfinished is not None:
-            say(f"{recipe.name}: training a {recipe.layers}-layer {recipe.width}-wide model for the built-in task")
+            report(f"{recipe.name}: training a {recipe.layers}-layer {recipe.width}-wide model for the built-in task")
             model = new_model(recipe)
-            trained = train(model, recipe, say)
+            trained = train(model, recipe, report)
             model.generation_config.update(do_sample=False, eos_token_id=sorting.EOS_ID, pad_token_id=sorting.PAD_ID)
             model.save_pretrained(unfinished)
             sorting.make_tokenizer().save_pretrained(unfinished)
             (unfinished / "trained.json").write_text(
                 json.dumps({"steps": trained.steps, "accuracy": trained.accuracy}), encoding="utf-8"
             )
-            say(f"{recipe.name}: {trained.accuracy:.1%} exact after {trained.steps} steps, kept in {directory}")
+            report(f"{recipe.name}: {trained.accuracy:.1%} exact after {trained.steps} steps, kept in {directory}")
     return directory
 
 
@@ -167,7 +152,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """``python -m gkd.data.warmup CACHE RECIPES_JSON``, a list of :class:`gkd.data.builtin.ModelRecipe`."""
+    """Make the models of ``CACHE RECIPES_JSON``, a directory and a list of :class:`ModelRecipe`."""
     _end_with_parent()
     disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -1,0 +1,77 @@
+"""What is made once and kept: entries of a cache that are whole or not there.
+
+An entry is a directory named after everything that determines its content. It is written under another name and
+renamed when complete, so that one that exists is whole, and under a lock, so that two runs at once make it once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gkd.config import Data, user_path
+from gkd.data.task import Report
+from gkd.errors import ConfigError, RunFailed
+
+MAKING_TIMEOUT_S = 1800.0
+
+
+def cache_directory(data: Data) -> Path:
+    """Return ``data.cache_dir``, else ``$XDG_CACHE_HOME/gkd``, else ``~/.cache/gkd``; not made here."""
+    if data.cache_dir is not None:
+        return user_path(data.cache_dir).absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache").absolute() / "gkd"
+
+
+def make_cache(data: Data) -> Path:
+    """Make the cache's directory and return it. Raises ConfigError where that is not possible."""
+    cache = cache_directory(data)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{cache} cannot be made ({error.strerror}): name another with data.cache_dir=DIR") from None
+    return cache
+
+
+@contextmanager
+def making(directory: Path, report: Report) -> Iterator[Path | None]:
+    """Yield a directory to fill that becomes the cache entry ``directory``; None when the entry is there already.
+
+    Waits while another process makes the same entry. Raises RunFailed when that takes too long.
+    """
+    with directory.with_suffix(".lock").open("w") as lock:
+        _acquire(lock.fileno(), directory, report)
+        if directory.exists():
+            yield None
+            return
+        unfinished = directory.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed: the lock is ours now
+        unfinished.mkdir()
+        try:
+            yield unfinished
+            unfinished.rename(directory)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _acquire(lock: int, directory: Path, report: Report) -> None:
+    deadline = time.monotonic() + MAKING_TIMEOUT_S
+    waiting = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waiting:
+                report(f"another run is making {directory.name}; waiting for it")
+            waiting = True
+        else:
+            return
+        if time.monotonic() > deadline:
+            raise RunFailed(f"another process has been making {directory} for {MAKING_TIMEOUT_S:.0f} s")
+        time.sleep(0.2)

@@ -1,0 +1,60 @@
+"""What a task is: it makes the models and data of a run that names no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.config import Config
+from gkd.config.data import TASKS
+from gkd.errors import ConfigError
+
+Report = Callable[[str], None]
+"""Takes progress, a line at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskInputs:
+    """What a task made, as settings would name it: directories of the models, and files of prompts.
+
+    ``teacher`` is None where the algorithm needs none.
+    """
+
+    student: str
+    teacher: str | None
+    train_files: list[str]
+    val_files: list[str]
+
+
+class Task:
+    """Base of tasks; a user's class may derive from it, or have the same two methods.
+
+    A class with a ``Config`` is made as ``Kind(settings, config)``, one without as ``Kind(config)``; ``config`` is the
+    run's. The file of a class is imported wherever settings are checked, so torch belongs into its methods.
+    """
+
+    def make(self, report: Report) -> TaskInputs:
+        """Make the models and data, or find them where they were made before. Raises RunFailed where that fails."""
+        raise NotImplementedError
+
+    def model_configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the config.json of the models ``student`` and ``teacher``, for planning without making them."""
+        raise NotImplementedError
+
+
+def task_of(config: Config) -> Task:
+    """Return the task of a run that names no model. Raises ConfigError where it names no task either."""
+    name = config.data.task
+    if name is None:
+        raise ConfigError(f"no model is named: set model.path, or data.task to one of {', '.join(TASKS.names())}")
+    settings = config.data.settings_of(name)
+    task: Task = TASKS.load(name)(config) if settings is None else TASKS.load(name)(settings, config)
+    return task
+
+
+def require_teacher(config: Config, has_teacher: bool) -> None:
+    """Raise ConfigError where the algorithm needs a teacher and the task makes none."""
+    if config.algorithm.needs_teacher and not has_teacher:
+        name = config.algorithm.name
+        raise ConfigError(f"data.task={config.data.task} makes no teacher, and algorithm.name={name} needs one")

@@ -1,0 +1,1 @@
+"""Trackers, one a file: where metrics go beside metrics.jsonl."""

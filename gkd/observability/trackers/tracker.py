@@ -1,0 +1,122 @@
+"""What a tracker is, and those of a run.
+
+The packages of built-in trackers are extras, imported only where a tracker is named.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from gkd.cluster.deadline import within
+from gkd.config import Config
+from gkd.config.groups import TRACKERS
+from gkd.errors import ConfigError
+from gkd.observability.metrics import JsonLines
+
+FINISH_S = 300.0
+"""Time that what is left has to reach a tracker's server when a run ends; files stay in the output directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The run that a tracker takes metrics of: its settings, its directory, and the first step that it makes."""
+
+    config: Config
+    output_dir: Path
+    first_step: int
+
+
+class Tracker:
+    """Base of the built-in trackers; a user's class may derive from it, or have the same two methods.
+
+    A class with a ``Config`` is made as ``Kind(settings, run)``, one without as ``Kind(run)``. ``package`` is what it
+    imports beyond gkd's own requirements.
+    """
+
+    package: ClassVar[str | None] = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+        raise NotImplementedError
+
+    def close(self, failed: bool) -> None:
+        """Write what is left; ``failed``: the run did not come to its end."""
+
+
+class Trackers:
+    """The trackers of a run whose first new step is ``first_step``; entered, they take metrics.
+
+    Raises ConfigError when one does not start.
+    """
+
+    def __init__(self, config: Config, output: Path, first_step: int) -> None:
+        self.run = TrackedRun(config, output, first_step)
+        self._started: list[Tracker] = []
+        self._open = ExitStack()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the metrics of a step to all of them."""
+        for tracker in self._started:
+            tracker.log(step, metrics)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as started:  # which closes the first where the next one fails
+            for name in self.run.config.trainer.trackers:
+                tracker = self._start(name)
+                started.push(_closing(name, tracker))
+                self._started.append(tracker)
+            self._open = started.pop_all()
+        return self
+
+    def _start(self, name: str) -> Tracker:
+        kind, settings = TRACKERS.load(name), self.run.config.trainer.settings_of(name)
+        try:
+            tracker: Tracker = kind(self.run) if settings is None else kind(settings, self.run)
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's class may raise anything
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"trainer.trackers: {name} did not start: {type(error).__name__}: {reason}") from error
+        return tracker
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+
+def _closing(name: str, tracker: Tracker) -> Callable[..., None]:
+    """Return what closes a tracker when the run leaves it, in bounded time."""
+
+    def close(kind: type[BaseException] | None, *_: object) -> None:
+        within(FINISH_S + 60, f"closing {name}", lambda: tracker.close(failed=kind is not None))
+
+    return close
+
+
+class MetricsLog(JsonLines):
+    """metrics.jsonl, and trackers beside it."""
+
+    def __init__(self, path: Path, trackers: Trackers) -> None:
+        super().__init__(path)
+        self.trackers = trackers
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one step's metrics."""
+        super().write(row)
+        self.trackers.log(row["step"], {name: value for name, value in row.items() if name != "step"})
+
+
+def require_trackers(config: Config) -> None:
+    """Raise ConfigError unless the packages of all trackers are installed."""
+    for name in config.trainer.trackers:
+        package = getattr(TRACKERS.load(name), "package", None)
+        if package is not None and importlib.util.find_spec(package) is None:
+            extra = f": pip install 'gkd[{name}]'" if name in TRACKERS.entries else ""
+            raise ConfigError(f"trainer.trackers: {name} needs the package {package}{extra}")

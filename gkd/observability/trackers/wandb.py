@@ -1,0 +1,60 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from gkd.config.base import Settings
+from gkd.errors import ConfigError
+from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker
+
+
+class WandB(Tracker):
+    """Sends metrics to a run of a project; its id is kept in the output directory for a resumed one."""
+
+    class Config(Settings):
+        """Where the run is listed."""
+
+        project: str = Field("gkd", min_length=1, description="project of the run at wandb (verl's project_name)")
+
+    package: ClassVar[str | None] = "wandb"
+
+    def __init__(self, config: Config, run: TrackedRun) -> None:
+        import wandb
+
+        self._end = wandb.teardown
+        kept = run.output_dir / "wandb_id"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex)
+        try:
+            self._run: Any = wandb.init(
+                project=config.project,
+                name=run.output_dir.name,
+                id=kept.read_text(),
+                resume="allow",
+                dir=str(run.output_dir),
+                config=run.config.model_dump(mode="json"),
+                settings=wandb.Settings(silent=True, console="off", finish_timeout=FINISH_S),
+            )
+        except Exception as error:  # no key, no network, no such project: wandb has many names for it
+            self._end()
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"trainer.trackers: wandb did not start: {type(error).__name__}: {reason} (WANDB_MODE=offline needs "
+                "neither a key nor a network)"
+            ) from None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, failed: bool) -> None:
+        """Send what is left, and end wandb's process."""
+        try:
+            self._run.finish(exit_code=int(failed))
+        finally:
+            self._end()

@@ -1,0 +1,58 @@
+"""Entries of a cache: made once, whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gkd.config import Data
+from gkd.data.cache import cache_directory, making
+
+
+def entries(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.is_dir())
+
+
+def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "entry.unfinished").mkdir()
+    (tmp_path / "entry.unfinished" / "half").touch()
+    with making(tmp_path / "entry", lambda _: None) as unfinished:
+        assert unfinished is not None
+        (unfinished / "whole").touch()
+    assert [path.name for path in (tmp_path / "entry").iterdir()] == ["whole"]
+
+
+def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
+    makers: list[int] = []
+    said: list[str] = []
+
+    def make(number: int) -> None:
+        with making(tmp_path / "entry", said.append) as unfinished:
+            if unfinished is not None:
+                makers.append(number)
+                time.sleep(0.5)
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(makers) == 1
+    assert said == ["another run is making entry; waiting for it"] * 2
+
+
+def test_an_exception_leaves_no_entry(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="disk full"), making(tmp_path / "entry", lambda _: None):
+        raise OSError("disk full")
+    assert entries(tmp_path) == []
+
+
+def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_directory(Data()) == Path("/xdg/gkd")
+    assert cache_directory(Data(cache_dir="/mine")) == Path("/mine")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory(Data()) == Path.home() / ".cache" / "gkd"
