@@ -63,7 +63,7 @@ def load(tree: Mapping[str, Any]) -> Config:
         if first["type"] == OWN:
             context = first["ctx"]
             if context["unknown"]:
-                raise unknown(f"{key}.{context['key']}", None) from None
+                raise unknown(f"{key}.{context['key']}", context["value"]) from None
             shown = f"={context['value']}" if context["value"] else ""
             raise ConfigError(f"{key}.{context['key']}{shown}: {context['why']}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
