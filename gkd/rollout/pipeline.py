@@ -35,7 +35,7 @@ class _Pending:
 
 
 class ScoringPipeline:
-    """Has each sample scored by whom its request names, and puts it into ``scored`` when the last of them is done.
+    """Has each sample scored by the scorers of its request, and puts it into ``scored`` when all of them are done.
 
     ``scored`` also holds the errors of models that could not score, each in place of its sample. The student's
     tokenizer, in ``model_path``, decodes responses for the reward functions. ``rank`` is that of the engine.
@@ -112,7 +112,8 @@ class ScoringPipeline:
         prompt, ids = sample.request.prompt, sample.sampled_ids
         response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         if self._reward_tokenizer is not None:
-            rate = Rate(tokens_of(prompt, ids, response, *self._reward_tokenizer))
+            after_prompt = sample.token_ids[len(prompt.token_ids) :]
+            rate = Rate(tokens_of(prompt, after_prompt, response, *self._reward_tokenizer))
             for name in self._config.reward.scored_by("reward_model"):
                 pending.rewards[name] = self._rate(rate)
         pending.rewards |= self._rewards.submit(

@@ -142,16 +142,16 @@ class Connections:
                 old.close()
                 gone.append(old)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._accepted(fd)
+                self._add(fd)
         return gone
 
-    def _accepted(self, fd: int) -> None:
+    def _add(self, fd: int) -> None:
         try:
             self._by_fd[fd] = Connection(fd)
         except OSError:  # it has gone again
             return
         if len(self._by_fd) > self._most:
-            # Whoever has said nothing yet goes before whoever has, as clients greet at once and then keep on.
+            # A peer that has sent nothing yet goes before one that has: clients greet at once and then keep on.
             others = [c for other, c in self._by_fd.items() if other != fd and not c.is_cut]
             if others:
                 min(others, key=lambda c: (c.client is not None, c.heard)).cut()
