@@ -82,3 +82,10 @@ class OpenSettings(Settings):
                 if name not in owners:
                     raise PydanticCustomError(OWN, "{why}", {"key": name, "value": "", "unknown": True, "why": ""})
         return self
+
+    @model_validator(mode="after")
+    def _own_settings_are_complete(self) -> OpenSettings:
+        """Add defaults of settings that stand beside the class' name, so that what is written of a run says them."""
+        if "" in self.owners() and self.model_extra is not None and (own := self.own()) is not None:
+            self.model_extra.update(own.model_dump())
+        return self
