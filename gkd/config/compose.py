@@ -25,6 +25,7 @@ from gkd.config.data import TASKS
 from gkd.config.file import read_yaml
 from gkd.config.loading import is_text, open_sections, unknown
 from gkd.errors import ConfigError
+from gkd.registry import absolute
 
 # An installed package carries conf inside itself; a checkout has it at the top.
 _INSIDE, _TOP = Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf"
@@ -75,7 +76,30 @@ def _defaults() -> DictConfig:
     for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
         defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
     defaults["actor"]["lr"] = None  # so that the recipe's algorithm decides
+    for name in open_sections():
+        _drop_own(defaults, name)  # which are those of the class that is named in the end
     return OmegaConf.create(defaults)
+
+
+def _drop_own(tree: Mapping[str, Any], section: str) -> None:
+    """Leave of ``section`` in ``tree`` the settings that it has whatever class it names."""
+    node: Any = tree
+    for part in section.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    for key in set(node or {}) - set(open_sections()[section].model_fields):
+        del node[key]
+
+
+def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Drop from a file's ``values`` the own settings of classes in whose place ``overrides`` name others."""
+    texts = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    for section, kind in open_sections().items():
+        name: Any = values
+        for part in [*section.split("."), kind.selects]:
+            name = name.get(part, {}) if isinstance(name, Mapping) else {}
+        text = texts.get(f"{section}.{kind.selects}")
+        if isinstance(name, str) and text is not None and absolute(text.strip("\"'")) != absolute(name):
+            _drop_own(values, section)
 
 
 def _flat(tree: DictConfig) -> set[str]:
@@ -109,6 +133,7 @@ def _with_file(file: str, overrides: Sequence[str], task: Sequence[str]) -> dict
     if chosen["recipe"] in (None, "none"):
         recipe = [o for o in overrides if o.startswith("+recipe=")]
         overrides = [o for o in overrides if o not in recipe]
+    _drop_own_of_replaced(values, overrides)
     below = OmegaConf.create(_tree(_defaults(), [*placement, *recipe, *task]))
     if not any(o.startswith("placement=") for o in overrides):
         overrides = ["~placement", *overrides]  # it is in there already

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSettings
 from gkd.registry import Registry, absolute
-
-if TYPE_CHECKING:
-    from gkd.algorithms.compositions import Composition
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
@@ -224,15 +221,9 @@ class Algorithm(Settings):
         return self
 
     @property
-    def composition(self) -> Composition:
-        """What the algorithm is made of."""
-        composition: Composition = ALGORITHMS.load(self.name)
-        return composition
-
-    @property
     def distils(self) -> bool:
         """Whether a divergence from the teacher is part of the loss."""
-        return self.composition.distils
+        return bool(ALGORITHMS.load(self.name).distils)
 
     @property
     def policy_weight(self) -> float:
@@ -242,7 +233,8 @@ class Algorithm(Settings):
     @property
     def ratio(self) -> Literal["token", "sequence"]:
         """Whether importance ratios of the policy-gradient loss are of tokens or of responses."""
-        return self.policy.ratio or self.composition.ratio
+        default: Literal["token", "sequence"] = ALGORITHMS.load(self.name).ratio
+        return self.policy.ratio or default
 
     @property
     def needs_policy(self) -> bool:

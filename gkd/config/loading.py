@@ -31,17 +31,17 @@ def settings() -> dict[str, str]:
     return dict(walk(Config, ""))
 
 
-def open_sections() -> list[str]:
-    """Dotted names of sections that take settings of users' own classes."""
+def open_sections() -> dict[str, type[OpenSettings]]:
+    """Return sections that take settings of users' own classes, by dotted name."""
 
-    def walk(section: type[Settings], prefix: str) -> Iterator[str]:
+    def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, type[OpenSettings]]]:
         if issubclass(section, OpenSettings):
-            yield prefix.removesuffix(".")
+            yield prefix.removesuffix("."), section
         for name, field in section.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
                 yield from walk(field.annotation, f"{prefix}{name}.")
 
-    return list(walk(Config, ""))
+    return dict(walk(Config, ""))
 
 
 def load(tree: Mapping[str, Any]) -> Config:

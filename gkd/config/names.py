@@ -172,6 +172,7 @@ ALGORITHM: dict[str, str] = {
     "clip_ratio": "algorithm.policy.clip_low and algorithm.policy.clip_high",
     "clip_ratio_low": "algorithm.policy.clip_low",
     "clip_ratio_high": "algorithm.policy.clip_high",
+    "cliprange": "algorithm.policy.clip_low and algorithm.policy.clip_high",
     "eps_clip": "algorithm.policy.clip_low and algorithm.policy.clip_high",
     "eps_clip_high": "algorithm.policy.clip_high",
     "off_policy_mask_threshold": "algorithm.policy.sequence_mask_kl",

@@ -85,6 +85,13 @@ class OpenSettings(Settings):
                     raise _refused(name, value, "", unknown=True)
         return self
 
+    @model_validator(mode="after")
+    def _own_settings_are_complete(self) -> OpenSettings:
+        """Add defaults of settings that stand beside the class' name, so that what is written of a run says them."""
+        if "" in self.owners() and self.model_extra is not None and (own := self.own()) is not None:
+            self.model_extra.update(own.model_dump())
+        return self
+
 
 class OpenSections(OpenSettings):
     """A section with a setting that names classes of ``registry``, each with its settings in a section below.

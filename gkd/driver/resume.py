@@ -79,7 +79,7 @@ def find(config: Config, output: Path) -> Saved:
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
     here, there = _flat(config.model_dump(mode="json")), _flat(saved.config)
-    for key in sorted({*here, *there}):
+    for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
         if _is_of(key, _SAME) and not _is_of(key, _FREE) and here.get(key) != there.get(key):
             raise ConfigError(
                 f"trainer.resume=true: {saved.path} was made with {key}={there.get(key)}, this is {here.get(key)}"

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from omegaconf import OmegaConf
 from pydantic import Field, ValidationError
 
 from gkd.config.base import Settings
+from gkd.config.compose import compose
 from gkd.config.open import OWN, OpenSettings
 from gkd.errors import ConfigError
 from gkd.registry import Registry, absolute
@@ -88,3 +90,15 @@ def test_a_setting_that_several_classes_have_is_listed_with_all_of_them() -> Non
         name: str = "one"
 
     assert dict(Both.settings_of_entries("")) == {"scale": "one, two: a factor"}
+
+
+def test_a_run_says_every_setting_of_its_classes_and_another_class_brings_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    first = compose(["algorithm.loss.name=jsd"])
+    assert first.model_dump()["algorithm"]["loss"]["beta"] == 0.5
+    assert first.algorithm.advantage.model_dump()["divide_by_std"] is True
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(first.model_dump())))
+    assert compose([str(file)]) == first
+    assert compose([str(file), "algorithm.loss.beta=0.3"]).algorithm.loss.own().beta == 0.3
+    assert compose([str(file), "algorithm.loss.name=jsd", "algorithm.loss.top_k=4"]).algorithm.loss.own().beta == 0.5
+    assert "beta" not in compose([str(file), "algorithm.loss.name=forward_kl"]).model_dump()["algorithm"]["loss"]

@@ -17,6 +17,8 @@ from gkd.errors import ConfigError
 from gkd.losses.position import position_losses
 from gkd.losses.targets import PositionTargets
 from gkd.planning.logits import logit_copies
+from gkd.registry import Registry
+from gkd.rewards.completion import Completion
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "your_own"
 N, V = 3, 8
@@ -95,6 +97,12 @@ def test_an_advantage_estimator(run: Run) -> None:
     advantage = run(*reward, "algorithm.advantage.baseline=0.25").algorithm.advantage
     assert advantage.build()([1.0, 1.0, float("nan"), 0.0], [0, 0, 0, 1]).tolist() == [0.75, 0.75, 0.0, -0.25]
     assert np.allclose(run(*reward).algorithm.advantage.build()([1.0], [0]), 0.5)
+
+
+def test_a_reward(run: Run) -> None:
+    kind = Registry("reward.functions", {}).load("reward.py:Brevity")
+    lengths = [Completion("", "", None, n_tokens, 64, truncated=False) for n_tokens in (2, 4, 16)]
+    assert [kind(kind.Config(wanted=4))(completion) for completion in lengths] == [1.0, 1.0, 0.25]
 
 
 def test_a_surrogate_and_an_algorithm(run: Run) -> None:

@@ -1,0 +1,23 @@
+"""A reward of one's own: answers that keep to a length."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from gkd.rewards.completion import Completion
+
+
+class Brevity:
+    """Gives 1 to responses of at most ``wanted`` tokens, and less the longer they are: half of it at twice as many."""
+
+    class Config(BaseModel):
+        """Becomes ``reward.Brevity.wanted``."""
+
+        wanted: int = Field(16, ge=1, description="tokens, the end token among them")
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self, completion: Completion) -> float:
+        """Return the reward of a response, between 0 and 1."""
+        return min(1.0, self.config.wanted / completion.n_tokens)
