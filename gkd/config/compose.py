@@ -176,7 +176,8 @@ def _check(overrides: Sequence[str]) -> None:
         elif key not in known and not any(k.startswith(f"{key}.") for k in known) and not _may_be_own(key, known):
             raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
         elif override.is_sweep_override():
-            raise ConfigError(f"{override.input_line}: one value is expected; write a list as '[a,b]' or quote it")
+            line = str(override.input_line).removeprefix("++")
+            raise ConfigError(f"{line}: one value is expected; write a list as '[a,b]' or quote it")
 
 
 def _may_be_own(key: str, known: Mapping[str, str]) -> bool:

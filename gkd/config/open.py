@@ -108,16 +108,16 @@ class OpenSections(OpenSettings):
 
     def owners(self) -> Mapping[str, Any]:
         """Return classes with settings, by the section below this one. Raises ValueError where two have one section."""
-        found: dict[str, Any] = {}
+        classes: dict[str, Any] = {}
         configured = [name for name in self.registry.names() if name in (self.model_extra or {})]
         for name in [*configured, *self.chosen()]:
             owner, section = self.registry.load(name), short(name)
             if getattr(owner, "Config", None) is None:
                 continue
-            if section in type(self).model_fields or found.get(section, owner) is not owner:
+            if section in type(self).model_fields or classes.get(section, owner) is not owner:
                 raise ValueError(f"{name}: {section} is the name of other settings as well; give the class another")
-            found[section] = owner
-        return found
+            classes[section] = owner
+        return classes
 
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
@@ -135,8 +135,9 @@ class OpenSections(OpenSettings):
     def _settings_of_named_classes_are_complete(self) -> OpenSections:
         for name in self.chosen():
             own = self.settings_of(name)
-            if own is not None and self.model_extra is not None:
-                self.model_extra[short(name)] = own.model_dump()
+            complete = {} if own is None else own.model_dump()
+            if complete and self.model_extra is not None:
+                self.model_extra[short(name)] = complete
         return self
 
 

@@ -16,22 +16,22 @@ AGAIN_AFTER = 100
 
 
 class Watcher:
-    """Says each warning once, and again after :data:`AGAIN_AFTER` steps if it still or newly holds."""
+    """Gives each warning once, and again after :data:`AGAIN_AFTER` steps if it still or newly holds."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._said: dict[str, int] = {}
+        self._warned_at: dict[str, int] = {}
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn of what is wrong with a step."""
         for name, text in warnings(self.config, metrics):
-            if step - self._said.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:
-                self._said[name] = step
+            if step - self._warned_at.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:
+                self._warned_at[name] = step
                 log.warning("step %d: %s", step, text)
 
 
 def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield name of the metric and text of every warning that a step's metrics give reason to."""
+    """Yield name of the metric and text of every warning that a step's metrics call for."""
     watch = config.watch
     cut = metrics.get("response/clip_ratio", 0.0)
     if cut > watch.truncation_rate:
