@@ -258,6 +258,7 @@ EARLIER: dict[str, str] = {
     "share_with": "rollout.colocate_with, and so for the other groups",
     "update_epochs": "actor.epochs",
     "take_turns": "cluster.offload",
+    "plan.card": "plan.gpu_type",
 }
 """Names that settings had in earlier versions."""
 
