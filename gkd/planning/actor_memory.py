@@ -46,6 +46,7 @@ class Training:
 
     ``sharded``: whether FSDP2 holds the model; without it nothing is gathered. ``frozen``: bytes of a number of the
     weights under an adapter. ``offloaded``: whether parameters, gradients and moments are in the host's memory.
+    ``nucleus``: copies of a chunk's logits that it takes to find the tokens of ``rollout.top_p``, 0 for all of them.
     """
 
     algorithm: Algorithm
@@ -57,6 +58,7 @@ class Training:
     sharded: bool = True
     frozen: int = F32
     offloaded: bool = False
+    nucleus: int = 0
 
     @property
     def rank(self) -> int:
@@ -77,7 +79,7 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
     forward = before | _forward(shape, training, micro)
     chunk = min(training.loss_chunk, max(1, micro.positions))
     rows = 2 * micro.positions * shape.hidden * c  # of the response positions, and as much beside them
-    logits_forward, logits_backward = logit_bytes(training.algorithm, shape.vocabulary, chunk, c)
+    logits_forward, logits_backward = logit_bytes(training.algorithm, shape.vocabulary, chunk, c, training.nucleus)
     head_gradient, head_so_far = _head_gradient(shape, training, micro)
     stream = c * shape.hidden * micro.tokens
     recomputed = max(saved_activations(shape, c, training.rank).layers) * micro.tokens if training.checkpointing else 0
@@ -273,14 +275,21 @@ def _backward_working(shape: ModelShape, c: int) -> float:
     return c * (2 * max(kind.width for kind in shape.layers) + shape.hidden)
 
 
-def logit_bytes(algorithm: Algorithm, vocabulary: int, chunk: int, c: int) -> tuple[float, float]:
+def logit_bytes(algorithm: Algorithm, vocabulary: int, chunk: int, c: int, nucleus: int = 0) -> tuple[float, float]:
     """Return the bytes of a chunk's logits [chunk, V] at the worst moments of its forward and backward pass.
 
     The head's own result is of the compute type; a divergence in bfloat16 has it once more, converted to float32.
+    Finding the nucleus takes ``nucleus`` copies beside that result and the log-softmax. A policy's is found again at
+    the begin of the backward pass, when what a divergence keeps is there.
     """
-    forward, backward = logit_copies(algorithm, vocabulary)
-    numbers = float(chunk * vocabulary)
-    return numbers * ((forward + (c < F32 and algorithm.distils)) * F32 + c), numbers * backward * F32
+    n_forward, n_backward = logit_copies(algorithm, vocabulary)
+    forward, backward = (n_forward + (c < F32 and algorithm.distils)) * F32 + c, n_backward * F32
+    if nucleus:
+        forward = max(forward, (1 + nucleus) * F32 + c)
+    if nucleus and _needs_policy(algorithm):
+        kept = n_backward - 5 if algorithm.distils else 0
+        backward = max(backward, (kept + 1 + nucleus) * F32 + c)
+    return float(chunk * vocabulary * forward), float(chunk * vocabulary * backward)
 
 
 def logit_copies(algorithm: Algorithm, vocabulary: int) -> tuple[int, int]:

@@ -20,6 +20,10 @@ GRAPHS, COLLECTIVES = 0.5 * GIB, 0.5 * GIB  # captured graphs of an engine; NCCL
 ACTOR_PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
 ENGINE_PROCESS = 1.2 * GIB  # an engine's: Python, torch and vLLM
 FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
+# Float32 copies of logits that finding a nucleus takes. On a CPU: sorted, their probabilities, the sums of these, and a
+# temporary. On a GPU torch.sort itself takes more: sorted values, their ids of 8 bytes, ids in order, and buffers of
+# values and ids for the radix sort.
+NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
 
@@ -165,6 +169,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
         actor.lora,
         frozen=F32 if is_cpu else layout.compute_bytes,
         offloaded=actor.offload_optimizer and not is_cpu,
+        nucleus=0 if layout.config.rollout.top_p == 1.0 else NUCLEUS_CPU if is_cpu else NUCLEUS_GPU,
     )
     micro = largest_micro_batch(layout, world)
     items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)

@@ -13,9 +13,21 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config,
 
 from gkd.actor.model import shard
 from gkd.config import Config, Lora, load
-from gkd.planning.actor_memory import MicroBatchSize, Training, adapter_weights, peak_items, saved_activations
+from gkd.losses.micro_batch import collate
+from gkd.losses.objective import objective
+from gkd.planning.actor_memory import (
+    MicroBatchSize,
+    Training,
+    adapter_weights,
+    logit_bytes,
+    peak_items,
+    saved_activations,
+)
+from gkd.planning.memory import NUCLEUS_CPU, memory_of
 from gkd.planning.shapes import shape_of
+from tests.planning.layouts import layout_of
 from tests.planning.measure import peak_of_update, samples, student_of
+from tests.planning.tensor_bytes import TensorBytes
 
 LENGTH, RESPONSE, N = 128, 96, 4
 WIDE = {
@@ -79,6 +91,36 @@ def test_estimate_is_near_the_measured_peak(
     assert estimate(model, run, tokens, k) == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "k"),
+    [
+        (GRPO, None),
+        (TOP_K, 8),
+        (TOP_K | {"reward_weight": 0.5}, 8),
+        (TOP_K | {"loss": {"name": "reverse_kl", "top_k": 8, "tail": False}, "reward_weight": 0.5}, 8),
+    ],
+)
+def test_a_nucleus_is_counted_exactly(algorithm: dict[str, Any], k: int | None) -> None:
+    """Of a chunk's logits [64, 8192], at the peaks of both passes; here beside a head of hardly any numbers."""
+    chunk, vocabulary, tensors = 64, 8192, TensorBytes()
+    run = load({"algorithm": algorithm, "rollout": {"n": 2, "top_p": 0.9}})
+    micro = collate(samples([chunk + 8], chunk, vocabulary, k), k, [1 / chunk], [1.0])
+    weight, hidden = torch.randn(vocabulary, 2, requires_grad=True), torch.randn(chunk, 2, requires_grad=True)
+    with tensors:
+        loss, _ = objective(micro, run.algorithm, run.rollout, chunk)(hidden, lambda rows: rows @ weight.T)
+        forward, tensors.peak = tensors.peak, 0
+        loss.backward()
+    planned = logit_bytes(run.algorithm, vocabulary, chunk, 4, NUCLEUS_CPU)
+    assert (forward, tensors.peak) == pytest.approx(planned, rel=0.03)
+
+
+def test_a_nucleus_takes_three_gigabytes_of_a_gpu() -> None:
+    """Of 151,936 tokens and 1,024 positions: five more copies of 0.62 GB."""
+    overrides = ("+recipe=grpo", "model.size=1.5b", "actor.loss_chunk=1024", "plan.gpu_type=h200")
+    plain, nucleus = (memory_of(layout_of(*overrides, f"rollout.top_p={p}"), "actor").items for p in (1, 0.9))
+    assert nucleus["logits"] - plain["logits"] == 5 * 1024 * 151_936 * 4
+
+
 def test_sequences_of_unequal_length_cost_little_more() -> None:
     """They are padded inside the attention alone."""
     lengths = [128, 120, 112, 100, 128, 120, 112, 100]
@@ -136,8 +178,6 @@ def test_what_autograd_saves_is_counted_to_a_percent() -> None:
         if storage._cdata not in own:
             storages[storage._cdata] = storage
         return tensor
-
-    from gkd.losses.micro_batch import collate
 
     scored = samples([LENGTH] * N, RESPONSE, model.vocab_size, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -93,6 +93,27 @@ def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert planned(tmp_path, *own)["hardware"]["is_cpu"]
 
 
+def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with one GPU, whose groups would share it, as well."""
+    for module in ("gkd.cluster.gpu", "gkd.planning.layout"):
+        monkeypatch.setattr(f"{module}.nvml_uuids", lambda: ["GPU-1"])
+    monkeypatch.setattr("gkd.planning.layout._gpu_here", lambda: ("h200", 150.0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    own = ["+recipe=grpo", "model.size=0.5b"]
+    here = planned(tmp_path, *own)
+    assert here["hardware"]["name"] == "h200"
+    assert _shared(here)
+    other = planned(tmp_path, *own, "plan.memory_gb=16")
+    assert other["hardware"]["memory"] == 16e9
+    assert "as fast as rtx-3060" in other["hardware"]["name"]
+    assert not _shared(other)
+
+
+def _shared(found: dict[str, Any]) -> bool:
+    """Whether a group has less than all of its GPU."""
+    return any(group["available"] < found["hardware"]["memory"] for group in found["memory"])
+
+
 def test_what_a_run_refuses_is_not_offered(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["+recipe=grpo", f"model.path={model}", "plan.gpu_type=l40s", "--best", "4", "--by-memory"])
     named = set(re.findall(r"\b(?:[a-z]\w*\.)+[a-z]\w*\b", capsys.readouterr().out))
