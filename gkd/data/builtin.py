@@ -21,17 +21,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import gkd
 from gkd.config import Builtin, Config, user_path
-from gkd.data.sorting import VOCABULARY, examples, write_examples
+from gkd.data.sorting import examples, write_examples
 from gkd.errors import ConfigError, RunFailed
 
 RECIPE_VERSION = 1  # raise it when the same settings make other models or data
 MAKING_TIMEOUT_S = 1800.0
 VAL_SEED = 1_000_003
-HEAD_DIM = 32  # the smallest that vLLM's CPU attention takes
 
 Say = Callable[[str], None]
 
@@ -54,20 +52,6 @@ class ModelRecipe:
     lr: float
     stop_at: float | None
     seed: int
-
-    def config(self) -> dict[str, Any]:
-        """Return what its config.json has of a model's shape."""
-        return {
-            "vocab_size": len(VOCABULARY),
-            "hidden_size": self.width,
-            "intermediate_size": 2 * self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "head_dim": HEAD_DIM,
-            "max_position_embeddings": 128,
-            "tie_word_embeddings": False,
-        }
 
     def directory(self, cache: Path) -> Path:
         """Where the model lies in the cache."""

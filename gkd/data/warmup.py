@@ -25,6 +25,7 @@ from gkd.data import sorting
 from gkd.data.builtin import ModelRecipe, Say, making
 from gkd.errors import RunFailed
 
+HEAD_DIM = 32  # the smallest that vLLM's CPU attention takes
 N_EXAMINED = 256  # fresh prompts that measure the accuracy
 EXAMINED_EVERY = 2  # steps, where the accuracy ends the training
 SAID_EVERY = 25  # steps
@@ -46,8 +47,16 @@ def new_model(recipe: ModelRecipe) -> Any:
     torch.manual_seed(recipe.seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            **recipe.config(),
+            vocab_size=len(sorting.VOCABULARY),
+            hidden_size=recipe.width,
+            intermediate_size=2 * recipe.width,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.heads,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=128,
             rope_theta=1000.0,
+            tie_word_embeddings=False,
             pad_token_id=sorting.PAD_ID,
             bos_token_id=sorting.BOS_ID,
             eos_token_id=sorting.EOS_ID,

@@ -36,7 +36,7 @@ def changes_for(layout: Layout, group: str) -> list[Change]:
     """List what may be changed for a group; a setting may be there twice, with values of different levels."""
     section = next(section for section, _ in layout.config.pools() if GROUPS.get(section, section) == group)
     if group == "actor":
-        more_gpus = None if layout.hardware.is_cpu else _more_gpus(layout)
+        more_gpus = None if layout.hardware.is_cpu else _offer_gpus(layout)
         changes = actor_changes(layout.config, layout.workload().longest, more_gpus)
     elif section == "reward_model":
         n_seqs = layout.config.reward_model.max_num_seqs
@@ -44,7 +44,7 @@ def changes_for(layout: Layout, group: str) -> list[Change]:
     else:
         changes = _engine_changes(layout, section)
     if group in ("actor", *layout.config.on_the_actors_gpus()):
-        changes = [*changes, *_offload(layout)]
+        changes = [*changes, *_offer_offload(layout)]
     return [change for change in changes if change.values]
 
 
@@ -66,10 +66,10 @@ def actor_changes(config: Config, longest: int, more_gpus: Change | None) -> lis
         changes.append(more_gpus)
     ranks = () if config.reference.model.path is not None else (16, 8, 4)  # with adapters it is the student
     r = actor.lora.r
-    return [*changes, *_shorter(config), Change("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r))]
+    return [*changes, *_shorten_texts(config), Change("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r))]
 
 
-def _shorter(config: Config) -> list[Change]:
+def _shorten_texts(config: Config) -> list[Change]:
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     return [
         Change("rollout.max_response_length", 2, tuple(v for v in (response * 3 // 4, response // 2) if v >= 16)),
@@ -77,23 +77,23 @@ def _shorter(config: Config) -> list[Change]:
     ]
 
 
-def _more_gpus(layout: Layout) -> Change:
+def _offer_gpus(layout: Layout) -> Change:
     """Offer GPUs of its nodes that no other group has; further nodes to an actor that has whole ones."""
     trainer, per_node = layout.config.trainer, layout.gpus_per_node
     if (now := trainer.n_gpus_per_node) >= per_node:
         return Change("trainer.nnodes", 2, tuple(trainer.nnodes << i for i in (1, 2, 3)))
-    free = _room(layout, "trainer")
+    free = _free_gpus(layout, "trainer")
     return Change("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
 
 
-def _offload(layout: Layout) -> list[Change]:
+def _offer_offload(layout: Layout) -> list[Change]:
     """Offer to offload actor and engines in turn, where that is ruled out and would be possible."""
     config = layout.config
     possible = config.on_the_actors_gpus() and config.actor.lora.quantize is None and not layout.hardware.is_cpu
     return [Change("cluster.offload", 1, (True,))] if possible and config.cluster.offload is False else []
 
 
-def _room(layout: Layout, section: str) -> int:
+def _free_gpus(layout: Layout, section: str) -> int:
     """Count the GPUs of a node that a pool could have: all where it may be alone, else those that the others leave.
 
     0 where its GPUs are named, or another group's.
@@ -120,8 +120,8 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
     if layout.hardware.is_cpu:
         sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)
-        changes.append(Change(f"{section}.n_gpus_per_node", 1, _fewer_engines(layout.config, section, engine)))
-        return [*changes, Change(f"{section}.kv_cache_gb", 1, sizes), *_shorter(layout.config)]
+        changes.append(Change(f"{section}.n_gpus_per_node", 1, _offer_fewer_engines(layout.config, section, engine)))
+        return [*changes, Change(f"{section}.kv_cache_gb", 1, sizes), *_shorten_texts(layout.config)]
     properties = engine_properties(engine)
     if properties.managed_memory:
         share = engine.gpu_memory_utilization
@@ -131,23 +131,23 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
         changes.append(Change(f"{section}.gpu_memory_utilization", 1, tuple(shares)))
         changes.append(Change(f"{section}.enforce_eager", 1, () if engine.enforce_eager else (True,)))
     if properties.tensor_parallel:
-        changes += _wider_engines(layout, section, engine)
-    return [*changes, *_shorter(layout.config)]
+        changes += _widen_engines(layout, section, engine)
+    return [*changes, *_shorten_texts(layout.config)]
 
 
-def _wider_engines(layout: Layout, section: str, engine: Engine) -> list[Change]:
-    n, room, heads = engine.n_gpus_per_node, _room(layout, section), layout.models.of(section).heads
+def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]:
+    n, room, heads = engine.n_gpus_per_node, _free_gpus(layout, section), layout.models.of(section).heads
     now = engine.tensor_parallel_size
     wider = [now << i for i in (1, 2, 3)] if heads % now == 0 else [1, 2, 4, 8]
     widths = [tp for tp in wider if heads % tp == 0]
     with_more_gpus = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)
     return [
         Change(f"{section}.tensor_parallel_size", 1, tuple(tp for tp in widths if n % tp == 0)),
-        Change(f"{section}.tensor_parallel_size", 2, (*with_more_gpus, *_whole_nodes(layout, section, room))),
+        Change(f"{section}.tensor_parallel_size", 2, (*with_more_gpus, *_span_nodes(layout, section, room))),
     ]
 
 
-def _whole_nodes(layout: Layout, section: str, room: int) -> list[int]:
+def _span_nodes(layout: Layout, section: str, room: int) -> list[int]:
     """List widths of an engine on all GPUs of one node or several, where one on those of fewer does not fit."""
     group, per_node = GROUPS.get(section, section), layout.gpus_per_node
     if not _takes_any_gpus(layout.config, section) or group in layout.config.hosts().values():
@@ -159,7 +159,7 @@ def _whole_nodes(layout: Layout, section: str, room: int) -> list[int]:
     return [nnodes * per_node for nnodes in (2, 4) if heads % (nnodes * per_node) == 0]
 
 
-def _fewer_engines(config: Config, section: str, engine: Engine) -> tuple[int, ...]:
+def _offer_fewer_engines(config: Config, section: str, engine: Engine) -> tuple[int, ...]:
     """Offer fewer simulated GPUs, all of which are in the memory of one machine."""
     halves = (engine.n_gpus_per_node >> i for i in (1, 2, 3))
     whole = tuple(n for n in halves if n and n % engine.tensor_parallel_size == 0)

@@ -15,13 +15,15 @@ from gkd.algorithms.top_k import top_k_wanted
 from gkd.cluster.gpu import nvml_uuids
 from gkd.cluster.layout import asks_of, idle_nodes, solve
 from gkd.config import GROUPS, Config, Engine, Plan, Rollout, nearest
-from gkd.data.builtin import recipes
+from gkd.data import sorting
+from gkd.data.builtin import ModelRecipe, recipes
 from gkd.errors import ConfigError
 from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size
 
 GB, GIB, F32 = 1e9, 1 << 30, 4
 DEFAULT_GPU = "h100-80gb"
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.24, 0.3
+BUILTIN_HEAD_DIM = 32  # gkd.data.warmup, which imports torch
 GPU_SETTINGS = ("gpus", "gpus_by_node", "colocate_with")  # settings of a pool that choose its GPUs
 
 
@@ -243,7 +245,7 @@ def models_of(config: Config) -> Models:
     reward_model = config.reward_model.model.path if config.asks_reward_model else None
     scores = None if reward_model is None else read_shape(reward_model, "reward_model.model.path")
     if config.uses_builtin_task:
-        teacher, student = (shape_of(recipe.config()) for recipe in recipes(config.builtin, config.trainer.seed))
+        teacher, student = (_builtin_shape(recipe) for recipe in recipes(config.builtin, config.trainer.seed))
         return Models(student, teacher if config.algorithm.needs_teacher else None, scores)
     reference = config.reference.model.path
     return Models(
@@ -251,6 +253,20 @@ def models_of(config: Config) -> Models:
         _teacher_shape(config),
         scores,
         None if reference is None else read_shape(reference, "reference.model.path"),
+    )
+
+
+def _builtin_shape(recipe: ModelRecipe) -> ModelShape:
+    return shape_of(
+        {
+            "hidden_size": recipe.width,
+            "intermediate_size": 2 * recipe.width,
+            "num_hidden_layers": recipe.layers,
+            "num_attention_heads": recipe.heads,
+            "head_dim": BUILTIN_HEAD_DIM,
+            "vocab_size": len(sorting.VOCABULARY),
+            "max_position_embeddings": 128,
+        }
     )
 
 

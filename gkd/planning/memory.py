@@ -76,7 +76,7 @@ def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
         offload = _needs_offload(layout, groups)
         if offload and "rollout" in layout.config.on_the_actors_gpus():
             groups = [_with_weight_sync(group, groups) if group.group == "actor" else group for group in groups]
-        return [replace(group, available=_left_by_others(layout, group, groups, offload)) for group in groups]
+        return [replace(group, available=_available_beside(layout, group, groups, offload)) for group in groups]
     widths = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in layout.config.pools()]
     totals = [group.total * group.n_gpus / tp for group, tp in zip(groups, widths, strict=True)]
     return [replace(group, available=layout.hardware.memory - sum(totals) + group.total) for group in groups]
@@ -107,17 +107,17 @@ def _needs_offload(layout: Layout, groups: list[GroupMemory]) -> bool:
         return False
     if config.cluster.offload != "auto":
         return config.cluster.offload
-    side_by_side = [replace(group, available=_left_by_others(layout, group, groups, False)) for group in groups]
+    side_by_side = [replace(group, available=_available_beside(layout, group, groups, False)) for group in groups]
     return any(not memory.fits for memory in side_by_side if memory.group in ("actor", *engines))
 
 
-def _left_by_others(layout: Layout, group: GroupMemory, groups: list[GroupMemory], offload: bool) -> float:
+def _available_beside(layout: Layout, group: GroupMemory, groups: list[GroupMemory], offload: bool) -> float:
     """Return what a GPU has for a group besides those that share it (``colocate_with``)."""
     colocated = layout.config.may_share()
     others = [other for other in groups if frozenset((group.group, other.group)) in colocated]
     away = {other.group for other in others if offload and "actor" in (group.group, other.group)}
     return layout.hardware.memory - sum(
-        _kept_when_offloaded(other) if other.group in away else other.total for other in others
+        _bytes_when_offloaded(other) if other.group in away else other.total for other in others
     )
 
 
@@ -132,7 +132,7 @@ def _with_weight_sync(actor: GroupMemory, groups: list[GroupMemory]) -> GroupMem
     return replace(actor, items=moment, notes=(*actor.notes, "most is needed when weights go to the engines"))
 
 
-def _kept_when_offloaded(memory: GroupMemory) -> float:
+def _bytes_when_offloaded(memory: GroupMemory) -> float:
     """Return what a group that does not work keeps: its process on the GPU, and captured graphs."""
     return sum(memory.items.get(name, 0.0) for name in ("context, CUDA graphs", "context, collectives", "process"))
 

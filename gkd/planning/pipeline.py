@@ -225,10 +225,10 @@ def sync_s(layout: Layout, world: int) -> float:
     """
     hardware, n_bytes = layout.hardware, layout.compute_bytes * layout.models.student.n_parameters
     gathered = 0.0 if world == 1 else n_bytes / hardware.link
-    way = transfer_of(layout)
-    if way == "object_store":
+    if transfer_of(layout) == "object_store":
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
-    sent = n_bytes / (hardware.link if _on_one_node(layout) else hardware.network) if way == "nccl" else 0.0
+    link = hardware.link if _on_one_node(layout) else hardware.network
+    sent = 0.0 if "rollout" in layout.config.on_the_actors_gpus() else n_bytes / link
     return SWITCH_S + gathered + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth) + sent
 
 
