@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from gkd.config import Config
+from gkd.planning.changes import LEVEL_NAMES, Change, actor_changes, overrides
+from gkd.planning.layout import with_settings
 
 _SIGNS = re.compile(
     "DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_FAILED|CUDA (driver )?error: out of memory|Triton Error.*: out of memory"
@@ -36,37 +38,19 @@ def smaller_budget(budget: int, lengths: Sequence[int], parts: Sequence[Sequence
 
 
 def out_of_memory_text(config: Config, world: int, longest: int | None, budget: int, reason: str) -> str:
-    """What to say when an update does not fit: one line with three levels of advice, worked out for ``config``.
+    """Return one line for an update that does not fit: what a plan would change, level by level (gkd.planning.changes).
 
     ``longest``: tokens of the longest sequence, None where it is the optimizer that does not fit; ``budget``: tokens of
     a micro-batch.
     """
-    told = "; ".join(
-        f"({number}) {what}: {' '.join(overrides)}"
-        for number, (what, overrides) in enumerate(_levels(config, world, longest, budget), start=1)
-        if overrides
-    )
+    more_gpus = Change("trainer.n_gpus_per_node", 2, (2 * world,))
+    now = with_settings(config, {"actor.max_tokens_per_micro_batch": budget})
+    changes = [change for change in actor_changes(now, longest or budget, more_gpus) if change.values]
+    levels = [
+        f"({level}) {name}: {overrides({change.setting: change.values[0] for change in at_level})}"
+        for level, name in LEVEL_NAMES.items()
+        if (at_level := [change for change in changes if change.level == level])
+    ]
     at_most = "in the optimizer's step" if longest is None else f"even with one sequence of {longest} tokens"
-    return f"the update does not fit into memory, {at_most}; what would help, from the cheapest: {told} ({reason})"
-
-
-def _levels(config: Config, world: int, longest: int | None, budget: int) -> list[tuple[str, list[str]]]:
-    """Overrides not in force yet, by what they cost: only time, memory elsewhere, or another training."""
-    actor, rollout = config.actor, config.rollout
-    same = []
-    if longest is not None and budget > longest:
-        same.append(f"actor.max_tokens_per_micro_batch={max(longest, budget // 2)}")
-    if not actor.gradient_checkpointing:
-        same.append("actor.gradient_checkpointing=true")
-    if actor.loss_chunk > 128:
-        same.append(f"actor.loss_chunk={max(128, actor.loss_chunk // 4)}")
-    elsewhere = [] if actor.offload_optimizer else ["actor.offload_optimizer=true"]
-    elsewhere.append(f"trainer.n_gpus_per_node={2 * world}")
-    other = ["actor.lora.r=16"] if actor.lora.r is None else []
-    if actor.lora.r is not None and actor.lora.r > 4:
-        other.append(f"actor.lora.r={actor.lora.r // 2}")
-    if rollout.max_response_length > 64:
-        other.append(f"rollout.max_response_length={rollout.max_response_length // 2}")
-    if config.data.max_prompt_length > 256:
-        other.append(f"data.max_prompt_length={config.data.max_prompt_length * 3 // 4}")
-    return [("the same training, slower", same), ("memory elsewhere", elsewhere), ("another training", other)]
+    helps = "what would help, from the cheapest"
+    return f"the update does not fit into memory, {at_most}; {helps}: {'; '.join(levels)} ({reason})"

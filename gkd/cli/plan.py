@@ -1,8 +1,8 @@
 """``python -m gkd.plan +recipe=grpo model.path=DIR placement=8gpu [OVERRIDES]``: what a layout needs, before it runs.
 
-Memory of each group against its card, seconds of each stage and of a step, and the best split of N GPUs, from the
-models' config.json alone (or ``model.size=7b``). Data need not be named. Exit codes: 0 it fits; 1 it does not; 2 what
-was asked cannot be planned.
+Memory of each group against its GPUs, seconds of each stage and of a step, and the best split of N GPUs, from the
+models' config.json alone (or ``model.size=7b``). Data need not be named. Exit codes: 0 it fits; 1 it does not; 2 it
+cannot be planned.
 """
 
 from __future__ import annotations
@@ -14,23 +14,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
-from gkd.cluster.layout import idle_nodes
-from gkd.cluster.sharing import shared
-from gkd.config import Config
-from gkd.config.compose import compose
-from gkd.errors import ConfigError, Parser, guarded
-from gkd.planning import cards
-from gkd.planning.cards import Card
-from gkd.planning.measured import factors_of
-from gkd.planning.result import plan
-from gkd.planning.subject import Subject, models_of, nodes_of
-from gkd.planning.tables import show
+from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+
+if TYPE_CHECKING:
+    from gkd.config import Config
+    from gkd.planning.layout import Hardware
 
 MOST_GPUS = 65_536  # of which the best splits are found in 6 s; more would take minutes
 
-# A plan needs no data; names stand in for those a run would have to be given.
+# A plan needs no data; names stand in for those that a run would need.
 STAND_INS = {"data.train_files": "[unnamed]", "data.val_files": "[unnamed]", "data.answer_key": "unnamed"}
 
 
@@ -46,16 +40,20 @@ def _main(arguments: Sequence[str]) -> int:
         "--from", dest="run", metavar="RUN_DIR", help="take timings from an earlier run's metrics.jsonl"
     )
     parser.add_argument("--best", type=_n_gpus, metavar="N", help="the three best splits of N GPUs")
-    parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on cards of other sizes")
+    parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on GPUs of other sizes")
     parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main")
     options = parser.parse_intermixed_args(arguments)
-    config = _as_here(_composed(options.overrides), options.best is not None)
-    subject = Subject(config, models_of(config), _card(config, options.best is not None), nodes_of(config))
+    from gkd.planning.layout import Layout, models_of, nodes_of
+    from gkd.planning.measured import factors_of
+    from gkd.planning.report import plan, show
+
+    config = _place_here(_compose(options.overrides), options.best is not None)
+    layout = Layout(config, models_of(config), _hardware(config, options.best is not None), nodes_of(config))
     factors = None
     if options.run is not None:
-        factors = factors_of(options.run, subject)
-        subject = replace(subject, config=factors.lengths(config))
-    result = plan(subject, factors, options.best, options.by_memory)
+        factors = factors_of(options.run, layout)
+        layout = replace(layout, config=factors.lengths(config))
+    result = plan(layout, factors, options.best, options.by_memory)
     show(result)
     if options.json is not None:
         try:
@@ -71,41 +69,57 @@ def _n_gpus(text: str) -> int:
     return int(text)
 
 
-def _composed(overrides: Sequence[str]) -> Config:
-    """The configuration, with data that nobody has named where a model of one's own is."""
+def _compose(overrides: Sequence[str]) -> Config:
+    """Compose the configuration; data and teacher need not be named where a model of one's own is."""
+    from gkd.config.compose import compose
+
     named = {override.partition("=")[0].lstrip("+") for override in overrides}
     if {"model.path", "model.size"} & named:
         overrides = [*(f"{key}={value}" for key, value in STAND_INS.items() if key not in named), *overrides]
         if not {"teacher.model.path", "teacher.model.size", "teacher.server_ip"} & named:
-            return _without_teacher(overrides)
+            return _compose_without_teacher(overrides)
     return compose(overrides)
 
 
-def _without_teacher(overrides: Sequence[str]) -> Config:
+def _compose_without_teacher(overrides: Sequence[str]) -> Config:
+    from gkd.config.compose import compose
+
     try:
         return compose(overrides)
     except ConfigError as error:
         if "teacher.model.path (or teacher.server_ip)" not in str(error):
             raise
-        raise ConfigError("a teacher is asked: name teacher.model.path, or teacher.model.size such as 7b") from None
+        raise ConfigError("there is no teacher: name teacher.model.path, or teacher.model.size such as 7b") from None
 
 
-def _as_here(config: Config, best: bool) -> Config:
-    """The layout that a run here would take, where it is this machine's GPUs that are planned for."""
-    if best or config.plan.card is not None or isinstance(config.cluster.simulate_gpus, int):
+def _place_here(config: Config, best: bool) -> Config:
+    """Return the layout that a run here would take, where this machine's GPUs are planned for."""
+    from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
+    from gkd.cluster.layout import idle_nodes
+    from gkd.cluster.sharing import shared
+
+    if best or _names_a_gpu(config) or isinstance(config.cluster.simulate_gpus, int):
         return config
     return shared(config, idle_nodes([len(real_tokens(os.environ.get(VISIBLE), nvml_uuids()))]))
 
 
-def _card(config: Config, best: bool) -> Card:
-    """The CPU where the run would compute on it: simulated GPUs, by number or because there are no others.
+def _names_a_gpu(config: Config) -> bool:
+    """Say whether the settings describe a GPU, which is then another machine's."""
+    return config.plan.gpu_type is not None or config.plan.memory_gb is not None
 
-    A card or its memory that is named is another machine's, unless GPUs are to be simulated here.
+
+def _hardware(config: Config, best: bool) -> Hardware:
+    """Return the CPU where the run would compute on it, else a GPU.
+
+    That is where GPUs are simulated, by number or because there are no others, unless a GPU is planned for: with
+    ``best``, ``plan.gpu_type``, or ``plan.memory_gb`` and no number of simulated ones.
     """
-    simulated, plan = config.cluster.simulate_gpus, config.plan
-    asked = best or plan.card is not None
-    if not asked and isinstance(simulated, int):
-        return cards.cpu(config.plan)
-    if not asked and simulated == "auto" and plan.memory_gb is None and not cards.found():
-        return cards.cpu(config.plan)
-    return cards.gpu(config.plan)
+    from gkd.cluster.gpu import nvml_uuids
+    from gkd.planning.layout import cpu_hardware, gpu_hardware
+
+    simulated, of_gpus = config.cluster.simulate_gpus, best or config.plan.gpu_type is not None
+    if not of_gpus and isinstance(simulated, int):
+        return cpu_hardware(config.plan)
+    if not of_gpus and simulated == "auto" and not _names_a_gpu(config) and not nvml_uuids():
+        return cpu_hardware(config.plan)
+    return gpu_hardware(config.plan)

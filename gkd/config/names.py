@@ -265,6 +265,7 @@ EARLIER: dict[str, str] = {
     "builtin.teacher_steps": "data.sort_digits.teacher_steps",
     "builtin.student_steps": "data.sort_digits.student_steps",
     "builtin.cache_dir": "data.cache_dir",
+    "plan.card": "plan.gpu_type",
 }
 """Names that settings had in earlier versions."""
 

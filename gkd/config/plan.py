@@ -1,4 +1,4 @@
-"""What python -m gkd.plan, and the check of memory before a run, are told of the machine and of the texts."""
+"""Settings of python -m gkd.plan, and of the check of memory before a run: the hardware, and the length of texts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from gkd.config.base import Settings
 
 
 class Plan(Settings):
-    """The card a layout is planned for, and how long texts are. Nothing here changes what a run computes."""
+    """The GPU a layout is planned for, and how long texts are. Nothing here changes what a run computes."""
 
-    card: str | None = Field(
+    gpu_type: str | None = Field(
         None, description="the GPU planned for: h200, h100-80gb, a100-40gb, rtx-4090, ...; null: this machine's, or "
         "h100-80gb where there is none"
     )  # fmt: skip
-    memory_gb: float | None = Field(None, gt=0, description="memory of a GPU, 10^9 bytes; null: the card's")
-    tflops: float | None = Field(None, gt=0, description="its dense bfloat16 TFLOP/s on paper; null: the card's")
-    memory_bandwidth_gb_s: float | None = Field(None, gt=0, description="its memory's bandwidth; null: the card's")
+    memory_gb: float | None = Field(None, gt=0, description="memory of a GPU, 10^9 bytes; null: that of gpu_type")
+    tflops: float | None = Field(None, gt=0, description="its dense bfloat16 TFLOP/s on paper; null: that of gpu_type")
+    memory_bandwidth_gb_s: float | None = Field(
+        None, gt=0, description="its memory's bandwidth; null: that of gpu_type"
+    )
     link_gb_s: float | None = Field(
-        None, gt=0, description="from GPU to GPU of one node, one direction; null: the card's"
+        None, gt=0, description="from GPU to GPU of one node, one direction; null: that of gpu_type"
     )
     network_gb_s: float = Field(25.0, gt=0, description="from GPU to GPU of two nodes, one direction")
     gpus_per_node: int = Field(8, ge=1, le=1024, description="GPUs of a node, for --best, and where nodes is null")

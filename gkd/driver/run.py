@@ -28,8 +28,8 @@ from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.trackers.tracker import MetricsLog, Trackers
-from gkd.planning.require import require_memory, turns_needed
-from gkd.planning.subject import models_of
+from gkd.planning.advice import offload_needed, require_memory
+from gkd.planning.layout import models_of
 
 log = logging.getLogger("gkd")
 
@@ -208,7 +208,7 @@ def _check_memory(config: Config, placement: Placement) -> bool:
         return asked
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
-    return asked or turns_needed(config, models, sizes or None)
+    return asked or offload_needed(config, models, sizes or None)
 
 
 def _decoder(inputs: Inputs) -> Callable[[list[int]], str]:

@@ -64,7 +64,7 @@ def scoring_arguments(
     if longest is not None and checkpoint.positions is not None and longest > checkpoint.positions:
         raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {checkpoint.positions} positions")
     if max_num_batched_tokens is None:
-        max_num_batched_tokens = _batched_tokens(checkpoint, settings, device)
+        max_num_batched_tokens = batched_tokens(checkpoint.vocabulary, settings, device)
     return engine_arguments(
         path,
         device,
@@ -78,14 +78,14 @@ def scoring_arguments(
     )
 
 
-def _batched_tokens(checkpoint: ModelInfo, settings: Scorer, device: Device) -> int | None:
-    """Tokens of one step whose logits, or top K, fit into memory that vLLM does not plan; None: vLLM's own number."""
+def batched_tokens(vocabulary: int, settings: Scorer, device: Device) -> int | None:
+    """Return the tokens of a step whose logits, or top K, fit beside what vLLM plans; None: vLLM's own number."""
     if device == "cpu":
         most = 4096
-        fitting = LOGIT_BYTES // (4 * checkpoint.vocabulary)
+        fitting = LOGIT_BYTES // (4 * vocabulary)
     else:
         most = 8192  # vLLM's own, twice that on a large card
-        fitting = ROW_BYTES // (2 * ENTRY_BYTES * (min(settings.max_top_k, checkpoint.vocabulary) + 1))
+        fitting = ROW_BYTES // (2 * ENTRY_BYTES * (min(settings.max_top_k, vocabulary) + 1))
         if fitting >= 2 * most:
             return None
     return max(settings.max_num_seqs, 256, min(most, fitting))

@@ -1,41 +1,47 @@
-"""What to change when a group does not fit: found by trying, the smallest sets that do, in levels of what they cost.
+"""What to change when a group does not fit: the smallest sets of changes that do, by level; and the check before a run.
 
-Level 1 trains the same, slower: smaller pieces, recomputation. Level 2 takes memory elsewhere or shortens texts.
-Level 3 trains less of the model: adapters. Each level may use those before it, and only where it needs them.
+Changes are tried, not guessed (:mod:`gkd.planning.changes`): level 1 trains the same, slower; level 2 takes memory
+elsewhere or shortens texts; level 3 trains less of the model. The estimate is good to some per cent, so a run that
+misses by less than :data:`TOLERANCE` is warned and starts.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
 from gkd.config import GROUPS, Config, Engine
-from gkd.planning.items import GB, GroupMemory
-from gkd.planning.knobs import Knob, Value, after, complete, knobs_of, need_of
-from gkd.planning.memory import memory_of
-from gkd.planning.pipeline import step_of
-from gkd.planning.stages import stages_of
-from gkd.planning.subject import Subject, apart, changed, has_room
+from gkd.errors import ConfigError
+from gkd.planning.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
+from gkd.planning.layout import (
+    GB,
+    Layout,
+    Models,
+    cpu_hardware,
+    gpu_hardware,
+    has_room,
+    with_settings,
+    without_colocation,
+)
+from gkd.planning.memory import GroupMemory, all_memory, groups_that_do_not_fit, memory_of, needs_offload
+from gkd.planning.pipeline import simulate_step, stages_of
 
-LEVELS = (1, 2, 3)
-LEVEL_NAMES = {
-    1: "the same training, slower",
-    2: "memory elsewhere, or shorter texts",
-    3: "adapters instead of the model",
-}
+log = logging.getLogger("gkd")
+TOLERANCE = 0.1  # of what is available
 MOST_CHANGES = 4
-CACHE = (".gpu_memory_utilization", ".kv_cache_gb")  # of which any value may be what is wanted, larger or smaller
+CACHE = (".gpu_memory_utilization", ".kv_cache_gb")  # whose larger or smaller values may be what helps
 # Their smallest pieces, and several ranks, also cost something: sums of gradients in pieces, NCCL's buffers.
 NOT_FREE = ("actor.loss_chunk", "actor.max_tokens_per_micro_batch", "trainer.n_gpus_per_node", "trainer.nnodes")
-SHARES = (0.6, 0.5, 0.4, 0.3)  # of the shares that engines on the same GPUs have
+SHARES = (0.6, 0.5, 0.4, 0.3)  # of the gpu_memory_utilization of engines on the same GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Changes after which ``group`` fits.
+    """Holds changes after which ``group`` fits.
 
     ``saves`` bytes of a GPU; ``host``: bytes it takes of the host's memory for that; ``slower``: the step's time
     against now.
@@ -50,198 +56,190 @@ class Advice:
     host: float = 0.0
 
     def overrides(self) -> str:
-        """To paste behind the command."""
+        """Return the changes as overrides to paste."""
         return overrides(self.settings)
 
     def line(self) -> str:
-        """In words."""
+        """Return the changes and what they cost, in words."""
         host = f", with {self.host / GB:.1f} GB of the host's memory" if self.host else ""
         saved = f"saves {self.saves / GB:.1f} GB a GPU{host}"
         return f"{self.overrides()} ({saved}; a step takes {self.slower:.2f} of the time)"
 
 
-def advice(subject: Subject, group: str) -> list[Advice]:
-    """For each level that can make ``group`` fit, its cheapest changes; empty when none can, or none is needed.
+def advise(layout: Layout, group: str) -> list[Advice]:
+    """Return, for each level that can make ``group`` fit, its cheapest changes; empty when none can, or none need to.
 
-    Other groups need not fit for it, and may want the same GPUs: see :func:`together`.
+    Other groups need not fit for it, and may want the same GPUs: see :func:`advise_all`.
     """
-    return list(_advice(subject, group))
+    return list(_advise(layout, group))
 
 
-def together(subject: Subject, own: Mapping[str, Sequence[Advice]] | None = None) -> str | None:
-    """Overrides after which every group fits, of low levels rather. None: all fit already, or none were found.
+def _advise(layout: Layout, group: str) -> Iterator[Advice]:
+    """Yield :func:`advise`'s, each worked out when it is wanted."""
+    if not memory_of(layout, group).fits:
+        trials = _Trials(layout, group, {})
+        yield from (one for level in LEVEL_NAMES if (one := _cheapest(trials, level)) is not None)
 
-    ``own``: :func:`advice` for each group, where that is known.
+
+def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None = None) -> str | None:
+    """Return overrides after which every group fits, of low levels rather; None: all fit already, or there are none.
+
+    ``by_group``: :func:`advise` for each group, where that is known.
     """
-    groups = short_groups(subject)
-    if own is None:
-        own = {group: advice(subject, group) for group in groups}
-    if any(not own[group] and not _fits_alone(subject, group) for group in groups if group != "reference"):
+    groups = groups_that_do_not_fit(layout)
+    if by_group is None:
+        by_group = {group: advise(layout, group) for group in groups}
+    if any(not by_group[group] and not _fits_alone(layout, group) for group in groups if group != "reference"):
         return None  # (a reference may come to be needed no more)
-    known = {(group, ""): list(own[group]) for group in groups}
+    known = {(group, ""): list(by_group[group]) for group in groups}
     # The first in order may take GPUs that the next needs; the mildest changes of one may not be enough for another.
-    for begin, pick, order in itertools.product(_beginnings(subject), (0, -1), (groups, groups[::-1])):
+    for begin, pick, order in itertools.product(_smaller_shares(layout), (0, -1), (groups, groups[::-1])):
         settings = dict(begin)
-        now = replace(subject, config=changed(subject.config, settings))
+        changed = replace(layout, config=with_settings(layout.config, settings))
         for i, group in enumerate([*order, *order]):  # again, for what another's changes took from it or left it
-            if group not in short_groups(now):
+            if group not in groups_that_do_not_fit(changed):
                 continue
             if (key := (group, overrides(settings))) not in known:
-                known[key] = advice(now, group)
+                known[key] = advise(changed, group)
             if known[key]:
                 settings |= known[key][pick].settings
-                now = replace(subject, config=changed(subject.config, settings))
+                changed = replace(layout, config=with_settings(layout.config, settings))
             elif i >= len(order):
                 break
-        if settings and not short_groups(now):
+        if settings and not groups_that_do_not_fit(changed):
             return overrides(settings)
     return None
 
 
-def _beginnings(subject: Subject) -> list[dict[str, Value]]:
-    """Nothing, and where engines on the same GPUs want too much of them, the largest shares with which they fit."""
-    pairs, short = subject.config.may_share(), short_groups(subject)
+def _smaller_shares(layout: Layout) -> list[dict[str, Value]]:
+    """Return no changes, and where engines on the same GPUs want too much of them, the largest shares that fit."""
+    pairs, short = layout.config.may_share(), groups_that_do_not_fit(layout)
     engines = {
         section: pool.gpu_memory_utilization
-        for section, pool in subject.config.pools()
+        for section, pool in layout.config.pools()
         if isinstance(pool, Engine) and any(GROUPS.get(section, section) in pair for pair in pairs)
     }
-    if len(engines) > 1 and not subject.card.is_cpu and any(GROUPS.get(name, name) in short for name in engines):
+    if len(engines) > 1 and not layout.hardware.is_cpu and any(GROUPS.get(name, name) in short for name in engines):
         for part in SHARES:
             smaller: dict[str, Value] = {
                 f"{name}.gpu_memory_utilization": round(share * part, 3) for name, share in engines.items()
             }
-            still = short_groups(replace(subject, config=changed(subject.config, smaller)))
+            still = groups_that_do_not_fit(replace(layout, config=with_settings(layout.config, smaller)))
             if not any(GROUPS.get(name, name) in still for name in engines):
                 return [{}, smaller]
     return [{}]
 
 
-def _fits_alone(subject: Subject, group: str) -> bool:
-    """Whether a group fits on GPUs of its own, as it is or after changes."""
-    alone = apart(replace(subject, nodes=None))
-    return need_of(alone, group).fits or next(_advice(alone, group), None) is not None
+def advise_by_memory(layout: Layout, sizes_gb: Sequence[float]) -> list[tuple[float, Advice | None, bool]]:
+    """Return, for GPUs of each size, the actor's cheapest advice, and whether it fits as it is."""
+    rows = []
+    for size in sizes_gb:
+        other = replace(layout, hardware=replace(layout.hardware, memory=size * GB))
+        rows.append((size, next(_advise(other, "actor"), None), memory_of(other, "actor").fits))
+    return rows
 
 
-def overrides(settings: Mapping[str, Value]) -> str:
-    """To paste behind the command."""
-    return " ".join(f"{name}={str(value).lower()}" for name, value in settings.items())
+def explain_shortage(layout: Layout, group: str) -> str:
+    """Return one line: what does not fit, and the mildest changes."""
+    memory = memory_of(layout, group)
+    own = next(_advise(layout, group), None)
+    fits = own.overrides() if own else advise_all(layout)
+    needs = _describe_shortage(memory, layout.hardware.is_cpu)
+    return f"{needs}; {f'this fits: {fits}' if fits else explain_no_advice(layout, memory)}"
 
 
-def shortage(subject: Subject, group: str) -> str:
-    """In one line: what does not fit, and the mildest changes, for a message or a handler of out-of-memory errors."""
-    memory = need_of(subject, group)
-    found = next(_advice(subject, group), None)
-    fits = found.overrides() if found else together(subject)
-    return f"{short(memory, subject.card.is_cpu)}; {f'this fits: {fits}' if fits else hopeless(subject, memory)}"
-
-
-def hopeless(subject: Subject, memory: GroupMemory) -> str:
-    """What to say of a group that does not fit, and for which there is no advice."""
-    if subject.card.is_cpu:
-        return "no change of its own settings makes it fit: smaller models, or more memory, would"
-    if subject.nodes is not None and next(_advice(replace(subject, nodes=None), memory.group), None):
-        return "no change of settings makes it fit on the nodes there are: more would"
-    if _fits_alone(subject, memory.group):
-        return "no change of its own settings makes it fit: smaller groups on its GPUs, or GPUs of its own, would"
-    return "no change of settings makes it fit: a smaller model or a larger card would"
-
-
-def short(memory: GroupMemory, on_cpu: bool = False) -> str:
-    """``actor needs 183.7 GB of each GPU and has 84.9``."""
-    if memory.lack:
-        return f"{memory.group}: {memory.lack}"
-    if on_cpu:
+def _describe_shortage(memory: GroupMemory, is_cpu: bool) -> str:
+    if memory.shortage:
+        return f"{memory.group}: {memory.shortage}"
+    if is_cpu:
         left = f"the other groups leave {max(0.0, memory.available) / GB:.1f} of this machine's memory"
         return f"{memory.group} needs {memory.total / GB:.1f} GB and {left}"
     return f"{memory.group} needs {memory.total / GB:.1f} GB of each GPU and has {memory.available / GB:.1f}"
 
 
-def by_memory(subject: Subject, sizes_gb: Sequence[float]) -> list[tuple[float, Advice | None, bool]]:
-    """What the actor needs changed on a card of each size: its cheapest advice, and whether it fits as it is."""
-    rows = []
-    for size in sizes_gb:
-        other = replace(subject, card=replace(subject.card, memory=size * GB))
-        rows.append((size, next(_advice(other, "actor"), None), need_of(other, "actor").fits))
-    return rows
+def explain_no_advice(layout: Layout, memory: GroupMemory) -> str:
+    """Return what would help a group that does not fit, and for which there is no advice."""
+    if layout.hardware.is_cpu:
+        return "no change of its own settings makes it fit: smaller models, or more memory, would"
+    if layout.nodes is not None and next(_advise(replace(layout, nodes=None), memory.group), None):
+        return "no change of settings makes it fit on the nodes there are: more would"
+    if _fits_alone(layout, memory.group):
+        return "no change of its own settings makes it fit: smaller groups on its GPUs, or GPUs of its own, would"
+    return "no change of settings makes it fit: a smaller model or a larger GPU would"
 
 
-def short_groups(subject: Subject) -> list[str]:
-    """Groups that do not fit."""
-    return [memory.group for memory in memory_of(subject) if not memory.fits]
-
-
-def _advice(subject: Subject, group: str) -> Iterator[Advice]:
-    """:func:`advice`, each when it is asked for."""
-    if not need_of(subject, group).fits:
-        trials = _Trials(subject, group, {})
-        yield from (found for level in LEVELS if (found := _cheapest(trials, level)) is not None)
+def _fits_alone(layout: Layout, group: str) -> bool:
+    """Say whether a group fits on GPUs of its own, as it is or after changes."""
+    alone = without_colocation(replace(layout, nodes=None))
+    return memory_of(alone, group).fits or next(_advise(alone, group), None) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class _Trials:
-    """What ``group`` needs after changes, each looked at once."""
+    """Holds the memory of ``group`` after changes, each worked out once."""
 
-    subject: Subject
+    layout: Layout
     group: str
     known: dict[frozenset[tuple[str, Value]], GroupMemory]
 
-    def after(self, settings: Mapping[str, Value]) -> GroupMemory:
+    def memory_with(self, settings: Mapping[str, Value]) -> GroupMemory:
         key = frozenset(settings.items())
         if key not in self.known:
-            self.known[key] = after(self.subject, self.group, settings)
+            self.known[key] = memory_with(self.layout, self.group, settings)
         return self.known[key]
 
-    def possible(self, knobs: Sequence[Knob]) -> bool:
-        """Whether the strongest changes make it fit, with or without those that also cost something."""
-        caches = {knob.setting: knob.values for knob in knobs if knob.setting.endswith(CACHE)}
-        strongest = {knob.setting: knob.values[-1] for knob in knobs if knob.setting not in caches}
+    def can_fit(self, changes: Sequence[Change]) -> bool:
+        """Say whether the strongest changes make it fit, with or without those that also cost something."""
+        caches = {change.setting: change.values for change in changes if change.setting.endswith(CACHE)}
+        strongest = {change.setting: change.values[-1] for change in changes if change.setting not in caches}
         costly = [name for name in strongest if name in NOT_FREE]
         for n in range(len(costly) + 1):
             for left_out in itertools.combinations(costly, n):
                 settings = {name: value for name, value in strongest.items() if name not in left_out}
                 tried = [settings, *(settings | {name: v} for name, values in caches.items() for v in values)]
-                if any(self.after(one).fits for one in tried):
+                if any(self.memory_with(one).fits for one in tried):
                     return True
         return False
 
-    def minimal(self, settings: Mapping[str, Value]) -> bool:
-        """Whether it fits after the changes, and after no fewer of them."""
-        return self.after(settings).fits and not any(self.after(fewer).fits for fewer in _without_one(settings))
+    def is_minimal(self, settings: Mapping[str, Value]) -> bool:
+        """Say whether it fits after the changes, and after no fewer of them."""
+        return self.memory_with(settings).fits and not any(
+            self.memory_with(fewer).fits for fewer in _without_one(settings)
+        )
 
 
 def _cheapest(trials: _Trials, level: int) -> Advice | None:
-    """Of the smallest sets of changes that fit and use this level, the one with the shortest step."""
-    subject, group = trials.subject, trials.group
-    knobs = [knob for knob in knobs_of(subject, group) if knob.level <= level]
-    if not trials.possible(knobs):
+    """Return, of the smallest sets of changes that fit and use this level, the one with the shortest step."""
+    layout, group = trials.layout, trials.group
+    changes = [change for change in changes_for(layout, group) if change.level <= level]
+    if not trials.can_fit(changes):
         return None
-    now, seconds = _needed(need_of(subject, group)), _seconds(subject)
+    bytes_now, seconds_now = _without_cache(memory_of(layout, group)), _step_seconds(layout)
     for n in range(1, MOST_CHANGES + 1):
         fitting: list[Advice] = []
-        for settings in filter(trials.minimal, _sets(trials, knobs, n, level)):
-            memory, whole = trials.after(settings), complete(subject, settings)
-            config = changed(subject.config, whole)
-            if _can_be(subject, config):
-                slower = _seconds(replace(subject, config=config)) / seconds
-                saves = now - _needed(memory)
+        for settings in filter(trials.is_minimal, _sets_of_changes(trials, changes, n, level)):
+            memory, whole = trials.memory_with(settings), with_gpus(layout, settings)
+            config = with_settings(layout.config, whole)
+            if _is_possible(layout, config):
+                slower = _step_seconds(replace(layout, config=config)) / seconds_now
+                saves = bytes_now - _without_cache(memory)
                 fitting.append(Advice(group, level, whole, saves, memory.margin, slower, memory.host))
         if fitting:
             return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
     return None
 
 
-def _can_be(subject: Subject, config: Config) -> bool:
-    """Whether a configuration composes and, where the nodes are known, its groups have room on them."""
+def _is_possible(layout: Layout, config: Config) -> bool:
+    """Say whether a configuration composes and, where the nodes are known, its groups have room on them."""
     try:
         Config.model_validate(config.model_dump())
     except ValidationError:
         return False
-    return subject.nodes is None or has_room(config, subject.nodes)
+    return layout.nodes is None or has_room(config, layout.nodes)
 
 
-def _needed(memory: GroupMemory) -> float:
-    """Without the cache, which takes whatever there is."""
+def _without_cache(memory: GroupMemory) -> float:
+    """Return the bytes of all items but the cache, which takes whatever there is."""
     return memory.total - memory.items.get("key-value cache", 0.0)
 
 
@@ -250,18 +248,63 @@ def _without_one(settings: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
         yield {name: value for name, value in settings.items() if name != left_out}
 
 
-def _sets(trials: _Trials, knobs: Sequence[Knob], n: int, level: int) -> Iterator[dict[str, Value]]:
-    """Every choice of ``n`` knobs of different settings, one of ``level`` at least, each with every value.
+def _sets_of_changes(trials: _Trials, changes: Sequence[Change], n: int, level: int) -> Iterator[dict[str, Value]]:
+    """Yield every choice of ``n`` changes of different settings, one of ``level`` at least, each with every value.
 
     Those are left out that do not fit with their strongest values.
     """
-    for chosen in itertools.combinations(knobs, n):
-        if not any(knob.level == level for knob in chosen) or len({knob.setting for knob in chosen}) < n:
+    for chosen in itertools.combinations(changes, n):
+        if not any(one.level == level for one in chosen) or len({one.setting for one in chosen}) < n:
             continue
-        if trials.possible(chosen):
-            for values in itertools.product(*(knob.values for knob in chosen)):
-                yield {knob.setting: value for knob, value in zip(chosen, values, strict=True)}
+        if trials.can_fit(chosen):
+            for values in itertools.product(*(one.values for one in chosen)):
+                yield {one.setting: value for one, value in zip(chosen, values, strict=True)}
 
 
-def _seconds(subject: Subject) -> float:
-    return step_of(stages_of(subject), 0, subject.hosts).seconds
+def _step_seconds(layout: Layout) -> float:
+    return simulate_step(stages_of(layout), 0, layout.hosts).seconds
+
+
+def require_memory(
+    config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None, gpus_of_nodes: Sequence[int] = ()
+) -> None:
+    """Raise ConfigError, in one line with advice, unless every group fits on its GPUs.
+
+    ``gpu_bytes_by_group``: memory of the smallest GPU of each group, as CUDA reports it; groups left out are not
+    checked. None: all groups compute on this machine's CPU and share its memory. ``gpus_of_nodes``: how many GPUs every
+    node has, beyond which no advice goes; empty where that is not known. Does nothing where ``plan.check`` is false.
+    """
+    if not config.plan.check:
+        return
+    override = "plan.check=false starts it all the same"
+    for name, layout in _layouts(config, models, gpu_bytes_by_group, gpus_of_nodes).items():
+        # On a CPU no group fits when one does not; the largest is the one to change.
+        for memory in sorted(all_memory(layout), key=lambda memory: -memory.total):
+            if name not in (None, memory.group) or memory.fits:
+                continue
+            explanation = explain_shortage(layout, memory.group)
+            if memory.shortage or memory.margin < -TOLERANCE * memory.available:
+                raise ConfigError(f"{explanation}; {override}")
+            log.warning(explanation)
+            return
+
+
+def offload_needed(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> bool:
+    """Say whether the actor and the engines on its GPUs are offloaded in turn; arguments of :func:`require_memory`."""
+    return any(needs_offload(layout) for layout in _layouts(config, models, gpu_bytes_by_group).values())
+
+
+def _layouts(
+    config: Config,
+    models: Models,
+    gpu_bytes_by_group: Mapping[str, float] | None,
+    gpus_of_nodes: Sequence[int] = (),
+) -> dict[str | None, Layout]:
+    """Return what to plan, by the group whose GPU it is on; None: all on a CPU."""
+    if gpu_bytes_by_group is None:
+        return {None: Layout(config, models, cpu_hardware(config.plan))}
+    gpu = gpu_hardware(config.plan)  # its speed only orders the advice
+    nodes = tuple(gpus_of_nodes) or None
+    return {
+        group: Layout(config, models, replace(gpu, memory=size), nodes) for group, size in gpu_bytes_by_group.items()
+    }

@@ -11,15 +11,15 @@ from typing import Any
 from gkd.config import Config, load
 from gkd.config.file import read_yaml
 from gkd.errors import ConfigError
-from gkd.planning.stages import Stages, stages_of
-from gkd.planning.subject import Subject, changed, models_of
+from gkd.planning.layout import Layout, models_of, with_settings
+from gkd.planning.pipeline import Stages, stages_of
 
 SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it says how long scoring takes in all
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Measured over planned seconds of each stage, and the mean lengths the run had (None: not measured)."""
+    """Holds measured over planned seconds of each stage, and the run's mean lengths (None: not measured)."""
 
     generate: float = 1.0
     score: float = 1.0
@@ -29,13 +29,13 @@ class Factors:
     response: int | None = None
 
     def lengths(self, config: Config) -> Config:
-        """The configuration with the run's mean lengths, where it does not say its own."""
-        told = {"plan.prompt_length": self.prompt, "plan.response_length": self.response}
+        """Return the configuration with the run's mean lengths, where it has none of its own."""
+        measured = {"plan.prompt_length": self.prompt, "plan.response_length": self.response}
         plan = config.plan.model_dump()
-        return changed(config, {k: v for k, v in told.items() if v and plan[k.removeprefix("plan.")] is None})
+        return with_settings(config, {k: v for k, v in measured.items() if v and plan[k.removeprefix("plan.")] is None})
 
     def apply(self, stages: Stages) -> Stages:
-        """Planned stages in the measured run's terms."""
+        """Scale planned stages to the measured run."""
         return Stages(
             stages.generate * self.generate,
             stages.score * self.score,
@@ -47,43 +47,46 @@ class Factors:
         )
 
 
-def factors_of(directory: str, subject: Subject) -> Factors:
-    """From a run's config.yaml and metrics.jsonl, on the card of ``subject``. Raises ConfigError for what is no run."""
+def factors_of(directory: str, layout: Layout) -> Factors:
+    """Read a run's config.yaml and metrics.jsonl, and compare them with its plan on the hardware of ``layout``.
+
+    Raises ConfigError for a directory that holds no run, or one on other devices.
+    """
     path = Path(directory)
-    _require_same_device(path, subject)
-    config, rows = _config(path), _rows(path)
-    lengths = Factors(prompt=_prompt(config, rows), response=_rounded(rows, "response/length_mean"))
+    _require_same_device(path, layout)
+    config, rows = _read_config(path), _read_rows(path)
+    lengths = Factors(prompt=_mean_prompt(config, rows), response=_mean(rows, "response/length_mean"))
     config = lengths.lengths(config)
-    planned = stages_of(replace(subject, config=config, models=models_of(config)))
-    seen = {name: _median(rows, name) for name in ("generate", "score", "update", "sync")}
+    planned = stages_of(replace(layout, config=config, models=models_of(config)))
+    seconds = {name: _median(rows, name) for name in ("generate", "score", "update", "sync")}
     score = 1.0
-    judged = max(planned.score, planned.reference, planned.reward)
-    if judged and seen["score"] > SCORING_LED * seen["generate"]:
-        score = (seen["generate"] + seen["score"]) / (judged + planned.tail)
+    scoring = max(planned.score, planned.reference, planned.reward)
+    if scoring and seconds["score"] > SCORING_LED * seconds["generate"]:
+        score = (seconds["generate"] + seconds["score"]) / (scoring + planned.tail)
     return replace(
         lengths,
-        generate=seen["generate"] / planned.generate,
+        generate=seconds["generate"] / planned.generate,
         score=score,
-        update=seen["update"] / planned.update,
-        sync=seen["sync"] / planned.sync,
+        update=seconds["update"] / planned.update,
+        sync=seconds["sync"] / planned.sync,
     )
 
 
-def _require_same_device(path: Path, subject: Subject) -> None:
+def _require_same_device(path: Path, layout: Layout) -> None:
     """Raise ConfigError where the run computed on CPUs and the plan is of GPUs, or the other way round."""
     try:
-        placed = json.loads((path / "placement.json").read_text(encoding="utf-8"))
-        on_cpu = all(uuid.startswith("SIM-") for row in placed for uuid in row["gpu_uuids"])
+        workers = json.loads((path / "placement.json").read_text(encoding="utf-8"))
+        on_cpu = all(uuid.startswith("SIM-") for row in workers for uuid in row["gpu_uuids"])
     except OSError:
         return  # the files that are needed say what is missing
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--from {path}: placement.json cannot be read: {error}") from None
-    if on_cpu != subject.card.is_cpu:
-        ran, planned = ("CPUs", "GPUs (plan.card)") if on_cpu else ("GPUs", "CPUs")
+    if on_cpu != layout.hardware.is_cpu:
+        ran, planned = ("CPUs", "GPUs (plan.gpu_type)") if on_cpu else ("GPUs", "CPUs")
         raise ConfigError(f"--from {path}: that run computed on {ran}, and this plan is of {planned}")
 
 
-def _config(path: Path) -> Config:
+def _read_config(path: Path) -> Config:
     try:
         tree = read_yaml(path / "config.yaml")
     except ConfigError as error:
@@ -91,8 +94,8 @@ def _config(path: Path) -> Config:
     return load(tree)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Of every step with timings but the first, which warms up."""
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the metrics of every step with timings but the first, which warms up."""
     try:
         lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [row for row in map(json.loads, lines) if isinstance(row, dict) and "timing_s/update" in row]
@@ -109,18 +112,18 @@ def _median(rows: list[dict[str, Any]], stage: str) -> float:
     return float(median(row.get(f"timing_s/{stage}", 0.0) for row in rows))
 
 
-def _rounded(rows: list[dict[str, Any]], name: str) -> int | None:
+def _mean(rows: list[dict[str, Any]], name: str) -> int | None:
     values = [row[name] for row in rows if name in row]
     return max(1, round(mean(values))) if values else None
 
 
-def _prompt(config: Config, rows: list[dict[str, Any]]) -> int | None:
-    """Mean tokens of a prompt: all of a step's tokens, without the responses'."""
+def _mean_prompt(config: Config, rows: list[dict[str, Any]]) -> int | None:
+    """Return the mean tokens of a prompt: all of a step's tokens, without the responses'."""
     samples = config.trainer.batch_size * config.rollout.n
     needed = ("perf/tokens_per_second", "timing_s/step", "response/length_mean")
-    found = [
+    lengths = [
         row["perf/tokens_per_second"] * row["timing_s/step"] / samples - row["response/length_mean"]
         for row in rows
         if all(name in row for name in needed)
     ]
-    return max(1, round(mean(found))) if found else None
+    return max(1, round(mean(lengths))) if lengths else None

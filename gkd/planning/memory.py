@@ -1,148 +1,309 @@
-"""Memory of every group of a layout, against what its cards have."""
+"""Memory of every group of a layout, item by item, against what its GPUs have.
+
+vLLM takes ``gpu_memory_utilization`` of a GPU: weights, the largest activations of a step, CUDA graphs, and all that is
+left for the key-value cache. What this project adds lies outside that share (gkd.inference, gkd.weights).
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from gkd.config import GROUPS, Engine, Pool
-from gkd.planning.actor_memory import F32, MicroBatch, Training, checkpoint_copy, on_host, worst
-from gkd.planning.cards import GIB
-from gkd.planning.items import GB, GroupMemory
-from gkd.planning.subject import Subject
+from gkd.config import GROUPS, Engine, Pool, Scorer
+from gkd.inference.vllm_scorer import ENTRY_BYTES, RESULT_BYTES, ROW_BYTES, batched_tokens
+from gkd.planning.actor_memory import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
+from gkd.planning.layout import F32, GB, GIB, Layout, engine_properties
+from gkd.planning.shapes import ModelShape
 
-CONTEXT, COLLECTIVES = 0.6 * GIB, 0.5 * GIB  # CUDA's context with kernels; NCCL's buffers where there are several ranks
-PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
+CONTEXT = 0.6 * GIB  # CUDA's context with kernels, as seen with such models
+GRAPHS, COLLECTIVES = 0.5 * GIB, 0.5 * GIB  # captured graphs of an engine; NCCL's buffers of several ranks
+ACTOR_PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
+ENGINE_PROCESS = 1.2 * GIB  # an engine's: Python, torch and vLLM
 FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
+# Float32 copies of logits that finding a nucleus takes. On a CPU: sorted, their probabilities, the sums of these, and a
+# temporary. On a GPU torch.sort itself takes more: sorted values, their ids of 8 bytes, ids in order, and buffers of
+# values and ids for the radix sort.
+NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
+BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
+PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
 
 
-def memory_of(subject: Subject, only: str | None = None) -> list[GroupMemory]:
-    """Every group's, in the order GPUs are handed out; with ``only`` perhaps no more than bears on that group.
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """Holds the bytes of one GPU of a group at its worst moment (of a CPU: of one worker).
 
-    On a CPU each has what the others leave of the machine's memory, on a GPU what those it shares it with leave: all of
-    what they have, or, where they take turns, what they keep while they do not work.
+    ``items`` by name, in the order they are shown; ``available``: what the GPU has for them. ``shortage`` says what
+    does not fit where that is not the sum. ``notes``: what is worth knowing, such as how many sequences a cache holds.
+    ``host``: what is in the host's memory for this GPU.
     """
-    pools = {GROUPS.get(section, section): pool for section, pool in subject.config.pools()}
-    if only is not None and not subject.card.is_cpu and not subject.config.hosts():
+
+    group: str
+    n_gpus: int
+    items: Mapping[str, float]
+    available: float
+    shortage: str = ""
+    notes: tuple[str, ...] = ()
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum all items."""
+        return sum(self.items.values())
+
+    @property
+    def margin(self) -> float:
+        """Return what is left, negative where it does not fit."""
+        return self.available - self.total
+
+    @property
+    def fits(self) -> bool:
+        """Say whether the group fits."""
+        return self.margin >= 0 and not self.shortage
+
+
+def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
+    """Return every group's memory, in the order GPUs are handed out.
+
+    With ``only``, groups that do not bear on that one may be left out. On a CPU each group has what the others leave of
+    the machine's memory. On a GPU it has what those on the same GPU leave: all that these take, or, where the actor and
+    its engines are offloaded in turn, what they keep while they are.
+    """
+    pools = {GROUPS.get(section, section): pool for section, pool in layout.config.pools()}
+    if only is not None and not layout.hardware.is_cpu and not layout.config.hosts():
         pools = {only: pools[only]}
-    found = [group_memory(subject, group, pool) for group, pool in pools.items()]
-    if not subject.card.is_cpu:
-        turns = _turns_wanted(subject, found)
-        if turns and "rollout" in subject.config.on_the_actors_gpus():
-            found = [_at_push(group, found) if group.group == "actor" else group for group in found]
-        return [replace(group, available=_left_by_others(subject, group, found, turns)) for group in found]
-    engines = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in subject.config.pools()]
-    whole = [group.total * group.n_gpus / tp for group, tp in zip(found, engines, strict=True)]
-    return [replace(group, available=subject.card.memory - sum(whole) + group.total) for group in found]
+    groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
+    if not layout.hardware.is_cpu:
+        offload = _needs_offload(layout, groups)
+        if offload and "rollout" in layout.config.on_the_actors_gpus():
+            groups = [_with_weight_sync(group, groups) if group.group == "actor" else group for group in groups]
+        return [replace(group, available=_available_beside(layout, group, groups, offload)) for group in groups]
+    widths = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in layout.config.pools()]
+    totals = [group.total * group.n_gpus / tp for group, tp in zip(groups, widths, strict=True)]
+    return [replace(group, available=layout.hardware.memory - sum(totals) + group.total) for group in groups]
 
 
-def takes_turns(subject: Subject) -> bool:
-    """Whether the actor and the engines on its GPUs are there one at a time (cluster.offload)."""
-    if subject.card.is_cpu:
+def memory_of(layout: Layout, group: str) -> GroupMemory:
+    """Return the memory of one group."""
+    return next(memory for memory in all_memory(layout, group) if memory.group == group)
+
+
+def groups_that_do_not_fit(layout: Layout) -> list[str]:
+    """Return the groups whose memory is short."""
+    return [memory.group for memory in all_memory(layout) if not memory.fits]
+
+
+def needs_offload(layout: Layout) -> bool:
+    """Say whether the actor and the engines on its GPUs are offloaded in turn (cluster.offload)."""
+    if layout.hardware.is_cpu:
         return False
-    pools = subject.config.pools()
-    return _turns_wanted(subject, [group_memory(subject, GROUPS.get(name, name), pool) for name, pool in pools])
+    pools = layout.config.pools()
+    return _needs_offload(layout, [pool_memory(layout, GROUPS.get(name, name), pool) for name, pool in pools])
 
 
-def _turns_wanted(subject: Subject, found: list[GroupMemory]) -> bool:
-    config = subject.config
+def _needs_offload(layout: Layout, groups: list[GroupMemory]) -> bool:
+    config = layout.config
     engines = config.on_the_actors_gpus()
     if not engines or config.actor.lora.quantize is not None:
         return False
     if config.cluster.offload != "auto":
         return config.cluster.offload
-    side_by_side = [replace(group, available=_left_by_others(subject, group, found, turns=False)) for group in found]
+    side_by_side = [replace(group, available=_available_beside(layout, group, groups, False)) for group in groups]
     return any(not memory.fits for memory in side_by_side if memory.group in ("actor", *engines))
 
 
-def _left_by_others(subject: Subject, group: GroupMemory, found: list[GroupMemory], turns: bool) -> float:
-    """What a card has for a group besides those that share its GPUs (``colocate_with``)."""
-    shared = subject.config.may_share()
-    others = [other for other in found if frozenset((group.group, other.group)) in shared]
-    away = {other.group for other in others if turns and "actor" in (group.group, other.group)}
-    return subject.card.memory - sum(_kept(other) if other.group in away else other.total for other in others)
+def _available_beside(layout: Layout, group: GroupMemory, groups: list[GroupMemory], offload: bool) -> float:
+    """Return what a GPU has for a group besides those that share it (``colocate_with``)."""
+    colocated = layout.config.may_share()
+    others = [other for other in groups if frozenset((group.group, other.group)) in colocated]
+    away = {other.group for other in others if offload and "actor" in (group.group, other.group)}
+    return layout.hardware.memory - sum(
+        _bytes_when_offloaded(other) if other.group in away else other.total for other in others
+    )
 
 
-def _at_push(actor: GroupMemory, found: list[GroupMemory]) -> GroupMemory:
-    """The actor that takes turns, at its worst moment: perhaps when the engines' weights are there as well."""
-    rollout = next(group for group in found if group.group == "rollout")
-    standing = ("weights", "optimizer state", "context, collectives")
-    moment = {name: actor.items[name] for name in standing if name in actor.items}
+def _with_weight_sync(actor: GroupMemory, groups: list[GroupMemory]) -> GroupMemory:
+    """Return the memory of an offloaded actor, whose worst moment may be when the engines' weights are there too."""
+    rollout = next(group for group in groups if group.group == "rollout")
+    kept = ("weights", "optimizer state", "context, collectives")
+    moment = {name: actor.items[name] for name in kept if name in actor.items}
     moment["engine's weights"] = sum(rollout.items.get(name, 0.0) for name in ("weights", "weights being received"))
     if sum(moment.values()) <= actor.total:
         return actor
     return replace(actor, items=moment, notes=(*actor.notes, "most is needed when weights go to the engines"))
 
 
-def _kept(memory: GroupMemory) -> float:
-    """What a group that does not work keeps: its process on the card, and captured graphs."""
+def _bytes_when_offloaded(memory: GroupMemory) -> float:
+    """Return what a group that does not work keeps: its process on the GPU, and captured graphs."""
     return sum(memory.items.get(name, 0.0) for name in ("context, CUDA graphs", "context, collectives", "process"))
 
 
-def group_memory(subject: Subject, group: str, pool: Pool) -> GroupMemory:
-    """One group's."""
-    if isinstance(pool, Engine):
-        from gkd.planning.engine_memory import engine_memory
-
-        return engine_memory(subject, group, pool)
-    return _actor(subject, pool) if group == "actor" else _reward_model(subject, pool)
-
-
-def _reward_model(subject: Subject, pool: Pool) -> GroupMemory:
-    """A forward pass of as many sequences as are judged at a time, and the weights (gkd.inference.classifier)."""
-    shape, c, settings = subject.models.of("reward_model"), subject.compute, subject.config.reward_model
-    tokens = settings.max_num_seqs * min(settings.max_model_len, subject.work().longest)
-    width = max(layers.width for layers in shape.layers)
-    items = {
-        "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
-        "activations": float(tokens * c * max(4 * shape.hidden + 3 * width, 10 * shape.hidden)),  # MLP, or attention
-        "process": PROCESS if subject.card.is_cpu else CONTEXT,
-    }
-    return GroupMemory("reward_model", pool.n_workers, items, subject.card.memory)
+def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
+    """Return the memory of a group with this pool, on GPUs of its own."""
+    if group == "actor":
+        return _actor_memory(layout, pool)
+    if not isinstance(pool, Engine):
+        return _reward_model_memory(layout, pool)
+    if not engine_properties(pool).managed_memory:
+        return _unmanaged_engine_memory(layout, pool)
+    return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)
 
 
-def micro_batch(subject: Subject, world: int) -> MicroBatch:
-    """The largest micro-batch a rank has. One sequence is never divided, so it holds the longest in any case."""
-    work, actor = subject.work(), subject.config.actor
-    share = -(-(actor.mini_batch_size or work.samples) // world)
-    whole = max(share * (work.prompt + work.response), work.longest)
-    tokens = min(max(actor.max_tokens_per_micro_batch, work.longest), whole)
-    part = work.response / (work.prompt + work.response)
-    return MicroBatch(tokens, max(1, round(tokens * part)), work.top_k, alone=tokens == whole)
+def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
+    """Return the largest micro-batch of a rank; one sequence is never divided, so it holds at least the longest."""
+    workload, actor = layout.workload(), layout.config.actor
+    samples = -(-(actor.mini_batch_size or workload.samples) // world)
+    whole = max(samples * workload.length, workload.longest)
+    tokens = min(max(actor.max_tokens_per_micro_batch, workload.longest), whole)
+    part = workload.response / workload.length
+    return MicroBatchSize(tokens, max(1, round(tokens * part)), workload.top_k, alone=tokens == whole)
 
 
-def training(subject: Subject, world: int) -> Training:
-    """How the actor trains on so many ranks."""
-    actor, c = subject.config.actor, subject.compute
-    offloaded = actor.offload_optimizer and not subject.card.is_cpu
-    return Training(
-        subject.config.algorithm,
+def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
+    world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
+    training = Training(
+        layout.config.algorithm,
         world,
-        c,
+        layout.compute_bytes,
         actor.gradient_checkpointing,
         actor.loss_chunk,
         actor.lora,
-        frozen=F32 if subject.card.is_cpu else c,
-        offloaded=offloaded,
+        frozen=F32 if is_cpu else layout.compute_bytes,
+        offloaded=actor.offload_optimizer and not is_cpu,
+        nucleus=0 if layout.config.rollout.top_p == 1.0 else NUCLEUS_CPU if is_cpu else NUCLEUS_GPU,
     )
-
-
-def _actor(subject: Subject, pool: Pool) -> GroupMemory:
-    world = pool.n_workers
-    micro = micro_batch(subject, world)
-    how = training(subject, world)
-    items, host = worst(subject.models.student, how, micro), on_host(subject.models.student, how)
-    if subject.card.is_cpu:
-        overhead = {"process": PROCESS}
+    micro = largest_micro_batch(layout, world)
+    items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)
+    if is_cpu:
+        overhead = {"process": ACTOR_PROCESS}
     else:
-        standing = sum(items.get(name, 0.0) for name in ("weights", "gradients", "optimizer state"))
+        persistent = sum(items.get(name, 0.0) for name in ("weights", "gradients", "optimizer state"))
         overhead = {
             "context, collectives": CONTEXT + (COLLECTIVES if world > 1 else 0),
-            "fragmentation": FRAGMENTED * (sum(items.values()) - standing),
+            "fragmentation": FRAGMENTED * (sum(items.values()) - persistent),
         }
     notes = [f"micro-batches of {micro.tokens:,} tokens, {micro.positions:,} of them responses"]
     if host:
         notes.append(f"{host / GB:.1f} GB of the host's memory for each GPU")
-    if subject.config.trainer.save_minutes is not None or subject.config.trainer.save_every is not None:
-        copy = checkpoint_copy(subject.models.student, how)
+    if layout.config.trainer.save_minutes is not None or layout.config.trainer.save_every is not None:
+        copy = checkpoint_bytes(shape, training)
         notes.append(f"{copy / GB:.1f} GB of the host's memory for each rank while a checkpoint is written")
-    return GroupMemory("actor", world, items | overhead, subject.card.memory, "", tuple(notes), host)
+    return GroupMemory("actor", world, items | overhead, layout.hardware.memory, "", tuple(notes), host)
+
+
+def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
+    """Count the weights, and a forward pass of as many sequences as run at a time (gkd.inference.classifier)."""
+    shape, c, settings = layout.models.of("reward_model"), layout.compute_bytes, layout.config.reward_model
+    tokens = settings.max_num_seqs * min(settings.max_model_len, layout.workload().longest)
+    width = max(layers.width for layers in shape.layers)
+    items = {
+        "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
+        "activations": float(tokens * c * max(4 * shape.hidden + 3 * width, 10 * shape.hidden)),  # MLP, or attention
+        "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
+    }
+    return GroupMemory("reward_model", pool.n_workers, items, layout.hardware.memory)
+
+
+def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+    """Return the memory of one GPU of a vLLM engine."""
+    shape, gpu, tp, c = layout.models.of(group), layout.hardware, engine.tensor_parallel_size, layout.compute_bytes
+    weights = c * shape.n_parameters / tp
+    step = _step_activations(shape, engine, gpu.memory, c)
+    graphs = CONTEXT + (0 if engine.enforce_eager else GRAPHS)
+    cache = engine.gpu_memory_utilization * gpu.memory - weights - step - graphs
+    items = {
+        "weights": weights,
+        "activations of a step": step,
+        "context, CUDA graphs": graphs,
+        "key-value cache": max(0.0, cache),
+    }
+    longest = layout.workload().longest
+    if isinstance(engine, Scorer):
+        rows = min(PROMPT_ROWS, longest)
+        items["logits of prompt rows"] = float(rows * shape.vocabulary * (c + 2 * F32))
+        a_token = 2 * ENTRY_BYTES * (_largest_top_k(layout, group, shape) + 1)
+        items["top K of prompt rows"] = float(min(_step_tokens(gpu.memory) * a_token, max(ROW_BYTES, 256 * a_token)))
+    else:
+        items["weights being received"] = c * (shape.largest_layer / tp + shape.largest_weight)
+    n_held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _in_blocks(longest)))
+    shortage = ""
+    if shape.heads % tp:
+        shortage = f"tensor_parallel_size={tp} does not divide {shape.heads} attention heads"
+    elif n_held < 1:
+        shortage = f"{(kv_bytes(shape, tp, c) * longest - cache) / GB:.1f} GB short of one sequence's cache"
+    return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, engine))
+
+
+def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+    """Return the memory of one vLLM engine on a CPU."""
+    shape, workload, c = layout.models.of(group), layout.workload(), layout.compute_bytes
+    items = {
+        "weights": float(c * shape.n_parameters),
+        "key-value cache": float(engine.kv_cache_gb * GIB),
+        "process": ENGINE_PROCESS,
+    }
+    if isinstance(engine, Scorer):
+        tokens = batched_tokens(shape.vocabulary, engine, "cpu")
+        assert tokens is not None, "on a CPU a step is always limited"
+        n_rows = min(tokens, engine.max_num_seqs * workload.longest)
+        items["logits"] = float(2 * n_rows * shape.vocabulary * F32)
+        running = min(engine.max_num_seqs, workload.samples)
+        top_k = _largest_top_k(layout, group, shape)
+        items["results"] = float(min(RESULT_BYTES, running * workload.longest * (top_k + 1) * 8))
+    n_held = engine.kv_cache_gb * GIB // (kv_bytes(shape, 1, c) * workload.longest)
+    shortage = "" if n_held else f"kv_cache_gb={engine.kv_cache_gb} holds no sequence of {workload.longest:,} tokens"
+    notes = _cache_notes(n_held, workload.longest, engine)
+    return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
+
+
+def _unmanaged_engine_memory(layout: Layout, engine: Engine) -> GroupMemory:
+    """Count a cache for every sequence of a batch at full length, and their float32 logits: transformers' generate."""
+    shape, c, workload = layout.models.student, layout.compute_bytes, layout.workload()
+    batch = min(engine.max_num_seqs, workload.samples)
+    items = {
+        "weights": float(c * shape.n_parameters),
+        "key-value cache": float(batch * workload.longest * kv_bytes(shape, 1, c)),
+        "logits": float(3 * batch * shape.vocabulary * F32),
+        "process": ENGINE_PROCESS if layout.hardware.is_cpu else CONTEXT,
+    }
+    return GroupMemory("rollout", engine.n_workers, items, layout.hardware.memory)
+
+
+def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
+    """Count the sequences of mean length that an engine runs at a time: its cache's, at most max_num_seqs."""
+    shape, c = layout.models.of(group), layout.compute_bytes
+    cache = pool_memory(layout, group, engine).items.get("key-value cache", 0.0)
+    a_sequence = kv_bytes(shape, engine.tensor_parallel_size, c) * _in_blocks(layout.workload().length)
+    return max(1, min(engine.max_num_seqs, int(cache // a_sequence)))
+
+
+def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
+    """Return the bytes of one token in the cache of one GPU; more GPUs than key-value heads repeat these."""
+    heads = max(1, -(-shape.kv_heads // tp))
+    return 2 * shape.n_layers * heads * shape.head_dim * c
+
+
+def _in_blocks(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
+
+
+def _step_activations(shape: ModelShape, engine: Engine, memory: float, c: int) -> float:
+    """Return the bytes of the largest step that vLLM measures itself with: its default tokens, and sampling."""
+    width = max(layers.width for layers in shape.layers)
+    a_token = c * (3 * shape.hidden + 3 * width / engine.tensor_parallel_size)
+    return _step_tokens(memory) * a_token + engine.max_num_seqs * shape.vocabulary * (c + 2 * F32)
+
+
+def _step_tokens(memory: float) -> int:
+    """Return the tokens of a step, as vLLM chooses them by the memory of the GPU."""
+    return 16384 if memory >= 70 * GIB else 8192
+
+
+def _largest_top_k(layout: Layout, group: str, shape: ModelShape) -> int:
+    """Return the largest K of any request that a group that scores gets."""
+    in_validation = min(layout.config.data.val_top_k, shape.vocabulary)
+    return max(layout.workload().top_k, in_validation) if group == "teacher" else 0
+
+
+def _cache_notes(n_held: int, longest: int, engine: Engine) -> tuple[str, ...]:
+    text = f"the cache holds {n_held:,} sequences of {longest:,} tokens; max_num_seqs={engine.max_num_seqs}"
+    return (text if n_held >= engine.max_num_seqs else f"{text}: long ones would wait",)

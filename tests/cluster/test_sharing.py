@@ -13,8 +13,8 @@ from gkd.cluster.sharing import shared
 from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
-from gkd.planning.require import turns_needed
-from gkd.planning.subject import models_of
+from gkd.planning.advice import offload_needed
+from gkd.planning.layout import models_of
 
 DISTIL = "+recipe=on_policy_distill"
 JUDGED = [
@@ -110,4 +110,4 @@ def test_memory_decides_whether_they_take_turns(size: str | None, turns: bool) -
     config = shared(compose([DISTIL, *named, *files, "actor.gradient_checkpointing=true"]), idle_nodes([1]))
     assert config.cluster.offload == "auto"
     card = dict.fromkeys(("actor", "rollout", "teacher"), 48e9 if size else 24e9)
-    assert turns_needed(config, models_of(config), card) == turns
+    assert offload_needed(config, models_of(config), card) == turns

@@ -11,7 +11,7 @@ from gkd.config import load
 from gkd.config.compose import compose
 from gkd.data.task import task_of
 from gkd.errors import ConfigError
-from gkd.planning.subject import models_of
+from gkd.planning.layout import models_of
 from gkd.recipes.sort_digits.task import SortDigits
 
 OWN = Path(__file__).parents[1] / "own" / "fixed_task.py"

@@ -17,9 +17,9 @@ from gkd.config import Rollout
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import SamplingEngine
 from gkd.inference.vllm_engine import engine_arguments, environment
-from gkd.planning.engine_memory import engine_memory, kv_bytes
+from gkd.planning.memory import kv_bytes, pool_memory
 from gkd.types import Prompt, Sample, SampleRequest, Sampling
-from tests.planning.subjects import subject
+from tests.planning.layouts import layout_of
 
 pytestmark = pytest.mark.vllm
 EOS = 1
@@ -188,11 +188,11 @@ def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
 
 def test_an_engine_holds_what_was_planned(pair) -> None:
     """The weights that it reads, its cache, and the sequences that vLLM's own blocks hold, within 15 %."""
-    planned_for = subject(
+    planned_for = layout_of(
         "+recipe=grpo", f"model.path={pair['path']}", "placement=cpu", "data.max_prompt_length=32",
         "rollout.max_response_length=32", on_cpu=True,
     )  # fmt: skip
-    planned = engine_memory(planned_for, "rollout", planned_for.config.rollout)
+    planned = pool_memory(planned_for, "rollout", planned_for.config.rollout)
     # Not of the engine's parameters: on a CPU vLLM packs the layers' matrices away from them.
     weights = sum(tensor.nbytes for tensor in load_file(f"{pair['path']}/model.safetensors").values())
     config = pair["vllm"].engine.vllm_config

@@ -20,6 +20,7 @@ NO_PACKAGE = "./launch/quickstart.sh installs what is needed into .venv"
     ("command", "said"),
     [
         ([*BARE, "-m", "gkd.main", "+recipe=grpo"], NO_PACKAGE),
+        ([*BARE, "-m", "gkd.plan", "+recipe=grpo", "model.size=7b"], NO_PACKAGE),
         ([*BARE, "-m", "gkd.teacher.serve", "teacher.model.path=x"], NO_PACKAGE),
         ([*BARE, "-m", "gkd.launch.node", "head"], NO_PACKAGE),
         ([*BARE, "launch/submit.py", "+recipe=grpo"], NO_PACKAGE),

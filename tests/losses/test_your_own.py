@@ -16,7 +16,7 @@ from gkd.config.loading import settings
 from gkd.errors import ConfigError
 from gkd.losses.position import position_losses
 from gkd.losses.targets import PositionTargets
-from gkd.planning.logits import logit_copies
+from gkd.planning.actor_memory import logit_copies
 from gkd.registry import Registry
 from gkd.rewards.completion import Completion
 

@@ -13,11 +13,21 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config,
 
 from gkd.actor.model import shard
 from gkd.config import Config, Lora, load
-from gkd.planning.activations import saved
-from gkd.planning.actor_memory import MicroBatch, Training, worst
-from gkd.planning.adapters import adapter_weights
-from gkd.planning.families import shape_of
+from gkd.losses.micro_batch import collate
+from gkd.losses.objective import objective
+from gkd.planning.actor_memory import (
+    MicroBatchSize,
+    Training,
+    adapter_weights,
+    logit_bytes,
+    peak_items,
+    saved_activations,
+)
+from gkd.planning.memory import NUCLEUS_CPU, memory_of
+from gkd.planning.shapes import shape_of
+from tests.planning.layouts import layout_of
 from tests.planning.measure import peak_of_update, samples, student_of
+from tests.planning.tensor_bytes import TensorBytes
 
 LENGTH, RESPONSE, N = 128, 96, 4
 WIDE = {
@@ -49,8 +59,8 @@ def estimate(model: PretrainedConfig, run: Config, tokens: int, k: int | None, s
     training = Training(
         run.algorithm, 1, 4, actor.gradient_checkpointing, actor.loss_chunk, actor.lora, sharded=sharded
     )
-    micro = MicroBatch(tokens, tokens * RESPONSE // LENGTH, k or 0, alone=tokens == N * LENGTH)
-    return sum(worst(shape_of(model.to_dict()), training, micro).values())
+    micro = MicroBatchSize(tokens, tokens * RESPONSE // LENGTH, k or 0, alone=tokens == N * LENGTH)
+    return sum(peak_items(shape_of(model.to_dict()), training, micro).values())
 
 
 @pytest.mark.parametrize("tokens", [2 * LENGTH, N * LENGTH])
@@ -81,14 +91,44 @@ def test_estimate_is_near_the_measured_peak(
     assert estimate(model, run, tokens, k) == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "k"),
+    [
+        (GRPO, None),
+        (TOP_K, 8),
+        (TOP_K | {"reward_weight": 0.5}, 8),
+        (TOP_K | {"loss": {"name": "reverse_kl", "top_k": 8, "tail": False}, "reward_weight": 0.5}, 8),
+    ],
+)
+def test_a_nucleus_is_counted_exactly(algorithm: dict[str, Any], k: int | None) -> None:
+    """Of a chunk's logits [64, 8192], at the peaks of both passes; here beside a head of hardly any numbers."""
+    chunk, vocabulary, tensors = 64, 8192, TensorBytes()
+    run = load({"algorithm": algorithm, "rollout": {"n": 2, "top_p": 0.9}})
+    micro = collate(samples([chunk + 8], chunk, vocabulary, k), k, [1 / chunk], [1.0])
+    weight, hidden = torch.randn(vocabulary, 2, requires_grad=True), torch.randn(chunk, 2, requires_grad=True)
+    with tensors:
+        loss, _ = objective(micro, run.algorithm, run.rollout, chunk)(hidden, lambda rows: rows @ weight.T)
+        forward, tensors.peak = tensors.peak, 0
+        loss.backward()
+    planned = logit_bytes(run.algorithm, vocabulary, chunk, 4, NUCLEUS_CPU)
+    assert (forward, tensors.peak) == pytest.approx(planned, rel=0.03)
+
+
+def test_a_nucleus_takes_three_gigabytes_of_a_gpu() -> None:
+    """Of 151,936 tokens and 1,024 positions: five more copies of 0.62 GB."""
+    overrides = ("+recipe=grpo", "model.size=1.5b", "actor.loss_chunk=1024", "plan.gpu_type=h200")
+    plain, nucleus = (memory_of(layout_of(*overrides, f"rollout.top_p={p}"), "actor").items for p in (1, 0.9))
+    assert nucleus["logits"] - plain["logits"] == 5 * 1024 * 151_936 * 4
+
+
 def test_sequences_of_unequal_length_cost_little_more() -> None:
     """They are padded inside the attention alone."""
     lengths = [128, 120, 112, 100, 128, 120, 112, 100]
     run, model = run_of(GRPO, max_tokens_per_micro_batch=sum(lengths) // 2, loss_chunk=128), MODELS["llama"]
     measured = peak_of_update(student_of(model, run), run, samples(lengths, RESPONSE, model.vocab_size, None))
     training = Training(run.algorithm, 1, 4, False, 128, Lora(), sharded=False)
-    micro = MicroBatch(sum(lengths) // 2, RESPONSE * len(lengths) // 2)
-    assert sum(worst(shape_of(model.to_dict()), training, micro).values()) == pytest.approx(measured, rel=0.15)
+    micro = MicroBatchSize(sum(lengths) // 2, RESPONSE * len(lengths) // 2)
+    assert sum(peak_items(shape_of(model.to_dict()), training, micro).values()) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +179,11 @@ def test_what_autograd_saves_is_counted_to_a_percent() -> None:
             storages[storage._cdata] = storage
         return tensor
 
-    from gkd.losses.micro_batch import collate
-
     scored = samples([LENGTH] * N, RESPONSE, model.vocab_size, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         student.hidden(collate(scored, None, [0.0] * N, [0.0] * N))
     shape = shape_of(model.to_dict())
-    kept = saved(shape, 4)
+    kept = saved_activations(shape, 4)
     expected = N * LENGTH * (kept.layers[0] * shape.n_layers + kept.outside)
     assert sum(storage.nbytes() for storage in storages.values()) == pytest.approx(expected, rel=0.01)
 
@@ -158,13 +196,13 @@ def test_qwen_of_one_and_a_half_billion_by_hand() -> None:
             "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
         }
     )  # fmt: skip
-    micro = MicroBatch(2048, 1024)
+    micro = MicroBatchSize(2048, 1024)
     for world, share in ((1, 1.0), (4, 0.25)):
-        found = worst(shape, Training(run_of(GRPO).algorithm, world, 2, True, 1024, Lora()), micro)
+        found = peak_items(shape, Training(run_of(GRPO).algorithm, world, 2, True, 1024, Lora()), micro)
         assert found["weights"] / 1e9 == pytest.approx(6.17 * share, rel=0.01)
         assert found["gradients"] / 1e9 == pytest.approx(6.17 * share, rel=0.01)
         assert found["optimizer state"] / 1e9 == pytest.approx(12.35 * share, rel=0.01)
         # 28 layers' inputs in bfloat16, of one layer everything: between one and two GB, as is known of such a model.
         # A layer a token: 2 norms (4 + 2 bytes) and 2 inputs of 1536, 12 + 12 + 2 + 2 heads of 128, 4 of 8960 numbers.
         layer = 2 * 6 * 1536 + 8 + 2 * 2 * 1536 + 2 * 2 * 1536 + 2 * 2 * 256 + 4 * 12 + 2 * 4 * 8960
-        assert saved(shape, 2).layers[0] == layer
+        assert saved_activations(shape, 2).layers[0] == layer

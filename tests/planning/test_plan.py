@@ -20,11 +20,10 @@ from gkd.driver.inputs import find_inputs
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.plan import main
-from gkd.planning.cards import card_named
-from gkd.planning.subject import models_of
+from gkd.planning.layout import known_gpu_type, models_of
 from gkd.recipes.sort_digits.task import SortDigits, recipes
 from gkd.recipes.sort_digits.warmup import new_model
-from tests.planning.subjects import DATA
+from tests.planning.layouts import DATA
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +61,7 @@ def test_it_answers_at_once_and_loads_no_torch(model: str) -> None:
     assert "student 1.54 B" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["gkd.config", "gkd.planning.result", "gkd.planning.require"])
+@pytest.mark.parametrize("module", ["gkd.config", "gkd.planning.report", "gkd.planning.advice"])
 def test_importing_loads_neither_torch_nor_ray_nor_hydra(module: str) -> None:
     program = f"import sys, {module}; sys.exit(str({{'torch', 'ray', 'vllm', 'hydra'}} & set(sys.modules) or ''))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -83,19 +82,40 @@ def test_a_plan_needs_no_data(model: str, tmp_path: Path, capsys: pytest.Capture
     assert f"{found['pipeline'][0]['seconds']:.2f}" in told
 
 
-def test_a_memory_alone_is_a_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a GPU here, too: what is asked is whether the run fits on one of that size."""
+def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU here, too: the plan is whether the run fits on one of that size."""
     own = ["+recipe=grpo", "model.size=0.5b"]
-    card = planned(tmp_path, *own, "plan.memory_gb=16")["card"]
-    assert (card["is_cpu"], card["memory"]) == (False, 16e9)
-    assert "a GPU, taken to be as fast as rtx-3060 (plan.card), with 16.0 GB" in capsys.readouterr().out
-    assert planned(tmp_path, *own, "plan.memory_gb=16", "plan.card=l4")["card"]["name"] == "l4"
-    assert planned(tmp_path, *own, "plan.memory_gb=16", "placement=cpu")["card"]["is_cpu"]
-    assert planned(tmp_path, *own)["card"]["is_cpu"]
+    gpu = planned(tmp_path, *own, "plan.memory_gb=16")["hardware"]
+    assert (gpu["is_cpu"], gpu["memory"]) == (False, 16e9)
+    assert "a GPU, taken to be as fast as rtx-3060 (plan.gpu_type), with 16.0 GB" in capsys.readouterr().out
+    assert planned(tmp_path, *own, "plan.memory_gb=16", "plan.gpu_type=l4")["hardware"]["name"] == "l4"
+    assert planned(tmp_path, *own, "plan.memory_gb=16", "placement=cpu")["hardware"]["is_cpu"]
+    assert planned(tmp_path, *own)["hardware"]["is_cpu"]
+
+
+def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with one GPU, whose groups would share it, as well."""
+    for module in ("gkd.cluster.gpu", "gkd.planning.layout"):
+        monkeypatch.setattr(f"{module}.nvml_uuids", lambda: ["GPU-1"])
+    monkeypatch.setattr("gkd.planning.layout._gpu_here", lambda: ("h200", 150.0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    own = ["+recipe=grpo", "model.size=0.5b"]
+    here = planned(tmp_path, *own)
+    assert here["hardware"]["name"] == "h200"
+    assert _shared(here)
+    other = planned(tmp_path, *own, "plan.memory_gb=16")
+    assert other["hardware"]["memory"] == 16e9
+    assert "as fast as rtx-3060" in other["hardware"]["name"]
+    assert not _shared(other)
+
+
+def _shared(found: dict[str, Any]) -> bool:
+    """Whether a group has less than all of its GPU."""
+    return any(group["available"] < found["hardware"]["memory"] for group in found["memory"])
 
 
 def test_what_a_run_refuses_is_not_offered(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["+recipe=grpo", f"model.path={model}", "plan.card=l40s", "--best", "4", "--by-memory"])
+    main(["+recipe=grpo", f"model.path={model}", "plan.gpu_type=l40s", "--best", "4", "--by-memory"])
     named = set(re.findall(r"\b(?:[a-z]\w*\.)+[a-z]\w*\b", capsys.readouterr().out))
     assert "actor.lora.r" in named
     assert named <= set(settings())
@@ -123,7 +143,7 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["+recipe=on_policy_distill", "model.size=7b"], r"a teacher is asked: name teacher.model.path, or teacher"),
+        (["+recipe=on_policy_distill", "model.size=7b"], r"there is no teacher: name teacher.model.path, or teacher"),
         (["+recipe=grpo", "model.size=7q"], r"model.size=7q: "),
         (["+recipe=grpo", "model.size=0b"], r"model.size=0b: "),
         (["+recipe=grpo", "model.size=0.0m"], r"model.size=0.0m: "),
@@ -134,8 +154,8 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
         ),
         (["+recipe=grpo", "model.size=7b", "model.path=x"], r"path=x and size=7b exclude each other"),
         (["+recipe=grpo", "model.path=/nowhere/at/all"], r"model.path=/nowhere/at/all: no such directory"),
-        (["+recipe=grpo", "model.size=7b", "plan.card=h20"], r"plan.card=h20 is not known \(did you mean h200\?\)"),
-        (["+recipe=grpo", "model.size=7b", "plan.card=h100"], r"plan.card=h100 is not .* mean h100-80gb\?\)"),
+        (["+recipe=grpo", "model.size=7b", "plan.gpu_type=h20"], r"gpu_type=h20 is not known \(did you mean h200\?\)"),
+        (["+recipe=grpo", "model.size=7b", "plan.gpu_type=h100"], r"gpu_type=h100 is not .* mean h100-80gb\?\)"),
         (
             ["+recipe=grpo", "model.size=7b", "--from", "/nowhere"],
             r"--from /nowhere/config.yaml: No such file",
@@ -147,7 +167,8 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
         ),
         (["+recipe=grpo", "model.size=7b", "plan.nodes=[8,0]"], r"plan.nodes.1=0: "),
         (["+recipe=grpo", "model.size=7b", "plan.nodes=[]"], r"plan.nodes=\[\]: "),
-        (["+recipe=grpo", "model.size=7b", "plan.crad=h200"], r"unknown setting plan.crad \(did you mean plan.card"),
+        (["+recipe=grpo", "model.size=7b", "plan.gpu_tpye=h200"], r"unknown setting .* \(did you mean plan.gpu_type"),
+        (["+recipe=grpo", "model.size=7b", "plan.card=h200"], r"unknown setting plan.card \(here: plan.gpu_type\)"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +202,7 @@ def test_timings_of_an_earlier_run_are_taken(model: str, tmp_path: Path) -> None
                 }
             )  # fmt: skip
     found = planned(tmp_path, *overrides, "--from", str(run))
-    assert (found["work"]["prompt"], found["work"]["response"]) == (50, 100)
+    assert (found["workload"]["prompt"], found["workload"]["response"]) == (50, 100)
     assert found["stages"]["generate"] == pytest.approx(3.0)
     assert found["stages"]["update"] == pytest.approx(7.0)
     assert found["stages"]["sync"] == pytest.approx(0.5)
@@ -215,7 +236,7 @@ def test_what_is_no_run_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "gib", "card"),
+    ("name", "gib", "gpu_type"),
     [
         ("NVIDIA H200", 139.8, "h200"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
@@ -225,5 +246,5 @@ def test_what_is_no_run_is_one_line(
         ("NVIDIA T4", 14.6, None),
     ],
 )
-def test_drivers_names_are_known(name: str, gib: float, card: str | None) -> None:
-    assert card_named(name, gib) == card
+def test_drivers_names_are_known(name: str, gib: float, gpu_type: str | None) -> None:
+    assert known_gpu_type(name, gib) == gpu_type

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gkd.errors import ConfigError
-from gkd.planning.families import read_shape, shape_of
+from gkd.planning.shapes import read_shape, shape_of
 
 TINY = {
     "hidden_size": 48,
@@ -98,13 +98,13 @@ def test_a_shard_has_whole_rows(case: str, world: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     chunks = sum(p.chunk(world)[0].numel() for p in model.parameters())
-    assert shape_of(config.to_dict()).sharded(world) == chunks
+    assert shape_of(config.to_dict()).shard_size(world) == chunks
 
 
 def test_qwen_of_one_and_a_half_billion() -> None:
     shape = shape_of({"model_type": "qwen2"} | CASES["qwen2.5 1.5b"][1])
     assert round(shape.n_parameters / 1e9, 2) == 1.54
-    assert shape.kv_numbers_per_token == 2 * 28 * 2 * 128
+    assert (shape.n_layers, shape.kv_heads, shape.head_dim) == (28, 2, 128)
 
 
 def test_experts_count_for_what_a_token_passes() -> None:

@@ -6,45 +6,45 @@ from dataclasses import replace
 
 import pytest
 
-from gkd.planning.engine_memory import engine_memory, kv_bytes, sequences_held
-from tests.planning.subjects import subject
+from gkd.planning.memory import concurrent_sequences, kv_bytes, pool_memory
+from tests.planning.layouts import layout_of
 
-DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.card=a100-80gb")
+DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.gpu_type=a100-80gb")
 
 
 def test_a_token_of_qwen_takes_28_kilobytes_of_cache() -> None:
     """28 layers x 2 key-value heads x 128 x 2 of keys and values x 2 bytes; by four GPUs a head is repeated."""
-    shape = subject(*DISTIL).models.student
+    shape = layout_of(*DISTIL).models.student
     assert kv_bytes(shape, 1, 2) == 28 * 2 * 128 * 2 * 2
     assert kv_bytes(shape, 2, 2) == kv_bytes(shape, 4, 2) == 28 * 1 * 128 * 2 * 2
 
 
-def test_the_cache_is_what_the_share_of_the_card_leaves() -> None:
-    s = subject(*DISTIL)
-    found = engine_memory(s, "rollout", s.config.rollout)
+def test_the_cache_is_what_the_share_of_the_gpu_leaves() -> None:
+    s = layout_of(*DISTIL)
+    found = pool_memory(s, "rollout", s.config.rollout)
     inside = ("weights", "activations of a step", "context, CUDA graphs", "key-value cache")
-    assert sum(found.items[name] for name in inside) == pytest.approx(0.85 * s.card.memory)
+    assert sum(found.items[name] for name in inside) == pytest.approx(0.85 * s.hardware.memory)
     held = int(found.items["key-value cache"] // (kv_bytes(s.models.student, 1, 2) * 1280))
     assert f"holds {held:,} sequences of 1,280 tokens" in found.notes[0]
-    assert sequences_held(s, "rollout", s.config.rollout) == s.config.rollout.max_num_seqs
+    assert concurrent_sequences(s, "rollout", s.config.rollout) == s.config.rollout.max_num_seqs
 
 
 def test_tensor_parallelism_divides_weights_and_must_divide_heads() -> None:
-    s = subject(*DISTIL)
-    one = engine_memory(s, "teacher", s.config.teacher)
+    s = layout_of(*DISTIL)
+    one = pool_memory(s, "teacher", s.config.teacher)
     four = s.config.teacher.model_copy(update={"tensor_parallel_size": 4, "n_gpus_per_node": 4})
-    assert engine_memory(s, "teacher", four).items["weights"] == one.items["weights"] / 4
+    assert pool_memory(s, "teacher", four).items["weights"] == one.items["weights"] / 4
     eight = s.config.teacher.model_copy(update={"tensor_parallel_size": 8, "n_gpus_per_node": 8})
-    assert "does not divide 28 attention heads" in engine_memory(s, "teacher", eight).lack
+    assert "does not divide 28 attention heads" in pool_memory(s, "teacher", eight).shortage
 
 
 def test_an_engine_without_room_for_one_sequence_does_not_fit() -> None:
-    s = subject(*DISTIL)
-    small = replace(s, card=replace(s.card, memory=20e9))
-    assert engine_memory(small, "rollout", s.config.rollout).fits
-    teacher = engine_memory(small, "teacher", s.config.teacher)
+    s = layout_of(*DISTIL)
+    small = replace(s, hardware=replace(s.hardware, memory=20e9))
+    assert pool_memory(small, "rollout", s.config.rollout).fits
+    teacher = pool_memory(small, "teacher", s.config.teacher)
     assert not teacher.fits
-    assert "short of one sequence's cache" in teacher.lack
+    assert "short of one sequence's cache" in teacher.shortage
 
 
 def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
@@ -53,12 +53,12 @@ def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
     from gkd.inference.vllm_scorer import ROW_BYTES, scoring_arguments
 
     for k, tokens in ((512, None), (32_768, ROW_BYTES // (24 * 32_769))):
-        s = subject(*DISTIL, f"data.val_top_k={k}")
+        s = layout_of(*DISTIL, f"data.val_top_k={k}")
         settings = s.config.teacher.model_copy(update={"max_top_k": k})
         arguments = scoring_arguments("teacher", ModelInfo(152_064, None, [1], 0), settings, "cuda", "bfloat16")
         assert arguments.get("max_num_batched_tokens") == tokens
-        planned = engine_memory(s, "teacher", s.config.teacher).items["top K of prompt rows"]
+        planned = pool_memory(s, "teacher", s.config.teacher).items["top K of prompt rows"]
         assert planned == pytest.approx(24 * (k + 1) * (tokens or 16_384), rel=1e-3)
-    reference = subject("+recipe=grpo", "model.size=1.5b", "plan.card=a100-80gb", "algorithm.kl.coef=0.1")
-    asked = engine_memory(reference, "reference", reference.config.reference).items["top K of prompt rows"]
+    reference = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=a100-80gb", "algorithm.kl.coef=0.1")
+    asked = pool_memory(reference, "reference", reference.config.reference).items["top K of prompt rows"]
     assert asked == 24 * 16_384

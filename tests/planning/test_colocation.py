@@ -13,25 +13,24 @@ from gkd.config import Lora
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.inference.classifier import ClassifierEngine
-from gkd.planning import cards
-from gkd.planning.adapters import adapter_weights
-from gkd.planning.advice import advice
-from gkd.planning.memory import memory_of
-from gkd.planning.subject import Subject, models_of
+from gkd.planning.actor_memory import adapter_weights
+from gkd.planning.advice import advise
+from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
+from gkd.planning.memory import all_memory
 from tests.planning.tensor_bytes import TensorBytes
 
-FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.card=h100-80gb"]
+FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.gpu_type=h100-80gb"]
 
 
 def planned(*overrides: str) -> dict[str, object]:
     config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *overrides])
-    return {group.group: group for group in memory_of(Subject(config, models_of(config), cards.gpu(config.plan)))}
+    return {group.group: group for group in all_memory(Layout(config, models_of(config), gpu_hardware(config.plan)))}
 
 
 def test_a_group_has_what_those_on_its_gpu_leave() -> None:
     alone, shared = planned(), planned("rollout.colocate_with=actor", "rollout.gpu_memory_utilization=0.3")
     assert alone["actor"].available == alone["rollout"].available
-    whole = cards.gpu(compose(["plan.card=h100-80gb"]).plan).memory
+    whole = gpu_hardware(compose(["plan.gpu_type=h100-80gb"]).plan).memory
     assert shared["actor"].available == pytest.approx(whole - shared["rollout"].total)
     assert shared["rollout"].available == pytest.approx(whole - shared["actor"].total)
     assert shared["actor"].margin == pytest.approx(shared["rollout"].margin)  # they fit together or not
@@ -68,7 +67,7 @@ def test_a_reward_model_is_near_the_measured_peak(
     numbers = sum(p.numel() for name, p in model.named_parameters() if "score" not in name)
     assert planned(*asked)["reward_model"].items["weights"] == 2 * numbers  # bfloat16
     config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *asked])
-    on_cpu = memory_of(Subject(config, models_of(config), cards.cpu(config.plan)))
+    on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
     items = next(group.items for group in on_cpu if group.group == "reward_model")
     engine = ClassifierEngine(str(tmp_path), config.reward_model, "cpu", torch.float32)
     with TensorBytes() as measured:
@@ -80,20 +79,20 @@ def test_a_reward_model_is_near_the_measured_peak(
 ONE_GPU = ("placement=single_gpu", "rollout.gpu_memory_utilization=0.5")
 
 
-def test_groups_on_one_gpu_take_turns_where_they_do_not_fit_side_by_side() -> None:
-    side_by_side, in_turn = (planned(*ONE_GPU, f"cluster.offload={v}") for v in ("false", "true"))
+def test_groups_on_one_gpu_are_offloaded_where_they_do_not_fit_side_by_side() -> None:
+    side_by_side, offloaded = (planned(*ONE_GPU, f"cluster.offload={v}") for v in ("false", "true"))
     assert not side_by_side["actor"].fits
-    assert in_turn["actor"].fits
-    assert in_turn["rollout"].fits
-    assert planned(*ONE_GPU) == in_turn  # auto
-    whole = cards.gpu(compose(["plan.card=h100-80gb"]).plan).memory
-    assert in_turn["actor"].available == whole - in_turn["rollout"].items["context, CUDA graphs"]
-    assert in_turn["rollout"].available == whole - in_turn["actor"].items["context, collectives"]
+    assert offloaded["actor"].fits
+    assert offloaded["rollout"].fits
+    assert planned(*ONE_GPU) == offloaded  # auto
+    whole = gpu_hardware(compose(["plan.gpu_type=h100-80gb"]).plan).memory
+    assert offloaded["actor"].available == whole - offloaded["rollout"].items["context, CUDA graphs"]
+    assert offloaded["rollout"].available == whole - offloaded["actor"].items["context, collectives"]
     smaller = (*ONE_GPU, "model.size=0.5b", "actor.max_tokens_per_micro_batch=2048")
     assert planned(*smaller) == planned(*smaller, "cluster.offload=false")  # not where they do
 
 
-def test_the_push_is_planned_where_it_is_the_worst_moment() -> None:
+def test_weight_sync_is_planned_where_it_is_the_worst_moment() -> None:
     """Sharded over many ranks the actor is small, and an engine's weights are whole."""
     eight = ("trainer.n_gpus_per_node=8", "rollout.n_gpus_per_node=8", "rollout.colocate_with=actor", "model.size=14b",
              "rollout.gpu_memory_utilization=0.8", "actor.max_tokens_per_micro_batch=1280", "cluster.offload=true",
@@ -104,9 +103,9 @@ def test_the_push_is_planned_where_it_is_the_worst_moment() -> None:
     assert actor.total > sum(actor.items[name] for name in ("weights", "optimizer state")) + rollout.items["weights"]
 
 
-def test_taking_turns_is_advised_where_it_is_ruled_out() -> None:
+def test_offloading_is_advised_where_it_is_ruled_out() -> None:
     config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *ONE_GPU, "cluster.offload=false"])
-    found = advice(Subject(config, models_of(config), cards.gpu(config.plan)), "actor")
+    found = advise(Layout(config, models_of(config), gpu_hardware(config.plan)), "actor")
     assert "cluster.offload=true" in found[0].overrides()
 
 
@@ -117,6 +116,6 @@ def test_taking_turns_is_advised_where_it_is_ruled_out() -> None:
         ("actor.lora={r: 8, quantize: nf4}", "stays on its GPU"),
     ],
 )
-def test_turns_that_cannot_be_taken(override: str, message: str) -> None:
+def test_offloading_that_is_impossible(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(*ONE_GPU[:1], override, "cluster.offload=true")

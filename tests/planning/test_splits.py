@@ -13,12 +13,11 @@ import pytest
 from gkd.cluster.layout import Node, asks_of, solve
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
-from gkd.planning.memory import memory_of
-from gkd.planning.pipeline import step_of
-from gkd.planning.split import best_splits
-from gkd.planning.stages import stages_of
-from gkd.planning.subject import changed
-from tests.planning.subjects import DATA, subject
+from gkd.planning.layout import with_settings
+from gkd.planning.memory import all_memory
+from gkd.planning.pipeline import simulate_step, stages_of
+from gkd.planning.splits import best_splits
+from tests.planning.layouts import DATA, layout_of
 
 TINY = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 300
@@ -28,14 +27,14 @@ LARGE = ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b",
 
 
 def test_no_split_of_eight_is_faster() -> None:
-    s = subject(*SMALL)
+    s = layout_of(*SMALL)
     every = []
     for a, r, t in itertools.product(range(1, 7), repeat=3):
         if a + r + t <= 8:
             settings = {"trainer.n_gpus_per_node": a, "rollout.n_gpus_per_node": r, "teacher.n_gpus_per_node": t}
-            tried = replace(s, config=changed(s.config, settings))
-            if all(group.fits for group in memory_of(tried)):
-                every.append(step_of(stages_of(tried), 0).seconds)
+            tried = replace(s, config=with_settings(s.config, settings))
+            if all(group.fits for group in all_memory(tried)):
+                every.append(simulate_step(stages_of(tried), 0).seconds)
     found = best_splits(s, 8)
     assert [split.step.seconds for split in found] == pytest.approx(sorted(every)[:3])
 
@@ -43,12 +42,12 @@ def test_no_split_of_eight_is_faster() -> None:
 @pytest.mark.parametrize("n_gpus", [8, 24, 64])
 def test_what_is_offered_fits_and_can_be_placed_as_it_is_pasted(n_gpus: int) -> None:
     overrides = SMALL if n_gpus == 8 else LARGE
-    for split in best_splits(subject(*overrides), n_gpus):
+    for split in best_splits(layout_of(*overrides), n_gpus):
         pasted = compose([*DATA, *overrides, *split.overrides().split()])
         assert sum(pool.n_workers for _, pool in pasted.pools()) == sum(split.gpus.values()) <= n_gpus
-        again = subject(*overrides, *split.overrides().split())
-        assert all(group.fits for group in memory_of(again))
-        assert step_of(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
+        again = layout_of(*overrides, *split.overrides().split())
+        assert all(group.fits for group in all_memory(again))
+        assert simulate_step(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
         nodes = [Node(str(i), str(i), tuple(range(8)), 0.0).idle() for i in range(n_gpus // 8)]
         assert solve(asks_of(pasted), nodes, 0.0) is not None
 
@@ -62,32 +61,33 @@ def test_a_split_gives_every_group_gpus_of_its_own(placement: str, rated: bool, 
     """Also where the command shares them, or names them; and beside a reward model."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     own = (*RATED, f"reward_model.model.path={tmp_path}") if rated else SMALL
-    overrides = (*own, f"placement={placement}", "plan.card=h200")
-    for split in best_splits(subject(*overrides), 16):
-        again = subject(*overrides, *split.overrides().split())
+    overrides = (*own, f"placement={placement}", "plan.gpu_type=h200")
+    for split in best_splits(layout_of(*overrides), 16):
+        again = layout_of(*overrides, *split.overrides().split())
         assert again.config.hosts() == {}
         assert set(split.gpus) >= {"reference", "reward_model"} if rated else {"teacher"}
-        assert all(group.fits for group in memory_of(again))
-        assert step_of(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
+        assert all(group.fits for group in all_memory(again))
+        assert simulate_step(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
 
 
 def test_engines_that_do_not_divide_a_node_are_offered_no_whole_ones() -> None:
-    wide = ("+recipe=grpo", "model.size=7b", "plan.card=h100-80gb", "plan.gpus_per_node=6", "rollout.n_gpus_per_node=4")
+    wide = ("+recipe=grpo", "model.size=7b", "plan.gpu_type=h100-80gb", "plan.gpus_per_node=6",
+            "rollout.n_gpus_per_node=4")  # fmt: skip
     long = ("rollout.max_response_length=2048", "plan.response_length=2048", "actor.gradient_checkpointing=true")
     overrides = (*wide, *long, "rollout.tensor_parallel_size=4")
-    for split in best_splits(subject(*overrides), 36):
-        assert subject(*overrides, *split.overrides().split()).config.rollout.n_gpus_per_node == 4
+    for split in best_splits(layout_of(*overrides), 36):
+        assert layout_of(*overrides, *split.overrides().split()).config.rollout.n_gpus_per_node == 4
 
 
 def test_a_teacher_too_large_for_one_gpu_gets_several() -> None:
-    split = best_splits(subject(*LARGE), 16)[0]
+    split = best_splits(layout_of(*LARGE), 16)[0]
     assert split.settings["teacher.tensor_parallel_size"] > 1
     assert split.settings["teacher.n_gpus_per_node"] % split.settings["teacher.tensor_parallel_size"] == 0
 
 
 def test_no_split_is_another_one_with_gpus_that_do_not_help() -> None:
     """A batch of eight on forty GPUs: more engines than samples help nobody."""
-    splits = best_splits(subject(*SMALL, "trainer.batch_size=8", "plan.card=h200"), 40)
+    splits = best_splits(layout_of(*SMALL, "trainer.batch_size=8", "plan.gpu_type=h200"), 40)
     for one, other in itertools.permutations(splits, 2):
         faster = one.step.seconds < other.step.seconds - 1e-9
         assert faster or any(one.gpus[group] < n for group, n in other.gpus.items())
@@ -95,19 +95,19 @@ def test_no_split_is_another_one_with_gpus_that_do_not_help() -> None:
 
 def test_an_engine_spans_nodes_only_where_it_may() -> None:
     """A teacher of 405 billion parameters on nodes of four cards of 141 GB."""
-    wide = (*SMALL, "teacher.model.size=405b", "plan.card=h200", "plan.gpus_per_node=4")
+    wide = (*SMALL, "teacher.model.size=405b", "plan.gpu_type=h200", "plan.gpus_per_node=4")
     with pytest.raises(ConfigError, match="teacher fits on none"):
-        best_splits(subject(*wide), 24)
-    split = best_splits(subject(*wide, "teacher.across_nodes=true"), 24)[0]
+        best_splits(layout_of(*wide), 24)
+    split = best_splits(layout_of(*wide, "teacher.across_nodes=true"), 24)[0]
     assert split.settings["teacher.n_gpus_per_node"] == 4
     assert split.settings["teacher.tensor_parallel_size"] == 8
     assert split.gpus["teacher"] % 8 == 0
-    again = subject(*wide, "teacher.across_nodes=true", *split.overrides().split())
-    assert all(group.fits for group in memory_of(again))
+    again = layout_of(*wide, "teacher.across_nodes=true", *split.overrides().split())
+    assert all(group.fits for group in all_memory(again))
 
 
 def test_four_thousand_gpus_and_four_groups_take_less_than_five_seconds() -> None:
-    s = subject(*LARGE, "algorithm.kl.coef=0.1")
+    s = layout_of(*LARGE, "algorithm.kl.coef=0.1")
     began = time.process_time()
     found = best_splits(s, 4096)
     assert time.process_time() - began < 5
@@ -118,25 +118,25 @@ def test_four_thousand_gpus_and_four_groups_take_less_than_five_seconds() -> Non
 
 def test_a_split_of_a_layout_for_few_gpus_is_over_whole_nodes() -> None:
     """A placement says which machines there are now, and not what is offered."""
-    one = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.offload=true")
+    one = layout_of("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.offload=true")
     for split in best_splits(one, 16):
-        pasted = subject("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.offload=true",
+        pasted = layout_of("+recipe=grpo", "model.size=7b", "placement=single_gpu", "cluster.offload=true",
                          *split.overrides().split())  # fmt: skip
         assert sum(pool.n_workers for _, pool in pasted.config.pools()) > 8
         assert all(pool.nnodes <= 2 for _, pool in pasted.config.pools())
-        assert all(group.fits for group in memory_of(pasted))
+        assert all(group.fits for group in all_memory(pasted))
 
 
 def test_each_of_several_teachers_has_an_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     several = ("+recipe=on_policy_distill", "model.size=1.5b", f"+teacher.models.x={tmp_path}",
                f"+teacher.models.y={tmp_path}", "data.teacher_key=k", "teacher.n_gpus_per_node=2")  # fmt: skip
-    for split in best_splits(subject(*several), 4):
-        assert subject(*several, *split.overrides().split()).config.teacher.n_engines >= 2
+    for split in best_splits(layout_of(*several), 4):
+        assert layout_of(*several, *split.overrides().split()).config.teacher.n_engines >= 2
 
 
 def test_too_few_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--best 2: 3 groups need a GPU each \(trainer, rollout, teacher\)"):
-        best_splits(subject(*SMALL), 2)
+        best_splits(layout_of(*SMALL), 2)
     with pytest.raises(ConfigError, match=r"--best: teacher fits on none"):
-        best_splits(subject(*SMALL, "teacher.model.size=405b"), 4)
+        best_splits(layout_of(*SMALL, "teacher.model.size=405b"), 4)

@@ -1,0 +1,303 @@
+"""What is planned: a configuration with its models' shapes, the hardware, and the batch of a step.
+
+Memory, speed and links of GPU types are those of the makers' data sheets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from gkd.algorithms.top_k import top_k_wanted
+from gkd.cluster.gpu import nvml_uuids
+from gkd.cluster.layout import asks_of, idle_nodes, solve
+from gkd.config import GROUPS, Config, Engine, Plan, Rollout, nearest
+from gkd.data.task import require_teacher, task_of
+from gkd.errors import ConfigError
+from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size
+
+GB, GIB, F32 = 1e9, 1 << 30, 4
+DEFAULT_GPU = "h100-80gb"
+GPU_EFFICIENCY, CPU_EFFICIENCY = 0.24, 0.3
+GPU_SETTINGS = ("gpus", "gpus_by_node", "colocate_with")  # settings of a pool that choose its GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Describes a GPU, or a machine's CPU that all workers share.
+
+    ``memory`` bytes that CUDA reports; ``flops`` a second that matrix products reach; ``bandwidth`` of the memory,
+    ``link`` within and ``network`` between nodes, bytes a second.
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    is_cpu: bool = False
+
+
+# Memory as CUDA reports it (GiB), dense bfloat16 TFLOP/s, memory GB/s, GPU-to-GPU GB/s one way (NVLink, or PCIe).
+GPU_TYPES: dict[str, tuple[float, float, float, float]] = {
+    "b200": (178.0, 2250, 8000, 900),
+    "h200": (139.8, 989, 4800, 450),
+    "h100-80gb": (79.1, 989, 3350, 450),
+    "h100-pcie": (79.1, 756, 2000, 64),
+    "a100-80gb": (79.1, 312, 2039, 300),
+    "a100-40gb": (39.4, 312, 1555, 300),
+    "l40s": (44.4, 362, 864, 32),
+    "l4": (22.0, 121, 300, 16),
+    "a10": (22.0, 125, 600, 32),
+    "rtx-5090": (31.4, 209, 1792, 64),
+    "rtx-4090": (23.5, 165, 1008, 32),
+    "rtx-3090": (23.6, 71, 936, 16),
+    "rtx-3060": (11.6, 25, 360, 16),
+}
+
+
+def gpu_hardware(plan: Plan) -> Hardware:
+    """Return the GPU that the settings name, else this machine's, else the default.
+
+    Where only ``plan.memory_gb`` describes it, it is taken to be as fast as the known type nearest to that. Raises
+    ConfigError for a type that is not known.
+    """
+    name, memory, shown = plan.gpu_type, plan.memory_gb, plan.gpu_type
+    if name is None and memory is not None:
+        n_bytes = memory * GB
+        name = min(GPU_TYPES, key=lambda known: abs(GPU_TYPES[known][0] * GIB - n_bytes))
+        shown = f"a GPU, taken to be as fast as {name} (plan.gpu_type),"
+    elif name is None:
+        name, memory = _gpu_here() or (DEFAULT_GPU, None)
+    if name not in GPU_TYPES:
+        known = ", ".join(GPU_TYPES)
+        raise ConfigError(
+            f"plan.gpu_type={name} is not known{nearest(name, list(GPU_TYPES))}; there are {known}, or give "
+            "plan.memory_gb, plan.tflops, plan.memory_bandwidth_gb_s and plan.link_gb_s beside one of them"
+        )
+    gib, tflops, bandwidth, link = GPU_TYPES[name]
+    return Hardware(
+        name=shown or name,
+        memory=memory * GB if memory else gib * GIB,
+        flops=(plan.tflops or tflops) * 1e12 * (plan.efficiency or GPU_EFFICIENCY),
+        bandwidth=(plan.memory_bandwidth_gb_s or bandwidth) * 1e9,
+        link=(plan.link_gb_s or link) * 1e9,
+        network=plan.network_gb_s * 1e9,
+    )
+
+
+def cpu_hardware(plan: Plan) -> Hardware:
+    """Return this machine without a GPU: 0.1 TFLOP/s a core in float32, as measured on an AMD EPYC."""
+    cores = len(os.sched_getaffinity(0))
+    memory = plan.memory_gb * GB if plan.memory_gb else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    flops = (plan.tflops or 0.1 * cores) * 1e12 * (plan.efficiency or CPU_EFFICIENCY)
+    bandwidth, link = (plan.memory_bandwidth_gb_s or 20) * 1e9, (plan.link_gb_s or 5) * 1e9
+    return Hardware(f"CPU, {cores} cores", memory, flops, bandwidth, link, plan.network_gb_s * 1e9, is_cpu=True)
+
+
+def _gpu_here() -> tuple[str, float] | None:
+    """Return the known type of this machine's first GPU, and its memory in GB; None where there is none."""
+    if not nvml_uuids():
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        raw, memory = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    finally:
+        pynvml.nvmlShutdown()
+    name = known_gpu_type(raw.decode() if isinstance(raw, bytes) else raw, memory / GIB)
+    return None if name is None else (name, memory / GB)
+
+
+def known_gpu_type(name: str, gib: float) -> str | None:
+    """Return the known type of a driver's name such as ``NVIDIA A100-SXM4-40GB``, by memory where several share it."""
+    words = set(name.lower().replace("-", " ").split())
+    fitting = [known for known in GPU_TYPES if {part for part in known.split("-") if "gb" not in part} <= words]
+    return min(fitting, key=lambda known: abs(GPU_TYPES[known][0] - gib), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Holds the shapes of the student, the teacher (of several the largest), the reward model, and a reference that is
+    not the student; None where a run has none, or where it is outside the cluster.
+    """
+
+    student: ModelShape
+    teacher: ModelShape | None
+    reward_model: ModelShape | None = None
+    reference: ModelShape | None = None
+
+    def of(self, group: str) -> ModelShape:
+        """Return the shape that a group loads."""
+        if group == "reference":
+            return self.reference or self.student
+        if group not in ("teacher", "reward_model"):
+            return self.student
+        shape = self.teacher if group == "teacher" else self.reward_model
+        assert shape is not None, f"a group {group} has a model"
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Describes a step's batch: ``samples`` of ``prompt`` + ``response`` tokens each on average, at most ``longest``.
+
+    They have ``prompts`` different prompts; the teacher gives ``top_k`` log-probabilities a position.
+    """
+
+    samples: int
+    prompts: int
+    prompt: int
+    response: int
+    longest: int
+    top_k: int
+
+    @property
+    def length(self) -> int:
+        """Count the tokens of a sample of mean length."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Holds a configuration with everything that its plan follows from.
+
+    ``nodes``: how many GPUs each node has, which limits advice; None for as many nodes as it takes.
+    """
+
+    config: Config
+    models: Models
+    hardware: Hardware
+    nodes: tuple[int, ...] | None = None
+
+    @property
+    def compute_bytes(self) -> int:
+        """Return the bytes of a number of the type that models compute in."""
+        return 4 if self.config.model.dtype_on("cpu" if self.hardware.is_cpu else "cuda") == "float32" else 2
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Return the most GPUs of a node that advice may use."""
+        return self.config.plan.gpus_per_node if self.nodes is None else max(self.nodes)
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Map every group on the devices of another to that one; on a CPU all share the machine's cores."""
+        if not self.hardware.is_cpu:
+            return self.config.hosts()
+        return {GROUPS.get(section, section): "actor" for section, _ in self.config.pools()}
+
+    def workload(self) -> Workload:
+        """Return the batch of a step."""
+        config, limits = self.config, [self.models.student.positions]
+        if self.models.teacher is not None:
+            limits.append(self.models.teacher.positions)
+        longest = config.data.max_prompt_length + config.rollout.max_response_length
+        longest = min([longest, *(limit for limit in limits if limit is not None)])
+        response = config.plan.response_length or config.rollout.max_response_length
+        prompt = config.plan.prompt_length or max(1, longest - config.rollout.max_response_length)
+        top_k = top_k_wanted(config, self.models.student.vocabulary) if config.algorithm.distils else 0
+        prompts = config.trainer.batch_size
+        return Workload(prompts * config.rollout.n, prompts, prompt, response, longest, top_k)
+
+
+class EngineProperties(NamedTuple):
+    """What a plan asks of an engine.
+
+    ``managed_memory``: it takes gpu_memory_utilization of a GPU, for weights, CUDA graphs and a key-value cache.
+    ``tensor_parallel``: it can span several GPUs.
+    """
+
+    managed_memory: bool
+    tensor_parallel: bool
+
+
+def engine_properties(engine: Engine) -> EngineProperties:
+    """Return the properties of the engine that a pool runs; pools that only score run vLLM."""
+    is_vllm = not isinstance(engine, Rollout) or engine.engine == "vllm"
+    return EngineProperties(managed_memory=is_vllm, tensor_parallel=is_vllm)
+
+
+def nodes_of(config: Config) -> tuple[int, ...] | None:
+    """Return the GPUs of every node in ``plan.nodes``; None where it is null, or its nodes have no room."""
+    nodes = tuple(config.plan.nodes or ())
+    return nodes if nodes and has_room(config, nodes) else None
+
+
+def has_room(config: Config, nodes: Sequence[int]) -> bool:
+    """Say whether idle nodes with so many GPUs each have room for all groups."""
+    asks = asks_of(config)
+    most = sum(ask.nnodes for ask in asks)  # of nodes of one size more are of no use
+    enough = [size for size, count in Counter(nodes).items() for _ in range(min(count, most))]
+    return solve(asks, idle_nodes(enough), 0.0) is not None
+
+
+def models_of(config: Config) -> Models:
+    """Return shapes by path, by size, or of a task's own models. Raises ConfigError where a model cannot be found."""
+    reward_model = config.reward_model.model.path if config.asks_reward_model else None
+    scores = None if reward_model is None else read_shape(reward_model, "reward_model.model.path")
+    if config.uses_task:
+        made = task_of(config).model_configs()
+        require_teacher(config, "teacher" in made)
+        teacher = shape_of(made["teacher"]) if config.algorithm.needs_teacher else None
+        return Models(shape_of(made["student"]), teacher, scores)
+    reference = config.reference.model.path
+    return Models(
+        _shape(config.model.path, config.model.size, "model"),
+        _teacher_shape(config),
+        scores,
+        None if reference is None else read_shape(reference, "reference.model.path"),
+    )
+
+
+def _teacher_shape(config: Config) -> ModelShape | None:
+    model = config.teacher.model
+    if config.teacher.models:
+        several = [read_shape(path, f"teacher.models.{name}") for name, path in config.teacher.models.items()]
+        return max(several, key=lambda shape: shape.n_parameters)
+    if not config.algorithm.needs_teacher or (model.path is None and model.size is None):
+        if config.algorithm.needs_teacher and config.teacher.server_ip is None:
+            raise ConfigError(
+                f"algorithm.name={config.algorithm.name} needs a teacher: name teacher.model.path, teacher.model.size "
+                "or teacher.server_ip"
+            )
+        return None
+    return _shape(model.path, model.size, "teacher.model")
+
+
+def _shape(path: str | None, size: str | None, setting: str) -> ModelShape:
+    if path is not None:
+        return read_shape(path, f"{setting}.path")
+    assert size is not None, "a model is given by path or by size"
+    return shape_of_size(size)
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the configuration with dotted settings replaced. Values are not checked again."""
+    for key, value in settings.items():
+        config = _with(config, key.split("."), value)
+    return config
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    inner = value if len(path) == 1 else _with(getattr(section, path[0]), path[1:], value)
+    return section.model_copy(update={path[0]: inner})
+
+
+def without_colocation(layout: Layout) -> Layout:
+    """Return the layout with every group on GPUs of its own, and without ranges of GPUs."""
+    config = layout.config
+    settings = {f"{section}.{name}": None for section, _ in config.pools() for name in GPU_SETTINGS}
+    return replace(layout, config=with_settings(config, settings | placement_defaults(config)))
+
+
+def placement_defaults(config: Config) -> dict[str, Any]:
+    """Return the defaults of settings about the nodes there are, or about shared GPUs, that have other values."""
+    offload = {"cluster.offload": "auto"} if config.cluster.offload is True else {}
+    return offload if config.plan.nodes is None else offload | {"plan.nodes": None}

@@ -1,0 +1,389 @@
+"""The shape of a language model: every weight it has, and what one token costs on its way through.
+
+Shapes come from a model's config.json, or from the published ones of usual models by size. Weights are listed as
+transformers names and lays them out, so that counts agree to the last number; a model of an unknown type is counted as
+a decoder like Llama, and ``note`` says so. Building the model by transformers on torch's meta device would need no
+formulas, but took 5 to 8 s on two cores, 1.6 to 2.8 s of them to import torch and 3.2 to 6.1 s to import transformers;
+a whole plan takes 0.9 s, and works where neither is installed. tests/planning/test_shapes.py compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from gkd.config import user_path
+from gkd.errors import ConfigError
+
+Norm = Literal["rms", "gemma", "layer"]
+Mlp = Literal["gated", "gelu_new", "gelu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Describes a tensor of ``rows`` (its first axis, which FSDP2 shards) times ``cols`` numbers.
+
+    ``linear``: whether it is the matrix of a linear layer, which an adapter can be put beside. ``share``: the part of
+    it that one token is multiplied with, below 1 for experts.
+    """
+
+    name: str
+    rows: int
+    cols: int = 1
+    linear: bool = False
+    share: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Count its numbers."""
+        return self.rows * self.cols
+
+    def shard_size(self, world: int) -> int:
+        """Count its numbers on the rank that has most, of ``world`` ranks that hold whole rows."""
+        return -(-self.rows // world) * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Describes a mixture of experts: how many there are, how many process a token, and how wide each is."""
+
+    count: int
+    per_token: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Describes ``count`` decoder layers that are alike. ``experts`` is None where the feed-forward part is dense."""
+
+    count: int
+    weights: tuple[Weight, ...]
+    width: int
+    experts: Experts | None = None
+
+    @property
+    def size(self) -> int:
+        """Count the numbers in one of them."""
+        return sum(w.size for w in self.weights)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Describes a decoder: its weights, and the widths that activations and the key-value cache follow from.
+
+    ``root`` holds what is in no layer: embeddings, final norm and, unless tied, the head. ``norms`` is the number of
+    norms in a layer, ``qk_norm`` whether queries and keys have one too, ``positions`` the longest sequence (None: no
+    limit). ``note`` says what was assumed about it.
+    """
+
+    kind: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    layers: tuple[Layers, ...]
+    root: tuple[Weight, ...]
+    norm: Norm = "rms"
+    norms: int = 2
+    qk_norm: bool = False
+    mlp: Mlp = "gated"
+    positions: int | None = None
+    note: str = ""
+
+    @cached_property
+    def n_layers(self) -> int:
+        """Count the decoder layers."""
+        return sum(kind.count for kind in self.layers)
+
+    @cached_property
+    def n_root(self) -> int:
+        """Count the parameters in no layer."""
+        return sum(w.size for w in self.root)
+
+    @cached_property
+    def n_parameters(self) -> int:
+        """Count all parameters, tied ones once."""
+        return self.n_root + sum(kind.count * kind.size for kind in self.layers)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Count the parameters of the largest layer."""
+        return max(kind.size for kind in self.layers)
+
+    @cached_property
+    def largest_weight(self) -> int:
+        """Count the numbers of the largest tensor."""
+        return max(w.size for w in self.weights())
+
+    @cached_property
+    def n_active(self) -> float:
+        """Count the parameters of the layers' matrices that one token is multiplied with; the head is not included."""
+        return sum(kind.count * w.size * w.share for kind in self.layers for w in kind.weights if w.cols > 1)
+
+    @property
+    def head(self) -> int:
+        """Count the parameters of the head, tied or not."""
+        return self.hidden * self.vocabulary
+
+    def weights(self) -> Iterable[Weight]:
+        """Yield every distinct weight: those of one layer of each kind, and the root's."""
+        for kind in self.layers:
+            yield from kind.weights
+        yield from self.root
+
+    def shard_size(self, world: int) -> int:
+        """Count the parameters on the rank that has most of them, of ``world``."""
+        layers = sum(kind.count * sum(w.shard_size(world) for w in kind.weights) for kind in self.layers)
+        return layers + sum(w.shard_size(world) for w in self.root)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Lists in what a family differs from Llama. ``bias`` names the projections that always have one.
+
+    ``defaults``: numbers that a config.json may leave out.
+    """
+
+    norm: Norm = "rms"
+    norms: int = 2
+    qk_norm: bool = False
+    bias: tuple[str, ...] = ()
+    tied: bool = False
+    head_dim: int | None = None
+    fused: bool = False
+    defaults: Mapping[str, int] = field(default_factory=dict)
+
+
+GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "qwen2": Family(bias=("q", "k", "v")),
+    "qwen2_moe": Family(bias=("q", "k", "v")),
+    "qwen3": Family(qk_norm=True, head_dim=128),
+    "qwen3_moe": Family(qk_norm=True),
+    "gemma": Family(norm="gemma", tied=True, head_dim=256),
+    "gemma2": Family(norm="gemma", norms=4, tied=True, head_dim=256),
+    "gemma3_text": Family(norm="gemma", norms=4, qk_norm=True, tied=True, head_dim=256, defaults=GEMMA3),
+    "phi3": Family(fused=True),
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTS = {
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok",
+    "decoder_sparse_step", "n_embd", "n_inner", "n_layer", "n_head", "n_positions",
+}  # fmt: skip
+MAY_BE_0 = {*EXPERTS, "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace"}
+OTHER_PARTS = {"vision_config", "audio_config"}
+LARGEST = 1 << 40  # far beyond any model
+
+SIZE_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "tie_word_embeddings", "model_type",
+)  # fmt: skip
+SIZES: dict[str, tuple[int, int, int, int, int, int, int, bool, str]] = {
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151936, True, "qwen2"),
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True, "qwen3"),
+    "Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, True, "llama"),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, 151936, True, "qwen2"),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 128, 151936, True, "qwen2"),
+    "Qwen3-4B": (2560, 9728, 36, 32, 8, 128, 151936, True, "qwen3"),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, 152064, False, "qwen2"),
+    "Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128, 128256, False, "llama"),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 128, 152064, False, "qwen2"),
+    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 128, 152064, False, "qwen2"),
+    "Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128, 128256, False, "llama"),
+    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 128, 152064, False, "qwen2"),
+    "Llama-3.1-405B": (16384, 53248, 126, 128, 8, 128, 128256, False, "llama"),
+}
+"""Published shapes of dense models: :data:`SIZE_FIELDS` of their config.json."""
+
+
+def shape_of_size(size: str) -> ModelShape:
+    """Return the published dense model nearest to ``size`` (``1.5b``, ``350m``); its ``note`` says which that is."""
+    n_wanted = float(size[:-1]) * (1e9 if size[-1] in "bB" else 1e6)
+    # By the name's own number: a "7b" has 7.6 billion parameters.
+    n_named = {name: float(name.rsplit("-", 1)[1][:-1]) * 1e9 for name in SIZES}
+    name = min(n_named, key=lambda n: abs(n_named[n] / n_wanted - 1))
+    shape = shape_of(dict(zip(SIZE_FIELDS, SIZES[name], strict=True)))
+    return replace(shape, note=f"{size} is taken to be {name}, {shape.n_parameters / 1e9:.2f} billion parameters")
+
+
+def read_shape(path: str, setting: str) -> ModelShape:
+    """Read the shape of the model in ``path``, a directory or the name of a locally cached model.
+
+    Raises ConfigError, naming ``setting``, where there is no config.json or a number is missing or wrong in it.
+    """
+    file = _config_file(path, setting)
+    try:
+        return shape_of(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{setting}={path}: config.json cannot be read: {error}") from None
+    except KeyError as error:
+        raise ConfigError(f"{setting}={path}: config.json has no {error.args[0]}") from None
+
+
+def _config_file(path: str, setting: str) -> Path:
+    directory = user_path(path)
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"{setting}={path}: there is no config.json in it")
+        return directory / "config.json"
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        cached = None
+    if not isinstance(cached, str):
+        raise ConfigError(f"{setting}={path}: no such directory, and no model of that name in the local cache")
+    return Path(cached)
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape that a config.json describes.
+
+    Raises KeyError with the name of a number that is missing, ValueError for one that is none.
+    """
+    whole = _require_counts(config)
+    config = _require_counts(whole.get("text_config") or whole)
+    kind = str(config.get("model_type", "llama"))
+    if kind == "gpt2":
+        return _gpt2(config)
+    notes = [] if kind in FAMILIES else [f"model_type {kind} is not known: counted as a decoder like Llama"]
+    notes += ["only the language model is counted"] * (not whole.keys().isdisjoint(OTHER_PARTS))
+    family = FAMILIES.get(kind, Family())
+    try:
+        return _decoder({**family.defaults, **config}, kind, family, "; ".join(notes))
+    except KeyError as error:
+        if kind in FAMILIES:
+            raise
+        raise ValueError(f"model_type {kind} is not known, and it has no {error.args[0]} as Llama has") from None
+
+
+def _require_counts(config: Any) -> Mapping[str, Any]:
+    """Return the entries of a config.json that are not null. Raises ValueError for a count that is none."""
+    if not isinstance(config, Mapping):
+        raise ValueError("it does not describe a model")
+    entries = {name: value for name, value in config.items() if value is not None}
+    for name in entries.keys() & (COUNTS | MAY_BE_0):
+        value = entries[name]
+        if type(value) is not int or not (name not in MAY_BE_0) <= value < LARGEST:
+            raise ValueError(f"{name} is {str(value)[:40]}")
+    return entries
+
+
+def _decoder(config: Mapping[str, Any], kind: str, family: Family, note: str) -> ModelShape:
+    hidden, heads, n_layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or family.head_dim or hidden // heads
+    if not head_dim:
+        raise ValueError(f"hidden_size {hidden} is less than num_attention_heads {heads}")
+    vocabulary = config["vocab_size"]
+    tied = bool(config.get("tie_word_embeddings", family.tied))
+    norm_names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward"]
+    common = [
+        *_attention(config, family, hidden, heads * head_dim, kv_heads * head_dim),
+        *(Weight(name, hidden) for name in norm_names[: family.norms]),
+        *([Weight("q_norm", head_dim), Weight("k_norm", head_dim)] if family.qk_norm else []),
+    ]
+    root = [Weight("embed_tokens", vocabulary, hidden), Weight("norm", hidden)]
+    if not tied:
+        root.append(Weight("lm_head", vocabulary, hidden))
+    return ModelShape(
+        kind, hidden, heads, kv_heads, head_dim, vocabulary, tied, _layers(config, family, common, n_layers),
+        tuple(root), family.norm, family.norms, family.qk_norm, positions=config.get("max_position_embeddings"),
+        note=note,
+    )  # fmt: skip
+
+
+def _attention(config: Mapping[str, Any], family: Family, hidden: int, queries: int, keys: int) -> list[Weight]:
+    if family.fused:
+        return [
+            Weight("self_attn.qkv_proj", queries + 2 * keys, hidden, linear=True),
+            Weight("self_attn.o_proj", hidden, queries, linear=True),
+        ]
+    rows = {"q": queries, "k": keys, "v": keys, "o": hidden}
+    biased = set(family.bias) | (set(rows) if config.get("attention_bias") else set())
+    weights = []
+    for name, n in rows.items():
+        weights.append(Weight(f"self_attn.{name}_proj", n, queries if name == "o" else hidden, linear=True))
+        if name in biased:
+            weights.append(Weight(f"self_attn.{name}_proj.bias", n))
+    return weights
+
+
+def _layers(config: Mapping[str, Any], family: Family, common: list[Weight], n_layers: int) -> tuple[Layers, ...]:
+    """List the dense layers and, where the model has any, those with experts."""
+    n_experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
+    if not n_experts:
+        width = config["intermediate_size"]
+        return (Layers(n_layers, (*common, *_mlp(config, family, config["hidden_size"], width)), width),)
+    step, dense_only = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    first = config.get("first_k_dense_replace", 0)
+    sparse = sum(i >= first and i not in dense_only and (i + 1) % step == 0 for i in range(n_layers))
+    experts = Experts(
+        n_experts, config["num_experts_per_tok"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    )
+    layers = []
+    if sparse:
+        layers = [Layers(sparse, (*common, *_experts(config, experts)), experts.per_token * experts.width, experts)]
+    if sparse < n_layers:
+        width = config["intermediate_size"]
+        mlp = _mlp(config, family, config["hidden_size"], width)
+        layers.append(Layers(n_layers - sparse, (*common, *mlp), width))
+    return tuple(layers)
+
+
+def _mlp(config: Mapping[str, Any], family: Family, hidden: int, width: int, prefix: str = "mlp") -> list[Weight]:
+    up = (("gate_up_proj", 2 * width),) if family.fused else (("gate_proj", width), ("up_proj", width))
+    weights = []
+    for name, rows in (*up, ("down_proj", hidden)):
+        cols = width if name == "down_proj" else hidden
+        weights.append(Weight(f"{prefix}.{name}", rows, cols, linear=True))
+        if config.get("mlp_bias"):
+            weights.append(Weight(f"{prefix}.{name}.bias", rows))
+    return weights
+
+
+def _experts(config: Mapping[str, Any], experts: Experts) -> list[Weight]:
+    """List the router, the experts, and the expert that processes every token, where there is one."""
+    hidden, share = config["hidden_size"], experts.per_token / experts.count
+    weights = [
+        Weight("mlp.gate", experts.count, hidden),
+        Weight("mlp.experts.gate_up_proj", experts.count, 2 * experts.width * hidden, share=share),
+        Weight("mlp.experts.down_proj", experts.count, experts.width * hidden, share=share),
+    ]
+    shared = config.get("n_shared_experts", 0) * experts.width
+    if width := config.get("shared_expert_intermediate_size") or shared:
+        weights += _mlp({}, Family(), hidden, width, "mlp.shared_expert")
+        weights.append(Weight("mlp.shared_expert_gate", 1, hidden, linear=True))
+    return weights
+
+
+def _gpt2(config: Mapping[str, Any]) -> ModelShape:
+    """Describe GPT-2: learned positions, layer norms and biases everywhere, matrices stored the other way round."""
+    hidden, heads, n_layers = config["n_embd"], config["n_head"], config["n_layer"]
+    width, vocabulary = config.get("n_inner") or 4 * hidden, config["vocab_size"]
+    matrices = {"attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden)}
+    matrices |= {"mlp.c_fc": (hidden, width), "mlp.c_proj": (width, hidden)}
+    weights = [Weight(name, rows, cols, linear=True) for name, (rows, cols) in matrices.items()]
+    weights += [Weight(f"{name}.bias", cols) for name, (_, cols) in matrices.items()]
+    weights += [Weight(name, hidden) for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")]
+    tied, n_positions = bool(config.get("tie_word_embeddings", True)), config["n_positions"]
+    root = [Weight("wte", vocabulary, hidden), Weight("wpe", n_positions, hidden)]
+    root += [Weight("ln_f.weight", hidden), Weight("ln_f.bias", hidden)]
+    root += [] if tied else [Weight("lm_head", vocabulary, hidden)]
+    mlp: Mlp = "gelu_new" if config.get("activation_function", "gelu_new") == "gelu_new" else "gelu"
+    return ModelShape(
+        "gpt2", hidden, heads, heads, hidden // heads, vocabulary, tied, (Layers(n_layers, tuple(weights), width),),
+        tuple(root), norm="layer", mlp=mlp, positions=n_positions,
+    )  # fmt: skip

@@ -1,0 +1,18 @@
+"""Layouts to plan, from overrides as on the command line."""
+
+from __future__ import annotations
+
+import functools
+
+from gkd.config.compose import compose
+from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of, nodes_of
+
+DATA = ("data.train_files=[x]", "data.val_files=[x]", "data.answer_key=x")
+
+
+@functools.cache
+def layout_of(*overrides: str, on_cpu: bool = False) -> Layout:
+    """Compose a layout on the GPU of the settings, or on this machine's CPU."""
+    config = compose([*DATA, *overrides] if any("model." in o for o in overrides) else list(overrides))
+    hardware = cpu_hardware(config.plan) if on_cpu else gpu_hardware(config.plan)
+    return Layout(config, models_of(config), hardware, nodes_of(config))
