@@ -20,6 +20,13 @@ class RunFailed(Exception):
     """Something died, timed out or was not what it had to be: says what, where and why. Exit code 1."""
 
 
+class ControlLost(Exception):
+    """Ray's control service is gone: the run saves what is whole and ends. Exit code 1.
+
+    No RunFailed, which is caught where a run can go on.
+    """
+
+
 class NotUpdated(RunFailed):
     """An update of the actor that failed before anything was changed: its weights are those before it."""
 
@@ -80,7 +87,7 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
             end = f"stopped by {error.signal}", error.exit_code
         case ConfigError():
             end = f"error: {error}", 2
-        case RunFailed():
+        case RunFailed() | ControlLost():
             end = f"failed: {error}", 1
         case ModuleNotFoundError() if (package := (error.name or "").partition(".")[0]) not in ("", "gkd"):
             do = "./launch/quickstart.sh installs what is needed into .venv; then use .venv/bin/python"

@@ -3,7 +3,7 @@
 Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise. Only
 clients with its key are answered. On loopback that is in ``~/.cache/gkd/teacher.key``; any other address needs
 ``teacher.key_file``, of which clients need a copy. Either is made when it does not exist. One engine on the GPUs this
-process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
+process sees. SIGTERM and SIGHUP end it with exit code 0, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from gkd.cluster.signals import handle_ending_signals
 from gkd.errors import ConfigError, Parser, guarded
 
 if TYPE_CHECKING:
@@ -108,8 +109,7 @@ class _Stop:
 
     def __init__(self) -> None:
         self.event, self.serving, self.code = threading.Event(), False, 0
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        handle_ending_signals(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.code = 130 if number == signal.SIGINT else 0

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from gkd.cluster.signals import ENDING
+
 LOG = logging.getLogger("gkd")
 _stuck: list[str] = []
 
@@ -49,7 +51,7 @@ def abandon(what: str) -> None:
 def leave(code: int) -> NoReturn:
     """End the program with ``code``, at once where a call is stuck: what Python does at its end could wait for it."""
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)  # the code is settled
     if not _stuck:
         sys.exit(code)

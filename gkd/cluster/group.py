@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gkd.cluster.control_service import ControlService
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.report import Report
-from gkd.errors import RunFailed
+from gkd.errors import ControlLost, RunFailed
 
 KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
+LOOK_EVERY_S = 1.0
+"""How often a wait looks whether Ray's control service is there."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Pending:
     workers: tuple[str, ...]
     """Who does it, for messages, aligned with ``refs``."""
     refs: tuple[Any, ...]
+    service: ControlService | None = None
+    """Ray's control service, which the wait watches."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,16 @@ class Group:
     workers: tuple[Any, ...]
     reports: tuple[Report, ...]
     """Where each worker is and what it saw, aligned with ``workers``."""
+    service: ControlService | None = field(default=None, compare=False)
+    """Ray's control service, which every wait for these workers watches."""
 
     def __len__(self) -> int:
         return len(self.workers)
 
     def only(self, ranks: Sequence[int]) -> Group:
         """The group of these workers alone, in this order."""
-        return Group(self.name, tuple(self.workers[i] for i in ranks), tuple(self.reports[i] for i in ranks))
+        workers, reports = tuple(self.workers[i] for i in ranks), tuple(self.reports[i] for i in ranks)
+        return replace(self, workers=workers, reports=reports)
 
     def submit(self, method: str, *args: Any, what: str | None = None, **kwargs: Any) -> Pending:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
@@ -110,8 +119,11 @@ class Group:
     def end(self, rank: int) -> None:
         """End a worker that hangs, and its children, which may hold GPUs and wait for each other there.
 
-        Ray asks a process to end, which one that is stopped does not do: it is killed.
+        Ray asks a process to end, which one that is stopped does not do: it is killed. Without Ray's control service
+        nothing can be asked for, and the call would wait for it: the worker is left to the end of the run.
         """
+        if self.service is not None and self.service.lost:
+            return
         report = self.reports[rank]
         there = NodeAffinitySchedulingStrategy(report.node_id, soft=False)
         killing = _kill.options(num_cpus=0, scheduling_strategy=there).remote(report.pid)
@@ -120,7 +132,7 @@ class Group:
 
     def pending(self, what: str, refs: Sequence[Any]) -> Pending:
         """Calls under way, one a worker; wait with :func:`gather`."""
-        return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs))
+        return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs), self.service)
 
 
 @ray.remote(max_retries=0)  # type: ignore[untyped-decorator]
@@ -148,14 +160,19 @@ def gather(
     Raises RunFailed as soon as the first worker fails or dies, naming it, or after ``timeout_s`` seconds, naming what
     was awaited; a ConfigError or RunFailed from inside a worker comes out as it is. For groups in which others can do a
     worker's work, one that died has with ``keep_deaths`` its WorkerDied in place of a result, and one that has not
-    answered in time with ``keep_late`` its WorkerHangs.
+    answered in time with ``keep_late`` its WorkerHangs. Raises ControlLost when the time that Ray leaves a run without
+    its control service is over.
     """
     deadline = time.monotonic() + timeout_s
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
+    services = {call.service for call in calls if call.service is not None}
     results: dict[Any, Any] = {}
     waiting = list(owner)
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=_until_next_look(deadline))
+        if not ready and time.monotonic() < deadline:
+            _require_time(services)
+            continue
         if not ready:
             if not keep_late:
                 raise RunFailed(_timeout_text(calls, set(waiting), owner, timeout_s))
@@ -163,8 +180,10 @@ def gather(
             break
         for ref in ready:
             try:
-                results[ref] = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
-            except Exception as error:  # whatever it is, it is told with the worker's name
+                results[ref] = _get(ref, deadline, services)
+            except ControlLost:
+                raise
+            except Exception as error:  # whatever it is, it is raised with the worker's name
                 failure = explain(error, owner[ref])
                 if not (keep_deaths and isinstance(failure, WorkerDied)):
                     raise failure from error
@@ -172,15 +191,43 @@ def gather(
     return [[results[ref] for ref in call.refs] for call in calls]
 
 
+def _get(ref: Any, deadline: float, services: Collection[ControlService]) -> Any:
+    """Return the result of a call that is done. Ray asks its control service why a worker died: it may be gone."""
+    deadline = max(deadline, time.monotonic() + LOOK_EVERY_S)
+    while True:
+        try:
+            return ray.get(ref, timeout=_until_next_look(deadline))
+        except GetTimeoutError:
+            if time.monotonic() >= deadline:
+                raise
+        for service in services:
+            service.require()
+
+
+def _require_time(services: Collection[ControlService]) -> None:
+    for service in services:
+        service.require_time()
+
+
+def _until_next_look(deadline: float) -> float:
+    return min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+
+
 def settle(call: Pending, timeout_s: float) -> None:
     """Wait until a call is done, without fetching what it returns: that may be handed on by reference.
 
-    What went wrong, if anything did, is told to whoever uses the references. Raises RunFailed after ``timeout_s``.
+    What went wrong, if anything did, is raised where the references are used. Raises RunFailed after ``timeout_s``, and
+    ControlLost as :func:`gather` does.
     """
-    _, late = ray.wait(list(call.refs), num_returns=len(call.refs), timeout=timeout_s, fetch_local=False)
-    if late:
-        owner = dict(zip(call.refs, call.workers, strict=True))
-        raise RunFailed(_timeout_text([call], set(late), owner, timeout_s))
+    deadline, late = time.monotonic() + timeout_s, list(call.refs)
+    while late:
+        left = _until_next_look(deadline)
+        _, late = ray.wait(late, num_returns=len(late), timeout=left, fetch_local=False)
+        if late and time.monotonic() >= deadline:
+            owner = dict(zip(call.refs, call.workers, strict=True))
+            raise RunFailed(_timeout_text([call], set(late), owner, timeout_s))
+        if call.service is not None:
+            call.service.require_time()
 
 
 def is_done(call: Pending) -> bool:

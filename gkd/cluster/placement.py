@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gkd import durable
 from gkd.cluster.check import faults
 from gkd.cluster.group import Group
 from gkd.cluster.layout import asks_of
@@ -22,7 +23,7 @@ from gkd.errors import RunFailed
 LOG = logging.getLogger("gkd")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placement:
     """Who got which GPU: groups by name, in the order actor, rollout, teacher."""
 
@@ -31,6 +32,8 @@ class Placement:
     node_names: dict[str, str] = field(default_factory=dict)
     session: Session = field(default_factory=Session)
     cluster: Cluster = field(default_factory=Cluster)
+    file: Path | None = field(default=None, init=False)
+    """Where it was written, and is written again when workers are replaced."""
 
     def restart(self, group: str) -> Group:
         """End the workers of a group, whatever they are doing, and start new ones on the same GPUs.
@@ -38,7 +41,9 @@ class Placement:
         Raises RunFailed when that is not possible.
         """
         self.claims[group] = start_again(self.session, self.claims[group], self.cluster)
-        self.groups[group] = _group(group, self.claims[group], self.node_names)
+        self.groups[group] = _group(group, self.claims[group], self.node_names, self.session)
+        if self.file is not None:
+            self.write_json(self.file)
         return self.groups[group]
 
     @property
@@ -47,8 +52,9 @@ class Placement:
         return [report for group in self.groups.values() for report in group.reports]
 
     def write_json(self, path: Path) -> None:
-        """Write one record a worker: the format of placement.json."""
-        path.write_text(json.dumps([report.to_json() for report in self.reports], indent=1) + "\n")
+        """Write one record a worker: the format of placement.json. :meth:`restart` writes the file again."""
+        self.file = path
+        durable.replace(path, (json.dumps([report.to_json() for report in self.reports], indent=1) + "\n").encode())
 
 
 class PlacementFault(RunFailed):
@@ -79,7 +85,7 @@ def place(config: Config, session: Session) -> Placement:
     """
     claims, names = reserve(session, asks_of(config), config.cluster)
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
-    groups = {group: _group(group, claims[group], names) for group in pools}
+    groups = {group: _group(group, claims[group], names, session) for group in pools}
     placement = Placement(groups, claims, names, session, config.cluster)
     found = faults(placement.reports, {group: pool.ranges() for group, pool in pools.items()}, config.may_share())
     if found:
@@ -87,9 +93,9 @@ def place(config: Config, session: Session) -> Placement:
     return placement
 
 
-def _group(name: str, claims: list[Claim], names: dict[str, str]) -> Group:
+def _group(name: str, claims: list[Claim], names: dict[str, str], session: Session) -> Group:
     reports = [
         Report(**vars(claim.device), group=name, rank=rank, node=names[claim.device.node_id])
         for rank, claim in enumerate(claims)
     ]
-    return Group(name, tuple(claim.worker for claim in claims), tuple(reports))
+    return Group(name, tuple(claim.worker for claim in claims), tuple(reports), session.control)

@@ -14,17 +14,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private.state import state  # Ray has no public way to read a cluster's own settings
 from ray.util import remove_placement_group
 
 from gkd.cluster import gpu, local, reaper
 from gkd.cluster.address import require_cluster
-from gkd.cluster.control_service import ControlService
+from gkd.cluster.control_service import SETTING, VARIABLE, ControlService, finish_s
 from gkd.cluster.deadline import abandon, within
 from gkd.cluster.failure import one_line
 from gkd.cluster.layout import Node, asks_of
 from gkd.cluster.nearest import require_fit
 from gkd.cluster.sharing import shared
-from gkd.cluster.signals import ignoring_signals, keeping_exit_code, keeping_sigterm_handler
+from gkd.cluster.signals import (
+    ignoring_signals,
+    keeping_children_from_hangups,
+    keeping_exit_code,
+    keeping_sigterm_handler,
+)
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.vllm_engine import installed_device
@@ -106,10 +112,10 @@ def _connected(config: Config) -> Iterator[Session]:
 
 
 def _watch_control(config: Config, private: bool) -> ControlService:
-    """Watch the control service for as long as an update and a push may take without anybody asking for it."""
-    patience_s = config.trainer.update_timeout_s + config.weights.timeout_s
+    """Watch the control service of the Ray that this process is connected to."""
     address: str = ray.get_runtime_context().gcs_address
-    return ControlService(address, 1.5 if private else RESTART_GRACE_S, patience_s)
+    time_left_s = finish_s(state.get_system_config(), config.trainer.save_timeout_s)
+    return ControlService(address, 1.5 if private else RESTART_GRACE_S, time_left_s)
 
 
 def _longest_end_s(config: Config) -> float:
@@ -202,24 +208,26 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
 
     Its processes live for ``reconnect_s`` without their control service.
     """
+    reconnect = math.ceil(reconnect_s)
     environment: dict[str, str | None] = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         gpu.SIMULATED: "1" if simulated else None,
+        VARIABLE: str(reconnect),
     }
     # Ray refuses more GPUs than the variable lists; when it lists enough, ids are taken from it.
     if simulated and not _lists_enough(n_gpus):
         environment[gpu.VISIBLE] = None
     for attempts_left in (1, 0):
         try:
-            with _environment(environment), keeping_sigterm_handler():
+            with _environment(environment), keeping_sigterm_handler(), keeping_children_from_hangups():
                 ray.init(
                     address="local",
                     num_gpus=n_gpus,
                     num_cpus=n_cpus,
                     include_dashboard=False,
                     _temp_dir=directory,
-                    _system_config={"gcs_rpc_server_reconnect_timeout_s": math.ceil(reconnect_s)},
+                    _system_config={SETTING: reconnect},
                     **_QUIET,
                 )
             return

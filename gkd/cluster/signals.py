@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: an orderly way out, whatever Ray does to the handlers."""
+"""SIGTERM, SIGHUP and Ctrl-C: an orderly way out, whatever Ray does to the handlers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from gkd.errors import Stopped
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that end a program."""
 TOGETHER_S = 1.0
 """Signals that come this close together mean one thing: a terminal and a launcher both send one."""
 
@@ -19,7 +21,7 @@ _received: list[tuple[int, float]] = []
 
 
 def exit_on_signals() -> None:
-    """Turn SIGTERM and SIGINT into Stopped (143, 130), so that everything open is closed. Main thread only.
+    """Turn SIGTERM, SIGHUP and SIGINT into Stopped (143, 129, 130), so that what is open is closed. Main thread only.
 
     One that comes later than :data:`TOGETHER_S` after the first ends what the first has begun to close.
     """
@@ -32,8 +34,14 @@ def exit_on_signals() -> None:
         _received.append((number, now))
         raise Stopped(number)
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    handle_ending_signals(stop)
+
+
+def handle_ending_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Call ``handler`` for each of :data:`ENDING`. SIGHUP stays ignored where it is, as under nohup."""
+    for number in ENDING:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -62,12 +70,25 @@ def keeping_sigterm_handler() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def keeping_children_from_hangups() -> Iterator[None]:
+    """Have what is started meanwhile, and all that it starts, live on when the terminal closes, so that a run can save.
+
+    A closing terminal sends SIGHUP to the whole group of processes. This one's comes after the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def ignoring_signals() -> Iterator[None]:
     """Let a clean-up of bounded length finish, also when Ctrl-C is pressed again."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ Exit codes: 0 done, 1 the node did not start or end, 2 what was asked cannot be.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import socket
@@ -25,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gkd
 from gkd.errors import ConfigError, Parser, RunFailed, guarded
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 120.0
 CONNECT_TIMEOUT_S = 10.0
 PORT, DASHBOARD_PORT = 6379, 8265
+RECONNECT_S = 900
+"""How long a node and the runs on it live without Ray's control service. Runs use it to save their state; where their
+drivers are gone as well, this is also how long their workers still hold their GPUs."""
+# Python's path has the working directory, which is another one, where this project is not installed.
+HOLD = "import sys; sys.path.insert(0, sys.argv.pop(1)); from gkd.launch.hold import main; sys.exit(main(sys.argv[1:]))"
 STARTED = "Ray runtime started."  # what `ray start` says last
 
 
@@ -112,6 +119,10 @@ def _is_asked(node: local.LocalNode, options: argparse.Namespace) -> bool:
         return node.address == options.address and options.simulate_gpus is None
     if node.kind != "head":
         return False
+    if not _listens(node.address):
+        raise ConfigError(
+            f"a head at {node.address} runs here without its control service: ./launch/ray_cluster.sh stop ends it"
+        )
     runs = (("--port", _port_of(node.address), options.port),
             ("--dashboard-port", _port_of(node.dashboard or ""), options.dashboard_port),
             ("--simulate-gpus", node.simulated_gpus, options.simulate_gpus))  # fmt: skip
@@ -145,7 +156,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         address, dashboard = options.address, None
     local.clear()
     node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4), options.simulate_gpus)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={node.ray_directory}"]
+    command = [sys.executable, "-c", HOLD, str(Path(gkd.__file__).parents[1]), f"--temp-dir={node.ray_directory}"]
     with node.log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *_ray_options(options, ip), *further],
@@ -168,6 +179,8 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
 
 
 def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
+    from gkd.cluster.control_service import SETTING
+
     chosen = [
         f"--node-ip-address={ip}",
         # Whatever is free: the defaults would clash with another Ray, or another node, on the same machine.
@@ -176,6 +189,7 @@ def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
         "--max-worker-port=0",
     ]
     if options.command == "head":
+        chosen.append(f"--system-config={json.dumps({SETTING: RECONNECT_S})}")
         chosen += ["--head", f"--port={options.port}", f"--ray-client-server-port={_free_port()}"]
         chosen += [f"--dashboard-host={options.dashboard_host}", f"--dashboard-port={options.dashboard_port}"]
     else:
@@ -194,6 +208,7 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 
     from gkd.cluster import gpu, local
+    from gkd.cluster.control_service import VARIABLE
 
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster runs whatever it is sent, so not everybody's
     ensure_token_if_auth_enabled(create_token_if_missing=options.command == "head")
@@ -203,6 +218,7 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name not in dropped}
     variables |= {
         local.MARK: mark,
+        VARIABLE: str(RECONNECT_S),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_process_group_cleanup_enabled": "1",  # what a worker started ends with it
@@ -266,6 +282,15 @@ def _stay(node: local.LocalNode) -> int:
 def _dashboard(options: argparse.Namespace, ip: str) -> str:
     host = ip if options.dashboard_host in ("0.0.0.0", "::") else options.dashboard_host
     return f"http://{host}:{options.dashboard_port}"
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _require_free(port: int, option: str) -> None:
