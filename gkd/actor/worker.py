@@ -72,7 +72,7 @@ class ActorWorker:
         if config.weights.transfer == "ipc":
             ipc.require_shareable_memory()
         self._budget = config.actor.max_tokens_per_micro_batch
-        self._away = False  # whether the weights have left the GPU to others
+        self._offloaded = False  # whether the weights are in the host's memory, for engines on this GPU
         self._old: Places = {}
         self._reference: Places = {}
         self.staging = Staging(self.device)
@@ -186,7 +186,7 @@ class ActorWorker:
 
         The process is then of no more use than to :meth:`keep` what it has for another one.
         """
-        if self._away:
+        if self._offloaded:
             raise RunFailed(f"actor rank {self.rank} was asked to compute while its weights had left the GPU to others")
         self.optimizer.zero_grad(set_to_none=True)
         # Dropout depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
@@ -362,15 +362,15 @@ class ActorWorker:
         load_state(self.student, self.optimizer, [Path(file) for file in files])
         self.staging.set(Applied(step))
 
-    def give_back(self) -> None:
+    def offload(self) -> None:
         """Move weights and optimizer state to the host, unless they live there."""
         self._move("cpu")
-        self._away = True
+        self._offloaded = True
 
-    def take_back(self) -> None:
+    def onload(self) -> None:
         """Move them back."""
         self._move(self.device)
-        self._away = False
+        self._offloaded = False
 
     def _move(self, device: Device | torch.device) -> None:
         if not self.config.actor.offload_optimizer:

@@ -50,7 +50,7 @@ def drive(
     asked, config = config, laid_out(config)
     _write(config, output)
     placement = _placed(config, session, output)
-    config = with_transfer(_with_turns(config, placement), placement.groups)
+    config = with_transfer(_with_offload(config, placement), placement.groups)
     _write(config, output)  # once more, with what the placement decided
     out.print(step_text(config), soft_wrap=True)
     _comment(config, placement)
@@ -175,20 +175,24 @@ def _placed(config: Config, session: Session, output: Path) -> Placement:
     return placement
 
 
-def _with_turns(config: Config, placement: Placement) -> Config:
+def _with_offload(config: Config, placement: Placement) -> Config:
     """``config`` with cluster.offload decided.
 
     Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
     """
-    turns = _check_memory(config, placement)
-    if turns:
+    offload = _check_memory(config, placement)
+    if offload:
         engines = ", ".join(config.on_the_actors_gpus())
-        log.info("actor and %s take turns on their GPUs (cluster.offload=%s)", engines, config.cluster.offload)
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": turns})})
+        log.info(
+            "colocated: the actor is offloaded while %s work, which sleep while it does (cluster.offload=%s)",
+            engines,
+            config.cluster.offload,
+        )
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": offload})})
 
 
 def _check_memory(config: Config, placement: Placement) -> bool:
-    """Raise ConfigError for a layout that cannot fit; returns whether groups take turns."""
+    """Raise ConfigError for a layout that cannot fit; returns whether colocated groups are offloaded."""
     asked = config.cluster.offload is True
     reports = placement.reports
     sizes = {

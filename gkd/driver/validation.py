@@ -72,7 +72,7 @@ class Validation:
         asked = [p for p in self.prompts if p.answer is not None]
         if not asked or not self.teachers:
             return {}
-        self.rollout.turns.for_engines()
+        self.rollout.colocation.wake_engines()
         length = self.config.rollout.max_response_length
         futures = [self.teachers[teacher_of(p)].submit(Generate(p.as_teacher_sees_it, length)) for p in asked]
         limit = self.config.rollout.timeout_s

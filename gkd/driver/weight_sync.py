@@ -42,7 +42,7 @@ class WeightSync:
 
     def push(self) -> None:
         """Send the current weights. Raises RunFailed when that fails or takes longer than ``weights.timeout_s``."""
-        self.rollout.turns.for_push()
+        self.rollout.colocation.prepare_push()
         limit = self.config.weights.timeout_s
         if self.config.weights.transfer == "object_store":
             self.rollout.receive(self.actor.publish(), limit)

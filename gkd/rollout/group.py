@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from gkd.cluster.colocation import SLACK_S, Colocation
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.cluster.group import Group, Pending, gather
-from gkd.cluster.turns import SLACK_S, Turns
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.heartbeat import Heartbeat
@@ -41,11 +41,11 @@ class RolloutGroup:
         group: Group,
         config: Config,
         serving: Mapping[str, Pending],
-        turns: Turns | None = None,
+        colocation: Colocation | None = None,
         followers: Sequence[Pending] = (),
         require: Callable[[], None] = lambda: None,
     ) -> None:
-        self.group, self.config, self.turns = group, config, turns or Turns()
+        self.group, self.config, self.colocation = group, config, colocation or Colocation()
         self._require = require
         # What serves until it fails, by reference: the group it belongs to, and its name for messages.
         self._judges = {
@@ -67,7 +67,7 @@ class RolloutGroup:
         Returns one record a request, in the order of ``requests``. Raises RunFailed when ``timeout_s`` is over or no
         engine is left.
         """
-        self.turns.for_engines()
+        self.colocation.wake_engines()
         first = self._next_key
         self._next_key += len(requests)
         jobs = {first + i: Job(first + i, r, judging) for i, r in enumerate(requests)}
@@ -203,14 +203,14 @@ class RolloutGroup:
             if version != push.version:
                 raise RunFailed(f"{self.group.reports[engine]} serves weights {version} instead of {push.version}")
 
-    def give_back(self) -> None:
-        """Have every living engine leave its GPU to others."""
-        self.tell("give_back", timeout_s=self.config.weights.timeout_s + SLACK_S, what="giving memory back")
+    def sleep(self) -> None:
+        """Have every living engine free its GPU."""
+        self.tell("sleep", timeout_s=self.config.weights.timeout_s + SLACK_S, what="going to sleep")
 
-    def take_back(self, weights_only: bool = False) -> None:
+    def wake(self, weights_only: bool = False) -> None:
         """Have every living engine be as before; ``weights_only``: as far as new weights need."""
         limit = self.config.weights.timeout_s + SLACK_S
-        self.tell("take_back", weights_only, timeout_s=limit, what="taking memory again")
+        self.tell("wake", weights_only, timeout_s=limit, what="waking up")
 
     def tell(self, method: str, *args: Any, timeout_s: float, what: str) -> dict[int, Any]:
         """Call ``method`` of every living engine's worker; what it gave, by engine, without those that died of it.

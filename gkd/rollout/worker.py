@@ -107,13 +107,13 @@ class RolloutWorker:
                 f"rollout rank {self.rank} did not {what} within {limit:g} s (weights.timeout_s)"
             ) from None
 
-    def give_back(self) -> None:
+    def sleep(self) -> None:
         """Give the engine's memory back once it is idle. Raises WorkerHangs past the deadline."""
-        self._between_steps(self._sleep, "give its memory back")
+        self._between_steps(self._sleep, "go to sleep")
 
-    def take_back(self, weights_only: bool) -> None:
+    def wake(self, weights_only: bool) -> None:
         """Take it again; ``weights_only``: as far as new weights need. Raises WorkerHangs past the deadline."""
-        self._between_steps(lambda: self._wake(weights_only), "take its memory again")
+        self._between_steps(lambda: self._wake(weights_only), "wake up")
 
     def progress(self) -> tuple[int, int]:
         """Forward passes so far, and responses that are not finished, those not begun included."""
