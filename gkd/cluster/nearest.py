@@ -7,36 +7,38 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gkd.cluster.layout import Ask, Node, solve
+from gkd.cluster.layout import GroupRequest, Node, solve
 from gkd.errors import ConfigError
 
 MOST_MIXES = 100_000  # of smaller groups, looked at in half a second
 TRIES = 500  # to place one of them
 
 
-def require_fit(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float, hint: str = "") -> None:
+def require_fit(
+    requests: Sequence[GroupRequest], nodes: Sequence[Node], cpus_per_worker: float, hint: str = ""
+) -> None:
     """Raise ConfigError, in one line, when the groups do not fit even on the idle cluster.
 
     ``hint`` is appended: what else the user could do.
     """
     idle = [node.idle() for node in nodes]
-    if solve(asks, idle, cpus_per_worker) is not None:
+    if solve(requests, idle, cpus_per_worker) is not None:
         return
-    parts = [_misfit(asks, idle, cpus_per_worker), _nearest_text(asks, idle, cpus_per_worker)]
+    parts = [_misfit(requests, idle, cpus_per_worker), _nearest_text(requests, idle, cpus_per_worker)]
     raise ConfigError("; ".join([*parts, hint] if hint else parts))
 
 
-def asked_text(asks: Sequence[Ask], cpus_per_worker: float | None = None) -> str:
+def request_text(requests: Sequence[GroupRequest], cpus_per_worker: float | None = None) -> str:
     """``actor 1, rollout 3 on each of 2 nodes, teacher 4 = 11 GPUs``, with the CPUs when told how many a worker has."""
     parts = []
-    for ask in asks:
-        where = f" on each of {ask.nnodes} nodes" if ask.nnodes > 1 else ""
-        exact = f" (GPUs {' and '.join(map(range_text, ask.ranges))})" if ask.ranges else ""
-        guests = "".join(f" with {guest.group} on {len(guest.positions)} of them" for guest in ask.guests)
-        parts.append(f"{ask.group} {ask.n_gpus}{where}{exact}{guests}")
-    total = sum(ask.total for ask in asks)
+    for request in requests:
+        where = f" on each of {request.nnodes} nodes" if request.nnodes > 1 else ""
+        exact = f" (GPUs {' and '.join(map(range_text, request.ranges))})" if request.ranges else ""
+        colocated = "".join(f" with {other.group} on {len(other.positions)} of them" for other in request.colocated)
+        parts.append(f"{request.group} {request.n_gpus}{where}{exact}{colocated}")
+    total = sum(request.total for request in requests)
     text = f"{', '.join(parts)} = {total} GPU{'s' * (total != 1)}"
-    n_cpus = sum(ask.workers_per_node * ask.nnodes for ask in asks) * (cpus_per_worker or 0.0)
+    n_cpus = sum(request.workers_per_node * request.nnodes for request in requests) * (cpus_per_worker or 0.0)
     return text if cpus_per_worker is None else f"{text} and {n_cpus:g} CPUs"
 
 
@@ -59,66 +61,66 @@ def gpus_text(nodes: Sequence[Node]) -> str:
     return f"{'+'.join(map(str, counts))} on {len(counts)} nodes"
 
 
-def _misfit(asks: Sequence[Ask], idle: Sequence[Node], cpus: float) -> str:
+def _misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
     """What was asked and what there is."""
-    for ask in asks:
-        for one in ask.ranges:
+    for request in requests:
+        for one in request.ranges:
             if not any(set(one) <= set(node.gpus) for node in idle):
                 there = "; ".join(sorted({f"{range_text(node.gpus)}" for node in idle if node.gpus})) or "none"
-                return f"{_range_override(ask)} is beyond this cluster: a node has the GPUs {there}"
-    if solve(asks, idle, 0.0) is not None:
+                return f"{_range_override(request)} is beyond this cluster: a node has the GPUs {there}"
+    if solve(requests, idle, 0.0) is not None:
         have = "+".join(f"{node.cpus:g}" for node in idle)
         return (
-            f"asked for {asked_text(asks, cpus)} (cluster.cpus_per_worker={cpus:g}); "
+            f"asked for {request_text(requests, cpus)} (cluster.cpus_per_worker={cpus:g}); "
             f"this cluster has {have} CPUs on {len(idle)} node{'s' * (len(idle) != 1)}"
         )
-    return f"asked for {asked_text(asks)}; this cluster has {gpus_text(idle)}"
+    return f"asked for {request_text(requests)}; this cluster has {gpus_text(idle)}"
 
 
-def _nearest_text(asks: Sequence[Ask], idle: Sequence[Node], cpus: float) -> str:
-    if solve(asks, idle, 0.0) is not None:  # only the CPUs are short
-        return f"nearest that fits: {_cpu_override(asks, idle)}"
-    found = nearest(asks, idle, cpus)
-    words = [] if found is None else _overrides(asks, found)
-    if found is None and (found := nearest(asks, idle, 0.0)) is not None:
-        words = [*_overrides(asks, found), _cpu_override(found, idle)]
+def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
+    if solve(requests, idle, 0.0) is not None:  # only the CPUs are short
+        return f"nearest that fits: {_cpu_override(requests, idle)}"
+    found = nearest(requests, idle, cpus)
+    words = [] if found is None else _overrides(requests, found)
+    if found is None and (found := nearest(requests, idle, 0.0)) is not None:
+        words = [*_overrides(requests, found), _cpu_override(found, idle)]
     if found is None:
-        external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(asks) else ""
-        wide = max(ask.tensor_parallel_size for ask in asks)
+        external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(requests) else ""
+        wide = max(request.tensor_parallel_size for request in requests)
         own = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
-        return f"no layout of {len(asks)} groups fits: each needs {own}{external}{_sharing(asks, idle)}"
+        return f"no layout of {len(requests)} groups fits: each needs {own}{external}{_sharing(requests, idle)}"
     return f"nearest that fits: {' '.join(words)}"
 
 
-def _sharing(asks: Sequence[Ask], idle: Sequence[Node]) -> str:
+def _sharing(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
     """The layout in conf/placement whose groups share the GPUs of the largest node, where these are fewer."""
     most = max((len(node.gpus) for node in idle), default=0)
-    if not 0 < most < len(asks):
+    if not 0 < most < len(requests):
         return ""
     return f"; placement={'single_gpu' if most == 1 else f'{most}gpu'} lets them share"
 
 
-def _range_override(ask: Ask) -> str:
-    if ask.by_node:
-        return f"{ask.section}.gpus_by_node=[{','.join(map(range_text, ask.by_node))}]"
-    return f"{ask.section}.gpus={range_text(ask.gpus or ())}"
+def _range_override(request: GroupRequest) -> str:
+    if request.by_node:
+        return f"{request.section}.gpus_by_node=[{','.join(map(range_text, request.by_node))}]"
+    return f"{request.section}.gpus={range_text(request.gpus or ())}"
 
 
-def _has_teacher(asks: Sequence[Ask]) -> bool:
-    return any(ask.section == "teacher" for ask in asks)
+def _has_teacher(requests: Sequence[GroupRequest]) -> bool:
+    return any(request.section == "teacher" for request in requests)
 
 
-def _cpu_override(asks: Sequence[Ask], idle: Sequence[Node]) -> str:
+def _cpu_override(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
     """The most CPUs a worker can have when the GPUs fit, rounded down to hundredths."""
-    most = sum(ask.workers_per_node for ask in asks)  # that can be on one node
+    most = sum(request.workers_per_node for request in requests)  # that can be on one node
     shares = {math.floor(node.cpus / k * 100) / 100 for node in idle for k in range(1, most + 1)}
-    fitting = (share for share in sorted(shares, reverse=True) if solve(asks, idle, share) is not None)
+    fitting = (share for share in sorted(shares, reverse=True) if solve(requests, idle, share) is not None)
     return f"cluster.cpus_per_worker={next(fitting, 0.01):g}"
 
 
-def _overrides(asks: Sequence[Ask], found: Sequence[Ask]) -> list[str]:
+def _overrides(requests: Sequence[GroupRequest], found: Sequence[GroupRequest]) -> list[str]:
     words: list[str] = []
-    for old, new in zip(asks, found, strict=True):
+    for old, new in zip(requests, found, strict=True):
         if old.ranges and not new.ranges:
             words.append(f"{old.section}.{'gpus_by_node' if old.by_node else 'gpus'}=null")
         words.append(f"{old.section}.n_gpus_per_node={new.n_gpus}")
@@ -127,22 +129,24 @@ def _overrides(asks: Sequence[Ask], found: Sequence[Ask]) -> list[str]:
     return words
 
 
-def nearest(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) -> list[Ask] | None:
+def nearest(
+    requests: Sequence[GroupRequest], nodes: Sequence[Node], cpus_per_worker: float
+) -> list[GroupRequest] | None:
     """The layout that fits and gives up least: GPUs first, then exact ranges, then nodes; None when nothing fits.
 
     Engines stay as wide as they are, on one node or on as many GPUs of each node as before. Among equals the later
     groups keep theirs, because the teacher and the rollout are what an actor of few GPUs waits for.
     """
     capacity = sum(node.free_gpus for node in nodes)
-    options = [_smaller(ask, nodes) for ask in asks]
+    options = [_smaller(request, nodes) for request in requests]
     if math.prod(map(len, options)) > MOST_MIXES:
-        options = [_smaller(ask, nodes, few=True) for ask in asks]
+        options = [_smaller(request, nodes, few=True) for request in requests]
 
-    def given_up(mix: tuple[Ask, ...]) -> tuple[object, ...]:
+    def given_up(mix: tuple[GroupRequest, ...]) -> tuple[object, ...]:
         return (
             -sum(new.total for new in mix),
-            sum(bool(old.ranges and not new.ranges) for old, new in zip(asks, mix, strict=True)),
-            sum(old.nnodes != new.nnodes for old, new in zip(asks, mix, strict=True)),
+            sum(bool(old.ranges and not new.ranges) for old, new in zip(requests, mix, strict=True)),
+            sum(old.nnodes != new.nnodes for old, new in zip(requests, mix, strict=True)),
             tuple(-new.total for new in reversed(mix)),
         )
 
@@ -153,14 +157,14 @@ def nearest(asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float) 
     return None
 
 
-def _smaller(ask: Ask, nodes: Sequence[Node], few: bool = False) -> list[Ask]:
-    """The ask itself, where it could be met, and smaller ones: all of them on up to four nodes, a selection on more.
+def _smaller(request: GroupRequest, nodes: Sequence[Node], few: bool = False) -> list[GroupRequest]:
+    """The request itself, where it could be met, and smaller ones: all on up to four nodes, a selection on more.
 
     ``few``: a selection in any case, with halves of its GPUs.
     """
-    most = min(ask.nnodes, len(nodes))
-    step = min(ask.tensor_parallel_size, ask.n_gpus)
-    largest = min(ask.n_gpus, max((len(node.gpus) for node in nodes), default=0)) // step * step
+    most = min(request.nnodes, len(nodes))
+    step = min(request.tensor_parallel_size, request.n_gpus)
+    largest = min(request.n_gpus, max((len(node.gpus) for node in nodes), default=0)) // step * step
     sizes = list(range(step, largest + 1, step))
     if few:
         sizes = sorted({largest, *(size for i in range(8) if (size := step << i) < largest)} - {0})
@@ -169,11 +173,12 @@ def _smaller(ask: Ask, nodes: Sequence[Node], few: bool = False) -> list[Ask]:
     else:  # fewer GPUs on all nodes, or all GPUs on fewer nodes
         fewer = {most - (1 << d) for d in range(most.bit_length())} | {most >> d for d in range(most.bit_length())}
         shapes = {(n, most) for n in sizes} | {(largest, k) for k in fewer if k > 0 and largest > 0}
-    whole = sorted((n, k) for n, k in shapes if n * k % ask.tensor_parallel_size == 0)  # engines
-    found = [replace(ask, n_gpus=n, nnodes=k, gpus=None, by_node=()) for n, k in whole]
-    if ask.by_node:
-        found.append(ask)
-    elif ask.gpus is not None:
-        counts = [k for k in sorted({k for _, k in shapes} | {1}) if ask.n_gpus * k % ask.tensor_parallel_size == 0]
-        found += [replace(ask, nnodes=k) for k in counts if any(set(ask.gpus) <= set(node.gpus) for node in nodes)]
+    width = request.tensor_parallel_size
+    whole = sorted((n, k) for n, k in shapes if n * k % width == 0)  # engines
+    found = [replace(request, n_gpus=n, nnodes=k, gpus=None, by_node=()) for n, k in whole]
+    if request.by_node:
+        found.append(request)
+    elif request.gpus is not None and any(set(request.gpus) <= set(node.gpus) for node in nodes):
+        counts = sorted({k for _, k in shapes} | {1})
+        found += [replace(request, nnodes=k) for k in counts if request.n_gpus * k % width == 0]
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from gkd import durable
 from gkd.cluster.check import faults
 from gkd.cluster.group import Group
-from gkd.cluster.layout import asks_of
+from gkd.cluster.layout import requests_of
 from gkd.cluster.nearest import gpus_text
 from gkd.cluster.nodes import read_nodes
 from gkd.cluster.report import Report
@@ -83,7 +83,7 @@ def place(config: Config, session: Session) -> Placement:
     Raises ConfigError for a layout that fits nowhere,
     RunFailed when it does not get free in time or a worker does not start, PlacementFault when the check fails.
     """
-    claims, names = reserve(session, asks_of(config), config.cluster)
+    claims, names = reserve(session, requests_of(config), config.cluster)
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
     groups = {group: _group(group, claims[group], names, session) for group in pools}
     placement = Placement(groups, claims, names, session, config.cluster)

@@ -20,8 +20,8 @@ from ray.util import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gkd.cluster.failure import explain
-from gkd.cluster.layout import Ask, Node, Slot, choose_devices, solve
-from gkd.cluster.nearest import asked_text, require_fit
+from gkd.cluster.layout import GroupRequest, Node, Slot, choose_devices, solve
+from gkd.cluster.nearest import request_text, require_fit
 from gkd.cluster.nodes import free_text, read_nodes
 from gkd.cluster.report import DeviceReport
 from gkd.cluster.session import Session
@@ -62,34 +62,37 @@ class _Missed(Exception):
     """This attempt did not get what it needs; says what was missing."""
 
 
-def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[dict[str, list[Claim]], dict[str, str]]:
-    """Claims by group, in rank order, those of guests on the GPUs of their hosts; and the names of the nodes by id.
+def reserve(
+    session: Session, requests: Sequence[GroupRequest], cluster: Cluster
+) -> tuple[dict[str, list[Claim]], dict[str, str]]:
+    """Claims by group, in rank order, those of colocated groups on the GPUs of their hosts; and names of nodes by id.
 
     Raises ConfigError when the groups do not fit even on the idle cluster, RunFailed when
     ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
     """
     deadline = time.monotonic() + cluster.reserve_timeout_s
-    indices: dict[str, list[int]] | None = {} if any(ask.ranges for ask in asks) else None
+    indices: dict[str, list[int]] | None = {} if any(request.ranges for request in requests) else None
     nodes = read_nodes(indices)
-    require_fit(asks, nodes, cluster.cpus_per_worker)
-    share = 1 / max(ask.crowd for ask in asks)  # of a GPU, as Ray counts it; the groups themselves share its memory
+    require_fit(requests, nodes, cluster.cpus_per_worker)
+    # Of a GPU, as Ray counts it; the groups themselves share its memory.
+    share = 1 / max(request.workers_per_gpu for request in requests)
     pause, said, unlucky = 0.5, time.monotonic() - SAY_EVERY_S + 1.0, frozenset[str]()
     held = len(session.workers), len(session.placement_groups)
     while True:
         # A node where a wanted GPU was missing comes last, so that another one is tried.
-        slots = solve(asks, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
+        slots = solve(requests, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
         missing, wait = "", 0.5
         if slots is not None:
             try:
                 claims = _attempt(session, slots, _to_look_at(slots, nodes, unlucky), cluster, share)
-                found = _with_guests(session, asks, _by_ask(asks, slots, claims), cluster, share)
+                found = _start_colocated(session, requests, _by_group(requests, slots, claims), cluster, share)
                 return found, {node.id: node.name for node in nodes}
             except _Missed as error:
                 session.release(session.workers[held[0] :], session.placement_groups[held[1] :])
                 missing = f"; {error}"
                 unlucky = frozenset(slot.node_id for slot in slots if slot.gpus is not None)
                 wait, pause = pause * random.uniform(0.5, 1.5), min(2 * pause, LONGEST_PAUSE_S)
-        state = f"asked for {asked_text(asks, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
+        state = f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
         if time.monotonic() + wait > deadline:
             raise RunFailed(f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}")
         if time.monotonic() - said >= SAY_EVERY_S:
@@ -179,7 +182,7 @@ def _take(session: Session, slots: list[Slot], look_at: dict[str, int], cpus: fl
     """Reserve the GPUs: as many as needed in one atomic group; those to look at one by one."""
     plain = [slot.node_id for slot in slots if slot.node_id not in look_at for _ in range(slot.n_gpus)]
     cpu_only = [(slot.node_id, cpus * slot.n_gpus) for slot in slots if slot.node_id in look_at]
-    cpu_only += [(slot.node_id, cpus * slot.n_guests) for slot in slots if slot.n_guests]
+    cpu_only += [(slot.node_id, cpus * slot.n_colocated) for slot in slots if slot.n_colocated]
     together = [(node_id, {"GPU": 1.0, "CPU": cpus}) for node_id in plain]
     # GPUs taken to look at carry no CPUs, of which there need not be enough for all of them.
     together += [(node_id, {"CPU": amount}) for node_id, amount in cpu_only]
@@ -256,24 +259,24 @@ def _require_alive(node_ids: set[str]) -> None:
         raise _Missed("a node left")
 
 
-def _by_ask(asks: Sequence[Ask], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:
+def _by_group(requests: Sequence[GroupRequest], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:
     return {
-        ask.group: [
-            claim for slot, kept in zip(slots, claims, strict=True) if slot.group == ask.group for claim in kept
+        request.group: [
+            claim for slot, kept in zip(slots, claims, strict=True) if slot.group == request.group for claim in kept
         ]
-        for ask in asks
+        for request in requests
     }
 
 
-def _with_guests(
-    session: Session, asks: Sequence[Ask], hosts: dict[str, list[Claim]], cluster: Cluster, share: float
+def _start_colocated(
+    session: Session, requests: Sequence[GroupRequest], hosts: dict[str, list[Claim]], cluster: Cluster, share: float
 ) -> dict[str, list[Claim]]:
-    """``hosts`` and the claims of their guests, which are started now that it is known which GPU each host has."""
+    """``hosts`` and the claims of colocated groups, which are started now that it is known which GPU each host has."""
     wanted: dict[str, list[_Bundle]] = {}
-    for ask in asks:
-        for guest in ask.guests:
-            ranks = [node * ask.n_gpus + position for node in range(guest.nnodes) for position in guest.positions]
-            wanted[guest.group] = [hosts[ask.group][rank].bundle for rank in ranks]
+    for request in requests:
+        for other in request.colocated:
+            ranks = [node * request.n_gpus + position for node in range(other.nnodes) for position in other.positions]
+            wanted[other.group] = [hosts[request.group][rank].bundle for rank in ranks]
     if not wanted:
         return hosts
     # They come into bundles that have a worker; their CPUs are reserved elsewhere.

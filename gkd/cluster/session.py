@@ -22,7 +22,7 @@ from gkd.cluster.address import require_cluster
 from gkd.cluster.control_service import SETTING, VARIABLE, ControlService, finish_s
 from gkd.cluster.deadline import abandon, within
 from gkd.cluster.failure import one_line
-from gkd.cluster.layout import Node, asks_of
+from gkd.cluster.layout import Node, requests_of
 from gkd.cluster.nearest import require_fit
 from gkd.cluster.sharing import shared
 from gkd.cluster.signals import (
@@ -128,7 +128,7 @@ def _address(cluster: Cluster) -> str | None:
     simulate = isinstance(cluster.simulate_gpus, int)
     if cluster.address is not None and simulate:
         raise ConfigError("cluster.simulate_gpus is for a private Ray: it cannot add GPUs to cluster.address")
-    if simulate:  # what the command line asks for outweighs the environment
+    if simulate:  # what the command line says outweighs the environment
         return None
     return cluster_address(cluster.address)
 
@@ -172,19 +172,19 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
         n_gpus, simulated = cluster.simulate_gpus, True
     if not as_asked:
         config = shared(config, [_this_machine(n_gpus, 0, simulated, uuids)])
-    asks = asks_of(config)
-    named = [index for ask in asks for one in ask.ranges for index in one]
-    wanted = max(sum(ask.total for ask in asks), *(index + 1 for index in [-1, *named]))
+    requests = requests_of(config)
+    named = [index for request in requests for one in request.ranges for index in one]
+    wanted = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
     if as_asked:
         n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True
         if wanted > n_gpus:
             hint = f"cluster.simulate_gpus={wanted} would simulate them all"
     elif not n_gpus:
         hint = f"cluster.simulate_gpus={wanted} tries the layout without GPUs"
-    workers = sum(ask.workers_per_node * ask.nnodes for ask in asks)
+    workers = sum(request.workers_per_node * request.nnodes for request in requests)
     # Of a machine that is this run's, Ray only counts the cores: three workers on one GPU share two as well.
     n_cpus = max(os.cpu_count() or 1, math.ceil(workers * cluster.cpus_per_worker))
-    require_fit(asks, [_this_machine(n_gpus, n_cpus, simulated, uuids)], cluster.cpus_per_worker, hint)
+    require_fit(requests, [_this_machine(n_gpus, n_cpus, simulated, uuids)], cluster.cpus_per_worker, hint)
     return n_gpus, n_cpus, simulated
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gkd.cluster.layout import Node, asks_of, solve
+from gkd.cluster.layout import Node, requests_of, solve
 from gkd.config import Config, Engine, load, parse_gpus
 from gkd.config.compose import CONF_DIR
 from gkd.config.file import read_yaml
@@ -34,7 +34,7 @@ def shared(config: Config, nodes: Sequence[Node]) -> Config:
 
 def fits(config: Config, nodes: Sequence[Node]) -> bool:
     """Whether its groups have room on these nodes with nobody on them."""
-    return solve(asks_of(config), [node.idle() for node in nodes], 0.0) is not None
+    return solve(requests_of(config), [node.idle() for node in nodes], 0.0) is not None
 
 
 def may_share(config: Config) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.cluster.layout import Ask, Node, idle_nodes, solve
+from gkd.cluster.layout import GroupRequest, Node, idle_nodes, solve
 from gkd.config import GROUPS, Engine, Pool
 from gkd.errors import ConfigError
 from gkd.planning.measured import Factors
@@ -94,8 +94,8 @@ def best_splits(
 
 
 def _placeable(mix: dict[str, Size], nodes: list[Node]) -> bool:
-    asks = [Ask(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
-    return solve(asks, nodes, 0.0) is not None
+    requests = [GroupRequest(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
+    return solve(requests, nodes, 0.0) is not None
 
 
 def _nodes(n_gpus: int, per_node: int) -> list[Node]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.algorithms.top_k import top_k_wanted
-from gkd.cluster.layout import asks_of, idle_nodes, solve
+from gkd.cluster.layout import idle_nodes, requests_of, solve
 from gkd.config import GROUPS, Config
 from gkd.data import sorting
 from gkd.data.builtin import ModelRecipe, recipes
@@ -115,10 +115,10 @@ def nodes_of(config: Config) -> tuple[int, ...] | None:
 
 def has_room(config: Config, nodes: Sequence[int]) -> bool:
     """Whether nodes with so many GPUs each, and nobody on them, have room for all groups."""
-    asks = asks_of(config)
-    most = sum(ask.nnodes for ask in asks)  # of nodes of one size more are of no use
+    requests = requests_of(config)
+    most = sum(request.nnodes for request in requests)  # of nodes of one size more are of no use
     enough = [size for size, count in Counter(nodes).items() for _ in range(min(count, most))]
-    return solve(asks, idle_nodes(enough), 0.0) is not None
+    return solve(requests, idle_nodes(enough), 0.0) is not None
 
 
 def models_of(config: Config) -> Models:

@@ -73,14 +73,14 @@ def test_groups_share_gpus_where_the_configuration_says_so(placed):
     assert len({r.pid for r in placement.reports}) == 5
 
 
-def test_guests_follow_their_hosts_over_nodes(placed):
+def test_colocated_groups_are_on_the_gpus_of_their_host_over_nodes(placed):
     host = {"n_gpus_per_node": 5, "nnodes": 2}
     placement = placed(configuration(1, host, {"n_gpus_per_node": 2, "nnodes": 2, "colocate_with": "rollout"}))
-    hosts, guests = placement.groups["rollout"].reports, placement.groups["teacher"].reports
-    assert [guest.gpu_uuids for guest in guests] == [hosts[i].gpu_uuids for i in (0, 1, 5, 6)]
+    hosts, colocated = placement.groups["rollout"].reports, placement.groups["teacher"].reports
+    assert [report.gpu_uuids for report in colocated] == [hosts[i].gpu_uuids for i in (0, 1, 5, 6)]
 
 
-def test_guests_need_their_cpus(cluster, hold):
+def test_colocated_groups_need_cpus_of_their_own(cluster, hold):
     config = configuration(8, {"n_gpus_per_node": 8, "colocate_with": "actor"}, 1)
     with connect(config) as session, pytest.raises(ConfigError, match=r"= 9 GPUs and 17 CPUs.*cpus_per_worker=0.5"):
         place(config, session)

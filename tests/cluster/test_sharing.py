@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gkd.cluster import session
-from gkd.cluster.layout import Node, asks_of, idle_nodes, solve
+from gkd.cluster.layout import Node, idle_nodes, requests_of, solve
 from gkd.cluster.session import _plan_private
 from gkd.cluster.sharing import shared
 from gkd.config import Config
@@ -55,7 +55,7 @@ def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, na
     assert placed(result) == placed(layout)
     assert result.hosts() == layout.hosts()
     assert result.rollout.gpu_memory_utilization == layout.rollout.gpu_memory_utilization
-    assert solve(asks_of(result), nodes, 0.0) is not None
+    assert solve(requests_of(result), nodes, 0.0) is not None
     assert shared(result, nodes) is result  # a run that is resumed from its own config.yaml
 
 
