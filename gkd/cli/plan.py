@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gkd.cluster.fit import shared
 from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
 from gkd.cluster.layout import idle_nodes
-from gkd.cluster.sharing import shared
 from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.errors import ConfigError, Parser, guarded

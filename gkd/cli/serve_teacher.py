@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from gkd.cluster.signals import handle_ending_signals
+from gkd.cluster.shutdown import handle_ending_signals
 from gkd.errors import ConfigError, Parser, guarded
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -11,14 +12,16 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gkd.cluster.assignment import Report
 from gkd.cluster.control_service import ControlService
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
-from gkd.cluster.report import Report
 from gkd.errors import ControlLost, RunFailed
 
+LOG = logging.getLogger("gkd")
+MEMORY_TIMEOUT_S = 5.0
 KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
 LOOK_EVERY_S = 1.0
@@ -257,3 +260,55 @@ def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[An
     late = [owner[ref] for call in calls for ref in call.refs if ref in waiting]
     others = f" and {len(late) - 3} more" if len(late) > 3 else ""
     return f"{what}: not done after {timeout_s:g} s, still waiting for {', '.join(late[:3])}{others}"
+
+
+class MemoryReports:
+    """memory/* of a step, by every worker of a run that answers at once.
+
+    One that does not is named once, and not waited for again until it has answered.
+    """
+
+    def __init__(self) -> None:
+        self._late: dict[Any, Any] = {}  # what a worker has not answered yet, by worker
+        self._reported: set[Any] = set()
+
+    def read(self, groups: Sequence[Group]) -> dict[str, float]:
+        """memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
+        reports = {worker: str(r) for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
+        calls = {worker: worker.control.remote("memory") for worker in reports if not self._waits(worker)}
+        ready = (
+            set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=MEMORY_TIMEOUT_S)[0]) if calls else set()
+        )
+        for worker, ref in calls.items():
+            if ref not in ready:
+                self._late[worker] = ref
+                self._report(worker, reports[worker])
+        rows: dict[str, float] = {}
+        for group in groups:
+            for worker in group.workers:
+                for key, value in _answer(calls.get(worker), ready).items():
+                    name = f"memory/{group.name}/{key}"
+                    rows[name] = max(value, rows.get(name, value))
+        return dict(sorted(rows.items()))
+
+    def _waits(self, worker: Any) -> bool:
+        """Whether an earlier call has not been answered."""
+        if worker in self._late and ray.wait([self._late[worker]], timeout=0)[0]:
+            del self._late[worker]
+        return worker in self._late
+
+    def _report(self, worker: Any, who: str) -> None:
+        if worker not in self._reported:
+            self._reported.add(worker)
+            LOG.warning("%s does not say how much memory it has: no answer within %g s", who, MEMORY_TIMEOUT_S)
+
+
+def _answer(ref: Any, ready: set[Any]) -> dict[str, float]:
+    """What a worker measured; nothing of one that is late or has died."""
+    if ref not in ready:
+        return {}
+    try:
+        found: dict[str, float] = ray.get(ref, timeout=1.0)
+    except RayError:  # it died, which is noticed where it is needed
+        return {}
+    return found

@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gkd import durable
-from gkd.cluster.check import faults
+from gkd.cluster.assignment import Report, faults
+from gkd.cluster.fit import fits, gpus_text, may_share, shared
 from gkd.cluster.group import Group
 from gkd.cluster.layout import requests_of
-from gkd.cluster.nearest import gpus_text
-from gkd.cluster.nodes import read_nodes
-from gkd.cluster.report import Report
-from gkd.cluster.reserve import Claim, reserve, start_again
+from gkd.cluster.reserve import Claim, read_nodes, reserve, start_again
 from gkd.cluster.session import Session
-from gkd.cluster.sharing import fits, may_share, shared
 from gkd.config import GROUPS, Cluster, Config
 from gkd.errors import RunFailed
 
@@ -66,7 +63,7 @@ class PlacementFault(RunFailed):
 
 
 def laid_out(config: Config) -> Config:
-    """``config`` as :func:`gkd.cluster.sharing.shared` has it on the nodes of the connected Ray; the log says so."""
+    """``config`` as :func:`gkd.cluster.fit.shared` has it on the nodes of the connected Ray; the log says so."""
     if not may_share(config) or fits(config, read_nodes()):
         return config
     nodes = read_nodes({})  # with the indices of their GPUs, which a layout names

@@ -20,16 +20,16 @@ from ray.util import remove_placement_group
 from gkd.cluster import gpu, local, reaper
 from gkd.cluster.address import require_cluster
 from gkd.cluster.control_service import SETTING, VARIABLE, ControlService, finish_s
-from gkd.cluster.deadline import abandon, within
 from gkd.cluster.failure import one_line
+from gkd.cluster.fit import require_fit, shared
 from gkd.cluster.layout import Node, requests_of
-from gkd.cluster.nearest import require_fit
-from gkd.cluster.sharing import shared
-from gkd.cluster.signals import (
+from gkd.cluster.shutdown import (
+    abandon,
     ignoring_signals,
     keeping_children_from_hangups,
     keeping_exit_code,
     keeping_sigterm_handler,
+    within,
 )
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.errors import ConfigError, RunFailed

@@ -11,9 +11,9 @@ import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from gkd.cluster.assignment import print_table
 from gkd.cluster.placement import Placement, PlacementFault, laid_out, place
 from gkd.cluster.session import Session
-from gkd.cluster.table import print_table
 from gkd.config import Config
 from gkd.config.learning_rate import doubts
 from gkd.driver.checkpoint import Saved, State

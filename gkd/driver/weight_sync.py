@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from gkd.actor.group import ActorGroup
+from gkd.cluster.assignment import Report
 from gkd.cluster.failure import WorkerDied
 from gkd.cluster.group import Pending, first_death, gather
-from gkd.cluster.report import Report
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup

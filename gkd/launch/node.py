@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start(options: argparse.Namespace, further: list[str]) -> int:
     from gkd.cluster import local
-    from gkd.cluster.signals import exit_on_signals
+    from gkd.cluster.shutdown import exit_on_signals
 
     exit_on_signals()
     there = next((node for node in local.nodes() if _is_asked(node, options)), None)
@@ -141,7 +141,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     from ray.util import get_node_ip_address
 
     from gkd.cluster import local
-    from gkd.cluster.signals import ignoring_signals
+    from gkd.cluster.shutdown import ignoring_signals
     from gkd.launch.wait import wait_for_head
 
     local.make_directory()
@@ -268,7 +268,7 @@ def _show_next(node: local.LocalNode) -> None:
 def _stay(node: local.LocalNode) -> int:
     """Wait for a signal, or for the node to end by itself, and end all of it."""
     from gkd.cluster import local
-    from gkd.cluster.signals import ignoring_signals
+    from gkd.cluster.shutdown import ignoring_signals
 
     try:
         while node.alive:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from gkd.cluster.deadline import within
+from gkd.cluster.shutdown import within
 from gkd.config import Config
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines

@@ -9,12 +9,11 @@ import sys
 import time
 
 from gkd.cluster import session as session_module
-from gkd.cluster.deadline import leave
+from gkd.cluster.assignment import assignment_line
 from gkd.cluster.group import gather
 from gkd.cluster.placement import place
 from gkd.cluster.session import connect
-from gkd.cluster.signals import exit_on_signals
-from gkd.cluster.table import assignment_line
+from gkd.cluster.shutdown import exit_on_signals, leave
 from gkd.errors import guarded
 from tests.cluster.conftest import configuration
 

@@ -15,7 +15,7 @@ from gkd.cluster.control_service import ControlService, finish_s
 from gkd.cluster.group import Group, Pending, gather, settle
 from gkd.errors import ControlLost, RunFailed, guarded
 from tests.cluster.conftest import eventually
-from tests.cluster.test_check import report
+from tests.cluster.test_assignment import report
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gkd.cluster.fit import nearest, require_fit
 from gkd.cluster.layout import GroupRequest, Node, choose_devices, requests_of, solve
-from gkd.cluster.nearest import nearest, require_fit
 from gkd.config import GROUPS
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gkd.cluster import nodes as nodes_module
 from gkd.cluster import reserve as reserve_module
-from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
+from gkd.cluster.reserve import read_nodes
 from gkd.cluster.session import connect
 from gkd.errors import ConfigError, RunFailed
 from tests.cluster.conftest import alive, configuration, device_ids, eventually
@@ -207,20 +206,18 @@ def test_a_node_that_leaves_while_waiting_is_done_without(cluster, hold):
 
 
 @pytest.mark.parametrize(
-    ("module", "step", "pool"),
+    ("step", "pool"),
     [
-        (reserve_module, "_take", 2),
-        (reserve_module, "_start_workers", 2),
-        (nodes_module, "_ask_indices", {"gpus": [1]}),
+        ("_take", 2),
+        ("_start_workers", 2),
+        ("_read_indices", {"gpus": [1]}),
     ],
 )
-def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(
-    placed, cluster, hold, monkeypatch, module, step, pool
-):
+def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(placed, cluster, hold, monkeypatch, step, pool):
     """The only node with room is gone when this step is done, and the others are free again."""
     hold({node.id: 8 for node in read_nodes()})
     leaving = cluster.add_node(wait=True, num_gpus=2, num_cpus=4)
-    real = getattr(module, step)
+    real = getattr(reserve_module, step)
 
     def leave(*arguments, **more):
         if hold.groups:
@@ -232,7 +229,7 @@ def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(
                 return taken
         return real(*arguments, **more)
 
-    monkeypatch.setattr(module, step, leave)
+    monkeypatch.setattr(reserve_module, step, leave)
     reports = placed(
         configuration(pool, {"n_gpus_per_node": 1, "colocate_with": "actor"}, None, reserve_timeout_s=60.0)
     ).reports

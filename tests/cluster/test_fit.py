@@ -7,9 +7,9 @@ import os
 import pytest
 
 from gkd.cluster import session
+from gkd.cluster.fit import shared
 from gkd.cluster.layout import Node, idle_nodes, requests_of, solve
 from gkd.cluster.session import _plan_private
-from gkd.cluster.sharing import shared
 from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.errors import ConfigError

@@ -5,12 +5,10 @@ import json
 
 import pytest
 
-from gkd.cluster.check import faults
+from gkd.cluster.assignment import DeviceReport, Report, assignment_line, faults, print_table
 from gkd.cluster.group import Group
 from gkd.cluster.placement import Placement, PlacementFault
-from gkd.cluster.report import DeviceReport, Report
 from gkd.cluster.reserve import Claim
-from gkd.cluster.table import assignment_line, print_table
 
 NO_RANGES = {"actor": None, "rollout": None}
 
