@@ -42,6 +42,15 @@ class OutOfMemory(NotUpdated):
         self.budget = budget
 
 
+MAX_REASON = 600  # characters; some libraries put whole tables into a message
+
+
+def one_line(text: object) -> str:
+    """Return a message without line breaks, cut to a length that people read."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
+
+
 class Stopped(SystemExit):
     """A signal ended the program. Exit code 128 and the signal's number."""
 

@@ -26,11 +26,10 @@ from gkd.actor.optimizer import adamw, learning_rate, n_updates
 from gkd.actor.pretrained import write_pretrained
 from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
-from gkd.cluster.failure import one_line
 from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.config import Algorithm, Config, Loss
 from gkd.durable import Sum
-from gkd.errors import NotUpdated, OutOfMemory, RunFailed
+from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
 from gkd.inference.vllm_engine import Device
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import logprobs, objective

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -120,13 +119,8 @@ class _Stop:
 
 def _require_free(host: str, port: int) -> None:
     """Raise ConfigError when ``host:port`` cannot be listened on: sooner than after loading a model."""
+    from gkd.cluster.port import why_taken
     from gkd.scoring.address import endpoint
 
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {error.strerror}") from None
+    if reason := why_taken(host, port):
+        raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {reason}")

@@ -7,7 +7,7 @@ import re
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from gkd.errors import ConfigError, NotUpdated, OutOfMemory, RunFailed
+from gkd.errors import ConfigError, NotUpdated, OutOfMemory, RunFailed, one_line
 
 
 class WorkerDied(RunFailed):
@@ -16,15 +16,6 @@ class WorkerDied(RunFailed):
 
 class WorkerHangs(WorkerDied):
     """A worker does nothing and may never do so again: to be ended, and to be treated as one that died."""
-
-
-MAX_REASON = 600  # characters; some libraries put whole tables into a message
-
-
-def one_line(text: object) -> str:
-    """A message without line breaks, cut to a length that people read."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 
 
 def explain(error: Exception, who: str) -> ConfigError | RunFailed:

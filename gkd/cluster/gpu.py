@@ -8,9 +8,12 @@ initialises CUDA, so a worker may still choose its devices afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gkd.errors import ConfigError
 
@@ -18,27 +21,49 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIMULATED = "GKD_SIMULATED_GPUS"  # "1" in the environment of a node whose GPUs are only Ray's numbers
 
 
-def nvml_uuids() -> list[str]:
-    """UUIDs of this machine's GPUs in PCI order, which is CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+@contextlib.contextmanager
+def nvml() -> Iterator[Any]:
+    """NVIDIA's management library (pynvml), open for the block; None where there is no driver, hence no GPU.
 
-    Empty where NVML finds no driver or no GPU. Raises ConfigError where there are GPUs but no nvidia-ml-py to ask.
+    Raises ConfigError where there are GPUs but no nvidia-ml-py to ask.
     """
     try:
         import pynvml
     except ImportError:
         if Path("/dev/nvidia0").exists():
             raise ConfigError("this machine has GPUs, but the package nvidia-ml-py is missing: install it") from None
-        return []
+        yield None
+        return
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, hence no GPU that CUDA could use
-        return []
+    except pynvml.NVMLError:
+        yield None
+        return
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
-    return [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in uuids]
+
+
+def handles(library: Any) -> list[Any]:
+    """What an open :func:`nvml` calls this machine's GPUs by, in PCI order; none without a driver."""
+    return (
+        [] if library is None else [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
+    )
+
+
+def text(value: str | bytes) -> str:
+    """A name as NVML gives it, which is bytes in some versions."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def nvml_uuids() -> list[str]:
+    """UUIDs of this machine's GPUs in PCI order, which is CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+
+    Raises what :func:`nvml` raises.
+    """
+    with nvml() as library:
+        return [text(library.nvmlDeviceGetUUID(handle)) for handle in handles(library)]
 
 
 def smallest_memory(uuids: list[str]) -> int | None:
@@ -46,14 +71,9 @@ def smallest_memory(uuids: list[str]) -> int | None:
     real = [uuid for uuid in uuids if not uuid.startswith("SIM-")]
     if not real:
         return None
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in real]
-        return min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
-    finally:
-        pynvml.nvmlShutdown()
+    with nvml() as library:
+        found = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in real]
+        return min(int(library.nvmlDeviceGetMemoryInfo(handle).total) for handle in found)
 
 
 def tokens(value: str | None) -> list[str] | None:

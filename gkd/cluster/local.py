@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from gkd.cluster import reaper
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
 MARK = "GKD_RAY_NODE"
@@ -112,7 +112,7 @@ def _recorded() -> list[LocalNode]:
         try:
             found.append(LocalNode(**json.loads(file.read_text())))
         except (ValueError, TypeError, OSError) as error:
-            LOG.warning("%s is not read: %s", file, " ".join(str(error).split()))
+            LOG.warning("%s is not read: %s", file, one_line(error))
     return sorted(found, key=lambda node: node.kind != "head")
 
 

@@ -20,7 +20,6 @@ from ray.util import remove_placement_group
 from gkd.cluster import gpu, local, reaper
 from gkd.cluster.address import require_cluster
 from gkd.cluster.control_service import SETTING, VARIABLE, ControlService, finish_s
-from gkd.cluster.failure import one_line
 from gkd.cluster.fit import require_fit, shared
 from gkd.cluster.layout import Node, requests_of
 from gkd.cluster.shutdown import (
@@ -32,7 +31,7 @@ from gkd.cluster.shutdown import (
     within,
 )
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, RunFailed, one_line
 from gkd.inference.vllm_engine import installed_device
 
 CONNECT_TIMEOUT_S = 10.0

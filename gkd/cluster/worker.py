@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import ray
 
 from gkd.cluster.assignment import DeviceReport
 from gkd.cluster.gpu import VISIBLE, devices_seen, smallest_memory
+from gkd.cluster.port import free_port
 from gkd.errors import RunFailed
 from gkd.garbage import uncollected
 
@@ -80,10 +80,8 @@ class Worker:
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def free_port(self) -> int:
-        """A port that was free on this node a moment ago."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        """Return a port that was free on this node a moment ago."""
+        return free_port()
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def build(self, target: str, *args: Any, **kwargs: Any) -> None:

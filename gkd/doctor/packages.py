@@ -52,8 +52,8 @@ def requirements(extra: str) -> list[Requirement]:
     """What this project requires with one of its extras, cpu or cuda."""
     from packaging.requirements import Requirement
 
-    asked = [Requirement(line) for line in _requires()]
-    return [r for r in asked if r.marker is None or r.marker.evaluate({"extra": extra})]
+    required = [Requirement(line) for line in _requires()]
+    return [r for r in required if r.marker is None or r.marker.evaluate({"extra": extra})]
 
 
 def _problem(requirement: Requirement) -> str | None:

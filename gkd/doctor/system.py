@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from gkd.cluster.port import is_free
 from gkd.doctor.finding import GIB, Finding, failed, ok, warning
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
@@ -21,7 +21,7 @@ FEW_FILES, TOO_FEW_FILES, FEW_PROCESSES = 8192, 1024, 4096
 
 def check_ports(own: bool) -> Iterator[Finding]:
     """The ports that programs of this project listen on unless told otherwise; ``own``: a cluster was started here."""
-    taken = [port for port in PORTS if not own and not _is_free(port)]
+    taken = [port for port in PORTS if not own and not is_free(port)]
     for port in taken:
         yield warning(
             "ports", f"{port} ({PORTS[port]}) is taken by another program", "choose another where you start it"
@@ -92,13 +92,3 @@ def memory() -> int:
 
 def _below(limit: int, least: int) -> bool:
     return limit != resource.RLIM_INFINITY and limit < least
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True

@@ -16,8 +16,7 @@ import requests
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from gkd.cluster.address import use_token
-from gkd.cluster.failure import one_line
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, RunFailed, one_line
 
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -114,12 +113,14 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
 
 def _is_asked(node: local.LocalNode, options: argparse.Namespace) -> bool:
     """Whether ``node`` is what the command is to start. Raises ConfigError when it stands in its way."""
+    from gkd.cluster.port import listens
+
     if options.command == "worker":
         # A machine is one node, unless its GPUs are simulated.
         return node.address == options.address and options.simulate_gpus is None
     if node.kind != "head":
         return False
-    if not _listens(node.address):
+    if not listens(node.address, CONNECT_TIMEOUT_S):
         raise ConfigError(
             f"a head at {node.address} runs here without its control service: ./launch/ray_cluster.sh stop ends it"
         )
@@ -180,6 +181,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
 
 def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
     from gkd.cluster.control_service import SETTING
+    from gkd.cluster.port import free_port
 
     chosen = [
         f"--node-ip-address={ip}",
@@ -190,7 +192,7 @@ def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
     ]
     if options.command == "head":
         chosen.append(f"--system-config={json.dumps({SETTING: RECONNECT_S})}")
-        chosen += ["--head", f"--port={options.port}", f"--ray-client-server-port={_free_port()}"]
+        chosen += ["--head", f"--port={options.port}", f"--ray-client-server-port={free_port()}"]
         chosen += [f"--dashboard-host={options.dashboard_host}", f"--dashboard-port={options.dashboard_port}"]
     else:
         chosen.append(f"--address={options.address}")
@@ -284,22 +286,11 @@ def _dashboard(options: argparse.Namespace, ip: str) -> str:
     return f"http://{host}:{options.dashboard_port}"
 
 
-def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
-
-
 def _require_free(port: int, option: str) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            raise ConfigError(f"port {port} is taken by another program: choose another with {option}") from None
+    from gkd.cluster.port import is_free
+
+    if not is_free(port):
+        raise ConfigError(f"port {port} is taken by another program: choose another with {option}")
 
 
 def _port(text: str) -> int:
@@ -316,12 +307,6 @@ def _count(text: str) -> int:
 
 def _port_of(address: str) -> int:
     return int(address.rpartition(":")[2] or 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gkd.cluster.failure import WorkerHangs, one_line
+from gkd.cluster.failure import WorkerHangs
 from gkd.config import REWARD_MODEL, Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
-from gkd.errors import RunFailed
+from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
 from gkd.inference.vllm_engine import Follower, Span, engine_arguments, start_llm
 from gkd.observability.memory import memory_here
