@@ -54,7 +54,7 @@ def _show(placement: Placement, json_path: Path | None) -> None:
 
 def _verify(argv: list[str]) -> int:
     arguments = _arguments(argv)
-    from gkd.cluster.placement import PlacementFault, laid_out, place
+    from gkd.cluster.placement import PlacementFault, lay_out, place
     from gkd.cluster.session import connect
     from gkd.config.compose import compose
 
@@ -62,7 +62,7 @@ def _verify(argv: list[str]) -> int:
     config = compose([*arguments.overrides, *simulate])
     with connect(config) as session:
         try:
-            _show(place(laid_out(config), session), arguments.json)
+            _show(place(lay_out(config), session), arguments.json)
         except PlacementFault as fault:
             _show(fault.placement, arguments.json)
             raise

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gkd.cluster.fit import shared
+from gkd.cluster.fit import share_gpus
 from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
 from gkd.cluster.layout import idle_nodes
 from gkd.config import Config
@@ -94,7 +94,7 @@ def _as_here(config: Config, best: bool) -> Config:
     """The layout that a run here would take, where it is this machine's GPUs that are planned for."""
     if best or config.plan.card is not None or isinstance(config.cluster.simulate_gpus, int):
         return config
-    return shared(config, idle_nodes([len(real_tokens(os.environ.get(VISIBLE), nvml_uuids()))]))
+    return share_gpus(config, idle_nodes([len(real_tokens(os.environ.get(VISIBLE), nvml_uuids()))]))
 
 
 def _card(config: Config, best: bool) -> Card:

@@ -66,7 +66,7 @@ def require_cluster(address: str, setting: str, timeout_s: float) -> None:
 def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
     """What the cluster says of itself. Ray may abort the asking process, so one of its own asks."""
     try:
-        asked = subprocess.run(
+        probe = subprocess.run(
             [sys.executable, "-c", _PROBE, address],
             timeout=3 * timeout_s,
             check=True,
@@ -83,8 +83,8 @@ def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
                 f"{where}: this cluster asks for a token: copy ~/.ray/auth_token from the machine of its head"
             ) from None
         raise ConfigError(f"{where}: what answers there is not a Ray {ray.__version__} head") from None
-    found = json.loads(asked.stdout.splitlines()[-1])
-    return {str(key): str(value) for key, value in found.items()}
+    metadata = json.loads(probe.stdout.splitlines()[-1])
+    return {str(key): str(value) for key, value in metadata.items()}
 
 
 def _require_same_ray(metadata: dict[str, str], where: str) -> None:

@@ -88,21 +88,21 @@ def _collisions(reports: Sequence[Report], shared: Collection[frozenset[str]]) -
 
 
 def _wrong_devices(reports: Sequence[Report]) -> list[str]:
-    found: list[str] = []
+    faulty: list[str] = []
     for report in reports:
         if report.cuda_visible_devices.split(",") != report.ray_gpu_ids:
-            given = ",".join(report.ray_gpu_ids)
-            found.append(f"{report} sees CUDA_VISIBLE_DEVICES={report.cuda_visible_devices} but Ray gave it {given}")
+            ray_ids = ",".join(report.ray_gpu_ids)
+            faulty.append(f"{report} sees CUDA_VISIBLE_DEVICES={report.cuda_visible_devices} but Ray gave it {ray_ids}")
         elif report.device_count != 1 or len(report.gpu_uuids) != 1:
-            found.append(
+            faulty.append(
                 f"{report} sees {report.device_count} GPUs instead of 1 "
                 f"under CUDA_VISIBLE_DEVICES={report.cuda_visible_devices}"
             )
-    return found
+    return faulty
 
 
 def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequence[int]] | None]) -> list[str]:
-    found: list[str] = []
+    faulty: list[str] = []
     for group, wanted in ranges.items():
         if wanted is None:
             continue
@@ -114,9 +114,9 @@ def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequ
             if indices in left:
                 left.remove(indices)
             else:
-                asked = " and ".join(range_text(sorted(one)) for one in wanted)
-                found.append(f"{group} asked for GPUs {asked} but has {range_text(indices)} on {node}")
-    return found
+                wished = " and ".join(range_text(sorted(one)) for one in wanted)
+                faulty.append(f"{group} asked for GPUs {wished} but has {range_text(indices)} on {node}")
+    return faulty
 
 
 def print_table(reports: Sequence[Report], file: IO[str] | None = None) -> None:

@@ -91,11 +91,11 @@ def _misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float)
 def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
     if solve(requests, idle, 0.0) is not None:  # only the CPUs are short
         return f"nearest that fits: {_cpu_override(requests, idle)}"
-    found = nearest(requests, idle, cpus)
-    words = [] if found is None else _overrides(requests, found)
-    if found is None and (found := nearest(requests, idle, 0.0)) is not None:
-        words = [*_overrides(requests, found), _cpu_override(found, idle)]
-    if found is None:
+    closest = nearest(requests, idle, cpus)
+    words = [] if closest is None else _overrides(requests, closest)
+    if closest is None and (closest := nearest(requests, idle, 0.0)) is not None:
+        words = [*_overrides(requests, closest), _cpu_override(closest, idle)]
+    if closest is None:
         external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(requests) else ""
         wide = max(request.tensor_parallel_size for request in requests)
         own = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
@@ -129,9 +129,9 @@ def _cpu_override(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str
     return f"cluster.cpus_per_worker={next(fitting, 0.01):g}"
 
 
-def _overrides(requests: Sequence[GroupRequest], found: Sequence[GroupRequest]) -> list[str]:
+def _overrides(requests: Sequence[GroupRequest], closest: Sequence[GroupRequest]) -> list[str]:
     words: list[str] = []
-    for old, new in zip(requests, found, strict=True):
+    for old, new in zip(requests, closest, strict=True):
         if old.ranges and not new.ranges:
             words.append(f"{old.section}.{'gpus_by_node' if old.by_node else 'gpus'}=null")
         words.append(f"{old.section}.n_gpus_per_node={new.n_gpus}")
@@ -186,16 +186,16 @@ def _smaller(request: GroupRequest, nodes: Sequence[Node], few: bool = False) ->
         shapes = {(n, most) for n in sizes} | {(largest, k) for k in fewer if k > 0 and largest > 0}
     width = request.tensor_parallel_size
     whole = sorted((n, k) for n, k in shapes if n * k % width == 0)  # engines
-    found = [replace(request, n_gpus=n, nnodes=k, gpus=None, by_node=()) for n, k in whole]
+    smaller = [replace(request, n_gpus=n, nnodes=k, gpus=None, by_node=()) for n, k in whole]
     if request.by_node:
-        found.append(request)
+        smaller.append(request)
     elif request.gpus is not None and any(set(request.gpus) <= set(node.gpus) for node in nodes):
         counts = sorted({k for _, k in shapes} | {1})
-        found += [replace(request, nnodes=k) for k in counts if request.n_gpus * k % width == 0]
-    return found
+        smaller += [replace(request, nnodes=k) for k in counts if request.n_gpus * k % width == 0]
+    return smaller
 
 
-def shared(config: Config, nodes: Sequence[Node]) -> Config:
+def share_gpus(config: Config, nodes: Sequence[Node]) -> Config:
     """``config`` with a layout in which groups share GPUs, where ``cluster.share_gpus`` allows it and it takes that.
 
     The same where its groups fit as they are, where a pool's own settings say which or how many GPUs it has, and where

@@ -72,8 +72,8 @@ def smallest_memory(uuids: list[str]) -> int | None:
     if not real:
         return None
     with nvml() as library:
-        found = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in real]
-        return min(int(library.nvmlDeviceGetMemoryInfo(handle).total) for handle in found)
+        devices = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in real]
+        return min(int(library.nvmlDeviceGetMemoryInfo(handle).total) for handle in devices)
 
 
 def tokens(value: str | None) -> list[str] | None:
@@ -106,12 +106,12 @@ def real_tokens(visible: str | None, uuids: list[str]) -> list[str]:
     listed = tokens(visible)
     if listed is None:
         return [str(i) for i in range(len(uuids))]
-    found: list[str] = []
+    valid: list[str] = []
     for token in listed:
         if uuid_of(token, uuids) is None:
             break
-        found.append(token)
-    return found if uuids else []
+        valid.append(token)
+    return valid if uuids else []
 
 
 def node_indices(visible: str | None, n_gpus: int, uuids: list[str]) -> list[int]:

@@ -308,7 +308,7 @@ def _answer(ref: Any, ready: set[Any]) -> dict[str, float]:
     if ref not in ready:
         return {}
     try:
-        found: dict[str, float] = ray.get(ref, timeout=1.0)
+        figures: dict[str, float] = ray.get(ref, timeout=1.0)
     except RayError:  # it died, which is noticed where it is needed
         return {}
-    return found
+    return figures

@@ -183,12 +183,12 @@ def solve(
     placed = _Search(cpus_per_worker, tries).place(parts, states)
     if placed is None:
         return None
-    found: dict[str, list[tuple[int, GroupRequest]]] = {}
+    places_by_group: dict[str, list[tuple[int, GroupRequest]]] = {}
     for part, positions in zip(parts, placed, strict=True):
-        found.setdefault(part.group, []).extend((position, part) for position in positions)
+        places_by_group.setdefault(part.group, []).extend((position, part) for position in positions)
     return [
         Slot(part.group, nodes[position].id, part.n_gpus, part.gpus, part.n_colocated)
-        for places in found.values()
+        for places in places_by_group.values()
         for position, part in sorted(places, key=lambda place: place[0])
     ]
 

@@ -99,21 +99,21 @@ def make_directory() -> Path:
 
 def nodes() -> list[LocalNode]:
     """Nodes that run, the head first; records of others are ignored."""
-    return [node for node in _recorded() if node.alive]
+    return [node for node in _read_records() if node.alive]
 
 
-def _recorded() -> list[LocalNode]:
+def _read_records() -> list[LocalNode]:
     """Every node that was written down and not taken back, the head first; what cannot be read is none."""
     path = directory()
     if not path.is_dir() or not _is_ours(path):
         return []
-    found = []
+    records = []
     for file in sorted(path.glob("node-*.json")):
         try:
-            found.append(LocalNode(**json.loads(file.read_text())))
+            records.append(LocalNode(**json.loads(file.read_text())))
         except (ValueError, TypeError, OSError) as error:
             LOG.warning("%s is not read: %s", file, one_line(error))
-    return sorted(found, key=lambda node: node.kind != "head")
+    return sorted(records, key=lambda node: node.kind != "head")
 
 
 def clear() -> None:
@@ -147,11 +147,11 @@ def stop(node: LocalNode) -> list[int]:
 
 def stop_all() -> int:
     """End every node of this user on this machine, workers before their head, and say so. Returns the exit code."""
-    found = [node for node in _recorded() if node.alive or node.processes()]  # of a dead one agents may be left
-    if not found:
+    left_over = [node for node in _read_records() if node.alive or node.processes()]  # of a dead one agents may be left
+    if not left_over:
         print(f"no Ray node of ./launch/ray_cluster.sh runs here ({directory()})")
     code = 0
-    for node in reversed(found):
+    for node in reversed(left_over):
         left = stop(node)
         print(f"stopped the {node.kind} of {node.address}")
         if left:
@@ -165,8 +165,8 @@ def _record(node: LocalNode) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_marked(pid: int, mark: str) -> bool:

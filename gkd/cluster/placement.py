@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gkd import durable
 from gkd.cluster.assignment import Report, faults
-from gkd.cluster.fit import fits, gpus_text, may_share, shared
+from gkd.cluster.fit import fits, gpus_text, may_share, share_gpus
 from gkd.cluster.group import Group
 from gkd.cluster.layout import requests_of
 from gkd.cluster.reserve import Claim, read_nodes, reserve, start_again
@@ -57,17 +57,17 @@ class Placement:
 class PlacementFault(RunFailed):
     """Workers have other GPUs than they should; ``placement`` is what they have."""
 
-    def __init__(self, found: list[str], placement: Placement) -> None:
-        super().__init__(f"GPU assignment is wrong: {'; '.join(found)}")
+    def __init__(self, wrong: list[str], placement: Placement) -> None:
+        super().__init__(f"GPU assignment is wrong: {'; '.join(wrong)}")
         self.placement = placement
 
 
-def laid_out(config: Config) -> Config:
-    """``config`` as :func:`gkd.cluster.fit.shared` has it on the nodes of the connected Ray; the log says so."""
+def lay_out(config: Config) -> Config:
+    """``config`` as :func:`gkd.cluster.fit.share_gpus` has it on the nodes of the connected Ray; the log says so."""
     if not may_share(config) or fits(config, read_nodes()):
         return config
     nodes = read_nodes({})  # with the indices of their GPUs, which a layout names
-    changed = shared(config, nodes)
+    changed = share_gpus(config, nodes)
     if changed is not config:
         on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in changed.pools())
         LOG.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
@@ -84,9 +84,9 @@ def place(config: Config, session: Session) -> Placement:
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
     groups = {group: _group(group, claims[group], names, session) for group in pools}
     placement = Placement(groups, claims, names, session, config.cluster)
-    found = faults(placement.reports, {group: pool.ranges() for group, pool in pools.items()}, config.may_share())
-    if found:
-        raise PlacementFault(found, placement)
+    wrong = faults(placement.reports, {group: pool.ranges() for group, pool in pools.items()}, config.may_share())
+    if wrong:
+        raise PlacementFault(wrong, placement)
     return placement
 
 

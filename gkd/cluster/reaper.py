@@ -69,7 +69,7 @@ def shared_memory(pids: list[int]) -> set[str]:
         with contextlib.suppress(OSError):  # gone meanwhile
             if str(path).startswith(SHARED):
                 files[path.stat().st_ino] = str(path)
-    found: set[str] = set()
+    mapped_files: set[str] = set()
     for pid in pids if files else []:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
@@ -77,8 +77,8 @@ def shared_memory(pids: list[int]) -> set[str]:
             continue
         # By number: a semaphore has another name in the process that made it.
         mapped = (line.split()[4] for line in maps.splitlines() if "/dev/shm/" in line)
-        found.update(files[int(number)] for number in mapped if int(number) in files)
-    return found
+        mapped_files.update(files[int(number)] for number in mapped if int(number) in files)
+    return mapped_files
 
 
 def _remove(names: set[str]) -> None:
@@ -125,10 +125,10 @@ def clear(base: str, prefix: str) -> list[str]:
     removed = []
     for path in Path(base).glob(f"{prefix}*"):
         try:
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or (path / KEPT).exists():
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or (path / KEPT).exists():
                 continue
-            if time.time() - found.st_mtime < NEW_S:
+            if time.time() - status.st_mtime < NEW_S:
                 continue
             descriptor = os.open(path, os.O_RDONLY)
         except OSError:  # another run removes it at the same time

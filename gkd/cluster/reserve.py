@@ -33,7 +33,7 @@ from gkd.config import Cluster
 from gkd.errors import RunFailed
 
 LOG = logging.getLogger("gkd")
-SAY_EVERY_S = 5.0
+LOG_EVERY_S = 5.0
 READY_S = 5.0  # a reservation that fits is granted in milliseconds; longer means that someone else was faster
 LONGEST_PAUSE_S = 8.0
 LOOK_EVERY_S = 2.0  # whether the nodes on which workers are starting are there: Ray would wait for them to come back
@@ -79,7 +79,7 @@ def reserve(
     require_fit(requests, nodes, cluster.cpus_per_worker)
     # Of a GPU, as Ray counts it; the groups themselves share its memory.
     share = 1 / max(request.workers_per_gpu for request in requests)
-    pause, said, unlucky = 0.5, time.monotonic() - SAY_EVERY_S + 1.0, frozenset[str]()
+    pause, logged, unlucky = 0.5, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()
     held = len(session.workers), len(session.placement_groups)
     while True:
         # A node where a wanted GPU was missing comes last, so that another one is tried.
@@ -88,8 +88,8 @@ def reserve(
         if slots is not None:
             try:
                 claims = _attempt(session, slots, _to_look_at(slots, nodes, unlucky), cluster, share)
-                found = _start_colocated(session, requests, _by_group(requests, slots, claims), cluster, share)
-                return found, {node.id: node.name for node in nodes}
+                all_claims = _start_colocated(session, requests, _by_group(requests, slots, claims), cluster, share)
+                return all_claims, {node.id: node.name for node in nodes}
             except _Missed as error:
                 session.release(session.workers[held[0] :], session.placement_groups[held[1] :])
                 missing = f"; {error}"
@@ -98,9 +98,9 @@ def reserve(
         state = f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
         if time.monotonic() + wait > deadline:
             raise RunFailed(f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}")
-        if time.monotonic() - said >= SAY_EVERY_S:
-            said = time.monotonic()
-            LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - said)
+        if time.monotonic() - logged >= LOG_EVERY_S:
+            logged = time.monotonic()
+            LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - logged)
         time.sleep(wait)
         nodes = read_nodes(indices)  # nodes come and go
 
@@ -112,14 +112,14 @@ def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> 
     """
     session.release([claim.worker for claim in claims], [])
     try:
-        found = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
+        started = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
     except _Missed as error:
         raise RunFailed(f"workers could not be started again: {error}") from None
-    for old, new in zip(claims, found, strict=True):
+    for old, new in zip(claims, started, strict=True):
         if new.device.gpu_uuids != old.device.gpu_uuids:
             seen, expected = (", ".join(claim.device.gpu_uuids) for claim in (new, old))
             raise RunFailed(f"a worker started again (pid {new.device.pid}) has GPU {seen} instead of {expected}")
-    return found
+    return started
 
 
 def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
@@ -295,7 +295,7 @@ def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
     ``indices`` holds the GPU indices of the nodes by id; those of nodes that are not in it are asked for and put
     there, since they never change. Without it, nobody is asked and a node's GPUs count from 0.
     """
-    alive = _alive()
+    alive = _living_nodes()
     if indices is not None:
         indices.update(_read_indices([node["NodeID"] for node in alive if node["NodeID"] not in indices]))
         alive = [node for node in alive if node["NodeID"] in indices]
@@ -320,7 +320,7 @@ def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
     return nodes
 
 
-def _alive() -> list[dict[str, Any]]:
+def _living_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
 
 
@@ -342,14 +342,14 @@ def _read_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
         node_id: read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(node_id)
         for node_id in node_ids
     }
-    found: dict[str, list[int]] = {}
+    indices: dict[str, list[int]] = {}
     for node_id, ref in refs.items():
         try:
-            found[node_id] = ray.get(ref, timeout=60)
+            indices[node_id] = ray.get(ref, timeout=60)
         except Exception as error:
-            if any(node["NodeID"] == node_id for node in _alive()):
+            if any(node["NodeID"] == node_id for node in _living_nodes()):
                 raise explain(error, f"asking node {node_id[:8]} for its GPUs") from error
-    return found
+    return indices
 
 
 def _indices_here(node_id: str) -> list[int]:

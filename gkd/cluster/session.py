@@ -20,7 +20,7 @@ from ray.util import remove_placement_group
 from gkd.cluster import gpu, local, reaper
 from gkd.cluster.address import require_cluster
 from gkd.cluster.control_service import SETTING, VARIABLE, ControlService, finish_s
-from gkd.cluster.fit import require_fit, shared
+from gkd.cluster.fit import require_fit, share_gpus
 from gkd.cluster.layout import Node, requests_of
 from gkd.cluster.shutdown import (
     abandon,
@@ -80,10 +80,10 @@ def connect(config: Config) -> Iterator[Session]:
     before Ray starts, for a layout that this machine cannot hold.
     """
     with keeping_exit_code():
-        yield from _connected(config)
+        yield from _connect(config)
 
 
-def _connected(config: Config) -> Iterator[Session]:
+def _connect(config: Config) -> Iterator[Session]:
     session = Session()
     watchdog: subprocess.Popen[bytes] | None = None
     connected_before = ray.is_initialized()
@@ -132,15 +132,15 @@ def _address(cluster: Cluster) -> str | None:
     return cluster_address(cluster.address)
 
 
-def cluster_address(asked: str | None) -> str | None:
+def cluster_address(setting: str | None) -> str | None:
     """``host:port`` (or ``auto``) of the cluster that a run joins; None for a private Ray."""
-    address = asked or os.environ.get("RAY_ADDRESS")
+    address = setting or os.environ.get("RAY_ADDRESS")
     if address and address != "auto":
         return None if address == "local" else address
-    found = local.running_address()
-    if found is not None:
-        LOG.info("joining the Ray cluster at %s (cluster.address=local for a private one)", found)
-    return found or address or None
+    running = local.running_address()
+    if running is not None:
+        LOG.info("joining the Ray cluster at %s (cluster.address=local for a private one)", running)
+    return running or address or None
 
 
 def join(address: str, setting: str = "cluster.address") -> None:
@@ -164,17 +164,17 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
     real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids)
     n_gpus, simulated, hint = len(real), False, ""
     # GPUs that the installed packages cannot compute on are as good as none.
-    as_asked = cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu")
+    for_layout = cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu")
     if isinstance(cluster.simulate_gpus, int):
         if cluster.simulate_gpus < 1:
             raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")
         n_gpus, simulated = cluster.simulate_gpus, True
-    if not as_asked:
-        config = shared(config, [_this_machine(n_gpus, 0, simulated, uuids)])
+    if not for_layout:
+        config = share_gpus(config, [_this_machine(n_gpus, 0, simulated, uuids)])
     requests = requests_of(config)
     named = [index for request in requests for one in request.ranges for index in one]
     wanted = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
-    if as_asked:
+    if for_layout:
         n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True
         if wanted > n_gpus:
             hint = f"cluster.simulate_gpus={wanted} would simulate them all"

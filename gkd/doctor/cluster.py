@@ -45,11 +45,11 @@ def check_cluster() -> Iterator[Finding]:
     for module in (node_module, *node_module.SENT):
         ray.cloudpickle.register_pickle_by_value(module)
     try:
-        found: list[NodeFacts] = []
+        facts: list[NodeFacts] = []
         for node in nodes:
             name = f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}"
             try:
-                found.append(_look_at(node, name))
+                facts.append(_look_at(node, name))
             except (ray.exceptions.RayError, TimeoutError) as error:
                 yield failed(
                     "node", f"{name} does not answer: {one_line(error)}", "start it again with ./launch/ray_cluster.sh"
@@ -57,16 +57,16 @@ def check_cluster() -> Iterator[Finding]:
     finally:
         for module in (node_module, *node_module.SENT):
             ray.cloudpickle.unregister_pickle_by_value(module)
-    yield from compare(found)
+    yield from compare(facts)
 
 
-def compare(found: list[NodeFacts]) -> Iterator[Finding]:
+def compare(nodes: list[NodeFacts]) -> Iterator[Finding]:
     """What the nodes' facts mean together."""
-    yield ok("nodes", f"{len(found)} answer: {', '.join(node.name for node in found)}")
-    yield from _addresses(found)
-    yield from _clocks(found)
-    yield from _versions(found)
-    for node in found:
+    yield ok("nodes", f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}")
+    yield from _addresses(nodes)
+    yield from _clocks(nodes)
+    yield from _versions(nodes)
+    for node in nodes:
         yield _gpus(node)
 
 
@@ -88,10 +88,10 @@ def _look_at(node: dict[str, Any], name: str) -> NodeFacts:
     return NodeFacts(name, int(node["Resources"].get("GPU", 0)), **facts, clock_s=ahead, within_s=took / 2)
 
 
-def _addresses(found: list[NodeFacts]) -> Iterator[Finding]:
-    if len({node.name.partition("/")[0] for node in found}) < 2:  # all on one machine
+def _addresses(nodes: list[NodeFacts]) -> Iterator[Finding]:
+    if len({node.name.partition("/")[0] for node in nodes}) < 2:  # all on one machine
         return
-    alone = [node for node in found if node.gloo_address.startswith(("127.", "::1", "unknown"))]
+    alone = [node for node in nodes if node.gloo_address.startswith(("127.", "::1", "unknown"))]
     for node in alone:
         yield warning(
             "address",
@@ -99,23 +99,23 @@ def _addresses(found: list[NodeFacts]) -> Iterator[Finding]:
             "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between them before its node starts",
         )
     if not alone:
-        yield ok("address", f"{len(found)} nodes know an address that others can reach")
+        yield ok("address", f"{len(nodes)} nodes know an address that others can reach")
 
 
-def _clocks(found: list[NodeFacts]) -> Iterator[Finding]:
-    wrong = [node for node in found if abs(node.clock_s) - node.within_s > MAX_CLOCK_S]
+def _clocks(nodes: list[NodeFacts]) -> Iterator[Finding]:
+    wrong = [node for node in nodes if abs(node.clock_s) - node.within_s > MAX_CLOCK_S]
     for node in wrong:
         yield warning("clock", f"{node.name} is {node.clock_s:+.1f} s from this machine", "let NTP or chrony set it")
     if not wrong:
-        yield ok("clock", f"the same on {len(found)} nodes within {MAX_CLOCK_S:g} s")
+        yield ok("clock", f"the same on {len(nodes)} nodes within {MAX_CLOCK_S:g} s")
 
 
-def _versions(found: list[NodeFacts]) -> Iterator[Finding]:
-    names = list(dict.fromkeys(name for node in found for name in node.versions))
+def _versions(nodes: list[NodeFacts]) -> Iterator[Finding]:
+    names = list(dict.fromkeys(name for node in nodes for name in node.versions))
     different = False
     for name in names:
         nodes_by_version: dict[str, list[str]] = {}
-        for node in found:
+        for node in nodes:
             if name in node.versions:
                 nodes_by_version.setdefault(node.versions[name], []).append(node.name)
         if len(nodes_by_version) > 1:
@@ -128,7 +128,7 @@ def _versions(found: list[NodeFacts]) -> Iterator[Finding]:
             else:
                 yield failed("packages", f"{name}: {versions}", QUICKSTART)
     if not different:
-        yield ok("packages", f"{len(names)} the same on {len(found)} nodes")
+        yield ok("packages", f"{len(names)} the same on {len(nodes)} nodes")
 
 
 def _gpus(node: NodeFacts) -> Finding:

@@ -46,12 +46,12 @@ def read_gpus() -> Gpus | None:
         with nvml() as library:
             if library is None:
                 return None
-            found = handles(library)
-            memory = [library.nvmlDeviceGetMemoryInfo(handle) for handle in found]
+            devices = handles(library)
+            memory = [library.nvmlDeviceGetMemoryInfo(handle) for handle in devices]
             return Gpus(
                 text(library.nvmlSystemGetDriverVersion()),
                 int(library.nvmlSystemGetCudaDriverVersion()),
-                [text(library.nvmlDeviceGetName(handle)) for handle in found],
+                [text(library.nvmlDeviceGetName(handle)) for handle in devices],
                 [int(each.free) for each in memory],
                 [int(each.total) for each in memory],
             )

@@ -107,17 +107,17 @@ def _version(name: str) -> str | None:
 
 
 def _requires() -> list[str]:
-    found = _project()
-    if found is None:
+    project = _project()
+    if project is None:
         return metadata.requires("gkd") or []
-    extras: dict[str, list[str]] = found["optional-dependencies"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
     marked = [f"{line} ; extra == '{extra}'" for extra, lines in extras.items() for line in lines]
-    return [*found["dependencies"], *marked]
+    return [*project["dependencies"], *marked]
 
 
 def _requires_python() -> str:
-    found = _project()
-    return str(metadata.metadata("gkd")["Requires-Python"] if found is None else found["requires-python"])
+    project = _project()
+    return str(metadata.metadata("gkd")["Requires-Python"] if project is None else project["requires-python"])
 
 
 def _project() -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from gkd.cluster.assignment import print_table
-from gkd.cluster.placement import Placement, PlacementFault, laid_out, place
+from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
 from gkd.cluster.session import Session
 from gkd.config import Config
 from gkd.config.learning_rate import doubts
@@ -47,7 +47,7 @@ def drive(
 
     ``saved`` is the checkpoint that it goes on from.
     """
-    asked, config = config, laid_out(config)
+    asked, config = config, lay_out(config)
     _write(config, output)
     placement = _placed(config, session, output)
     config = with_transfer(_with_offload(config, placement), placement.groups)

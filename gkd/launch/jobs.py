@@ -109,10 +109,10 @@ class Jobs:
     def list(self) -> list[JobDetails]:
         """Every job that was submitted, the latest last."""
         try:
-            found: list[JobDetails] = self._client.list_jobs()
+            jobs: list[JobDetails] = self._client.list_jobs()
         except (RuntimeError, requests.exceptions.RequestException) as error:
             raise RunFailed(f"the cluster at {self.address} does not list its jobs: {one_line(error)}") from error
-        return sorted((job for job in found if job.submission_id), key=lambda job: job.start_time or 0)
+        return sorted((job for job in jobs if job.submission_id), key=lambda job: job.start_time or 0)
 
     def stop(self, name: str) -> JobDetails:
         """Tell a job that runs to end, and wait until it has."""

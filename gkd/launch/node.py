@@ -97,7 +97,7 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
     from gkd.cluster.shutdown import exit_on_signals
 
     exit_on_signals()
-    there = next((node for node in local.nodes() if _is_asked(node, options)), None)
+    there = next((node for node in local.nodes() if _matches(node, options)), None)
     if there is not None:
         print(f"a {there.kind} of the cluster {there.address} runs here already (pid {there.pid})")
         if there.kind == "head":
@@ -111,7 +111,7 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
     return _stay(node) if options.block else 0
 
 
-def _is_asked(node: local.LocalNode, options: argparse.Namespace) -> bool:
+def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
     """Whether ``node`` is what the command is to start. Raises ConfigError when it stands in its way."""
     from gkd.cluster.port import listens
 
@@ -127,8 +127,8 @@ def _is_asked(node: local.LocalNode, options: argparse.Namespace) -> bool:
     runs = (("--port", _port_of(node.address), options.port),
             ("--dashboard-port", _port_of(node.dashboard or ""), options.dashboard_port),
             ("--simulate-gpus", node.simulated_gpus, options.simulate_gpus))  # fmt: skip
-    for option, now, asked in runs:
-        if asked is not None and asked != now:
+    for option, now, wanted in runs:
+        if wanted is not None and wanted != now:
             has = "without" if now is None else "with"
             raise ConfigError(
                 f"a head at {node.address} runs here already, {has} {option}{'' if now is None else f' {now}'}: "

@@ -131,7 +131,7 @@ def test_cpus_are_counted(cluster):
 
 
 def test_waiting_for_gpus_says_so_and_ends_at_the_deadline(cluster, hold, caplog, monkeypatch):
-    monkeypatch.setattr(reserve_module, "SAY_EVERY_S", 0.5)
+    monkeypatch.setattr(reserve_module, "LOG_EVERY_S", 0.5)
     caplog.set_level(logging.INFO, "gkd")
     hold({node.id: 8 for node in read_nodes()})
     config = configuration(1, 1, None, reserve_timeout_s=2.0)
