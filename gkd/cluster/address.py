@@ -33,7 +33,7 @@ def use_token() -> None:
 
 
 def _may_use_token() -> bool:
-    """Whether there is a token, and nobody has said whether it is to be shown."""
+    """Return whether there is a token, and RAY_AUTH_MODE does not say whether it is to be shown."""
     loader: Any = ray._raylet
     return "RAY_AUTH_MODE" not in os.environ and bool(
         loader.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
@@ -64,7 +64,7 @@ def require_cluster(address: str, setting: str, timeout_s: float) -> None:
 
 
 def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
-    """What the cluster says of itself. Ray may abort the asking process, so one of its own asks."""
+    """Return what the cluster has written of itself. Ray may abort the process that reads it, which is another one."""
     try:
         probe = subprocess.run(
             [sys.executable, "-c", _PROBE, address],

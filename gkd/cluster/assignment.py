@@ -49,7 +49,7 @@ class Report(DeviceReport):
         return f"{self.group} rank {self.rank} (pid {self.pid} on {self.node})"
 
     def to_json(self) -> dict[str, Any]:
-        """The record of placement.json."""
+        """Return the record of placement.json."""
         return {
             "group": self.group,
             "rank": self.rank,
@@ -66,7 +66,7 @@ def faults(
     ranges: Mapping[str, Sequence[Sequence[int]] | None],
     shared: Collection[frozenset[str]] = (),
 ) -> list[str]:
-    """Everything wrong with an assignment, one line each; empty when it is right.
+    """Return everything wrong with an assignment, one line each; empty when it is right.
 
     ``ranges`` gives the exact indices each group asked for, one list for all of its nodes alike or one for each;
     ``shared`` the pairs of groups that may be on the same GPU.
@@ -139,5 +139,5 @@ def print_table(reports: Sequence[Report], file: IO[str] | None = None) -> None:
 
 
 def assignment_line(reports: Sequence[Report]) -> str:
-    """``GPU Assignments: ['0', '1', ...]`` in the order of the reports."""
+    """Return ``GPU Assignments: ['0', '1', ...]`` in the order of the reports."""
     return f"GPU Assignments: {[gpu for report in reports for gpu in report.ray_gpu_ids]}"

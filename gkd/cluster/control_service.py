@@ -99,7 +99,7 @@ class ControlService:
 
 
 def finish_s(system_config: Mapping[str, Any], save_s: float) -> float:
-    """Seconds for which a run may go on without the service so that it can still save its state.
+    """Return seconds for which a run may go on without the service so that it can still save its state.
 
     ``system_config`` is that of the cluster; one without :data:`SETTING` was started with :data:`VARIABLE`, which this
     process then has as well, or with Ray's own 60 s. Half of the time, or all but ``save_s``, which saving may take.

@@ -98,7 +98,7 @@ def _each(group: Group, calls: Sequence[list[Any]]) -> list[Any]:
 
 
 def _parts(group: Group, tensor_parallel_size: int) -> list[list[int]]:
-    """Ranks of every part of every engine: those on one node."""
+    """Return ranks of every part of every engine: those on one node."""
     parts: list[list[int]] = []
     for first in range(0, len(group), tensor_parallel_size):
         by_node: dict[str, list[int]] = {}

@@ -19,7 +19,9 @@ class WorkerHangs(WorkerDied):
 
 
 def explain(error: Exception, who: str) -> ConfigError | RunFailed:
-    """The error to raise for what ``ray.get`` raised about worker ``who``, e.g. ``teacher rank 1 (pid 7 on 10.0.0.1)``.
+    """Return the error to raise for what ``ray.get`` raised about a worker.
+
+    ``who`` names it, e.g. ``teacher rank 1 (pid 7 on 10.0.0.1)``.
 
     A ConfigError or RunFailed raised inside the worker comes out as that type with its own message.
     """
@@ -47,7 +49,7 @@ def _cause_name(cause: BaseException) -> str:
 
 
 def _death(error: RayActorError) -> str:
-    """The reason in Ray's report of a death, without its list of everything that might have been the cause."""
+    """Return the reason in Ray's report of a death, without its list of everything that might have been the cause."""
     text = one_line(error)
     detail = re.search(r"Worker exit detail: (.*?)(?: There are some| Some common causes|$)", text)
     if detail and "connection error code 2" in detail[1]:

@@ -40,7 +40,7 @@ def require_fit(
 
 
 def request_text(requests: Sequence[GroupRequest], cpus_per_worker: float | None = None) -> str:
-    """``actor 1, rollout 3 on each of 2 nodes, teacher 4 = 11 GPUs``, with the CPUs when told how many a worker has."""
+    """Return ``actor 1, rollout 3 on each of 2 nodes, teacher 4 = 11 GPUs``, with CPUs where a worker's are given."""
     parts = []
     for request in requests:
         where = f" on each of {request.nnodes} nodes" if request.nnodes > 1 else ""
@@ -54,7 +54,7 @@ def request_text(requests: Sequence[GroupRequest], cpus_per_worker: float | None
 
 
 def range_text(indices: Sequence[int]) -> str:
-    """``0-3`` for consecutive indices, else ``0,2,5``; ``none`` for none."""
+    """Return ``0-3`` for consecutive indices, else ``0,2,5``; ``none`` for none."""
     if not indices:
         return "none"
     if len(indices) > 1 and list(indices) == list(range(indices[0], indices[-1] + 1)):
@@ -63,7 +63,7 @@ def range_text(indices: Sequence[int]) -> str:
 
 
 def gpus_text(nodes: Sequence[Node]) -> str:
-    """``8 on 1 node``, ``8 on each of 4 nodes`` or ``8+4 on 2 nodes``."""
+    """Return ``8 on 1 node``, ``8 on each of 4 nodes`` or ``8+4 on 2 nodes``."""
     counts = [len(node.gpus) for node in nodes if node.gpus]
     if len(counts) <= 1:
         return f"{sum(counts)} on 1 node"
@@ -73,7 +73,7 @@ def gpus_text(nodes: Sequence[Node]) -> str:
 
 
 def _misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
-    """What was asked and what there is."""
+    """Return what is needed and what there is."""
     for request in requests:
         for one in request.ranges:
             if not any(set(one) <= set(node.gpus) for node in idle):
@@ -104,7 +104,7 @@ def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: 
 
 
 def _sharing(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
-    """The layout in conf/placement whose groups share the GPUs of the largest node, where these are fewer."""
+    """Return the layout in conf/placement whose groups share the GPUs of the largest node, where these are fewer."""
     most = max((len(node.gpus) for node in idle), default=0)
     if not 0 < most < len(requests):
         return ""
@@ -122,7 +122,7 @@ def _has_teacher(requests: Sequence[GroupRequest]) -> bool:
 
 
 def _cpu_override(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
-    """The most CPUs a worker can have when the GPUs fit, rounded down to hundredths."""
+    """Return the most CPUs a worker can have when the GPUs fit, rounded down to hundredths."""
     most = sum(request.workers_per_node for request in requests)  # that can be on one node
     shares = {math.floor(node.cpus / k * 100) / 100 for node in idle for k in range(1, most + 1)}
     fitting = (share for share in sorted(shares, reverse=True) if solve(requests, idle, share) is not None)
@@ -143,7 +143,7 @@ def _overrides(requests: Sequence[GroupRequest], closest: Sequence[GroupRequest]
 def nearest(
     requests: Sequence[GroupRequest], nodes: Sequence[Node], cpus_per_worker: float
 ) -> list[GroupRequest] | None:
-    """The layout that fits and gives up least: GPUs first, then exact ranges, then nodes; None when nothing fits.
+    """Return the layout that fits and gives up least: GPUs first, then exact ranges, then nodes; None without one.
 
     Engines stay as wide as they are, on one node or on as many GPUs of each node as before. Among equals the later
     groups keep theirs, because the teacher and the rollout are what an actor of few GPUs waits for.
@@ -169,7 +169,7 @@ def nearest(
 
 
 def _smaller(request: GroupRequest, nodes: Sequence[Node], few: bool = False) -> list[GroupRequest]:
-    """The request itself, where it could be met, and smaller ones: all on up to four nodes, a selection on more.
+    """Return the request itself, where it could be met, and smaller ones: all on up to four nodes, a selection on more.
 
     ``few``: a selection in any case, with halves of its GPUs.
     """
@@ -196,7 +196,7 @@ def _smaller(request: GroupRequest, nodes: Sequence[Node], few: bool = False) ->
 
 
 def share_gpus(config: Config, nodes: Sequence[Node]) -> Config:
-    """``config`` with a layout in which groups share GPUs, where ``cluster.share_gpus`` allows it and it takes that.
+    """Return ``config`` with a layout in which groups share GPUs, where it takes that and may (``cluster.share_gpus``).
 
     The same where its groups fit as they are, where a pool's own settings say which or how many GPUs it has, and where
     no layout fits. ``nodes`` are taken to be idle.
@@ -211,12 +211,12 @@ def share_gpus(config: Config, nodes: Sequence[Node]) -> Config:
 
 
 def fits(config: Config, nodes: Sequence[Node]) -> bool:
-    """Whether its groups have room on these nodes with nobody on them."""
+    """Return whether its groups have room on these nodes with nobody on them."""
     return solve(requests_of(config), [node.idle() for node in nodes], 0.0) is not None
 
 
 def may_share(config: Config) -> bool:
-    """Whether sharing is allowed, and no setting says where groups go."""
+    """Return whether sharing is allowed, and no setting says where groups go."""
     return config.cluster.share_gpus and all(
         pool.n_workers == 1
         and pool.ranges() is None
@@ -227,8 +227,9 @@ def may_share(config: Config) -> bool:
 
 
 def _with_layout(config: Config, name: str, indices: Sequence[int]) -> Config:
-    """``config`` with the pools of a layout; its GPUs 0, 1, ... are ``indices``. Shares of memory that differ from the
-    default are the user's, and stay.
+    """Return ``config`` with the pools of a layout; its GPUs 0, 1, ... are ``indices``.
+
+    Shares of memory that differ from the default are the user's, and stay.
     """
     tree, layout = config.model_dump(), read_yaml(str(CONF_DIR / "placement" / f"{name}.yaml"))
     for section, _ in config.pools():
@@ -242,5 +243,5 @@ def _with_layout(config: Config, name: str, indices: Sequence[int]) -> Config:
 
 
 def _own_settings(now: Mapping[str, Any], layout: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a layout's settings is not set to something else already."""
+    """Return what of a layout's settings is not set to something else already."""
     return {key: value for key, value in layout.items() if now[key] in (fields[key].default, None)}

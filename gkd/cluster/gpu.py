@@ -23,7 +23,7 @@ SIMULATED = "GKD_SIMULATED_GPUS"  # "1" in the environment of a node whose GPUs 
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """NVIDIA's management library (pynvml), open for the block; None where there is no driver, hence no GPU.
+    """Yield NVIDIA's management library (pynvml), open for the block; None where there is no driver, hence no GPU.
 
     Raises ConfigError where there are GPUs but no nvidia-ml-py to ask.
     """
@@ -46,19 +46,19 @@ def nvml() -> Iterator[Any]:
 
 
 def handles(library: Any) -> list[Any]:
-    """What an open :func:`nvml` calls this machine's GPUs by, in PCI order; none without a driver."""
+    """Return what an open :func:`nvml` calls this machine's GPUs by, in PCI order; none without a driver."""
     return (
         [] if library is None else [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
     )
 
 
 def text(value: str | bytes) -> str:
-    """A name as NVML gives it, which is bytes in some versions."""
+    """Return a name as NVML gives it, which is bytes in some versions."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def nvml_uuids() -> list[str]:
-    """UUIDs of this machine's GPUs in PCI order, which is CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """Return UUIDs of this machine's GPUs in PCI order, which is CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Raises what :func:`nvml` raises.
     """
@@ -67,7 +67,7 @@ def nvml_uuids() -> list[str]:
 
 
 def smallest_memory(uuids: list[str]) -> int | None:
-    """Bytes that the smallest of these devices has, as the driver counts them; None where none of them is real."""
+    """Return bytes of the smallest of these devices, as the driver counts them; None where none of them is real."""
     real = [uuid for uuid in uuids if not uuid.startswith("SIM-")]
     if not real:
         return None
@@ -77,14 +77,14 @@ def smallest_memory(uuids: list[str]) -> int | None:
 
 
 def tokens(value: str | None) -> list[str] | None:
-    """Entries of a CUDA_VISIBLE_DEVICES value; None when it is not set, which means every device."""
+    """Return entries of a CUDA_VISIBLE_DEVICES value; None when it is not set, which means every device."""
     if value is None:
         return None
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def uuid_of(token: str, uuids: list[str]) -> str | None:
-    """UUID of the device that a CUDA_VISIBLE_DEVICES entry names, or None when there is no such device."""
+    """Return UUID of the device that a CUDA_VISIBLE_DEVICES entry names, or None when there is no such device."""
     if token.isdigit():
         return uuids[int(token)] if int(token) < len(uuids) else None
     if token.startswith("MIG-"):
@@ -94,7 +94,7 @@ def uuid_of(token: str, uuids: list[str]) -> str | None:
 
 
 def index_of(token: str, uuids: list[str]) -> int | None:
-    """The number users call a device by: its CUDA_VISIBLE_DEVICES entry, or its PCI order when that is a UUID."""
+    """Return the number users call a device by: its CUDA_VISIBLE_DEVICES entry, or PCI order when that is a UUID."""
     if token.isdigit():
         return int(token)
     uuid = uuid_of(token, uuids)
@@ -102,7 +102,7 @@ def index_of(token: str, uuids: list[str]) -> int | None:
 
 
 def real_tokens(visible: str | None, uuids: list[str]) -> list[str]:
-    """Devices that a process with this CUDA_VISIBLE_DEVICES may use; like CUDA, stops at the first invalid entry."""
+    """Return devices that a process with this CUDA_VISIBLE_DEVICES may use: as for CUDA, up to an invalid entry."""
     listed = tokens(visible)
     if listed is None:
         return [str(i) for i in range(len(uuids))]
@@ -115,7 +115,7 @@ def real_tokens(visible: str | None, uuids: list[str]) -> list[str]:
 
 
 def node_indices(visible: str | None, n_gpus: int, uuids: list[str]) -> list[int]:
-    """Indices of the ``n_gpus`` GPUs that Ray hands out on a node whose raylet runs under this CUDA_VISIBLE_DEVICES."""
+    """Return indices of the ``n_gpus`` GPUs that Ray hands out where its raylet has this CUDA_VISIBLE_DEVICES."""
     listed = (tokens(visible) or [str(i) for i in range(n_gpus)])[:n_gpus]
     numbers = [index_of(token, uuids) for token in listed]
     return [position if number is None else number for position, number in enumerate(numbers)]
@@ -131,7 +131,7 @@ class Devices:
 
 
 def devices_seen(visible: str, node_id: str) -> Devices:
-    """Devices of a process on Ray node ``node_id`` (hex) whose CUDA_VISIBLE_DEVICES is ``visible``.
+    """Return devices of a process on Ray node ``node_id`` (hex) whose CUDA_VISIBLE_DEVICES is ``visible``.
 
     An entry that names no device counts for nothing, so that it shows as a fault later.
     """

@@ -56,7 +56,7 @@ class Group:
         return len(self.workers)
 
     def only(self, ranks: Sequence[int]) -> Group:
-        """The group of these workers alone, in this order."""
+        """Return the group of these workers alone, in this order."""
         workers, reports = tuple(self.workers[i] for i in ranks), tuple(self.reports[i] for i in ranks)
         return replace(self, workers=workers, reports=reports)
 
@@ -92,13 +92,13 @@ class Group:
     def call_each(
         self, method: str, args_per_rank: Sequence[Sequence[Any]], *, timeout_s: float, what: str | None = None
     ) -> list[Any]:
-        """:meth:`call` with arguments of its own for every rank."""
+        """Do what :meth:`call` does, with arguments of its own for every rank."""
         return gather([self.submit_each(method, args_per_rank, what=what)], timeout_s)[0]
 
     def control(
         self, method: str, *args: Any, timeout_s: float, what: str | None = None, keep_deaths: bool = False
     ) -> list[Any]:
-        """:meth:`call` on the workers' other threads: answered also while they are busy.
+        """Do what :meth:`call` does on the workers' other threads: answered also while they are busy.
 
         ``keep_deaths`` as in :func:`gather`.
         """
@@ -109,14 +109,14 @@ class Group:
         return self.pending(what or method, [worker.control.remote(method, *args) for worker in self.workers])
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Ray's generator of references to what a generator method of one worker's object yields.
+        """Return Ray's generator of references to what a generator method of one worker's object yields.
 
         Errors come from ``ray.get`` of an item as Ray's own; :meth:`explain` names them.
         """
         return self.workers[rank].stream.remote(method, *args, **kwargs)
 
     def explain(self, rank: int, error: Exception) -> Exception:
-        """The error to raise for what ``ray.get`` raised about this rank: RunFailed or ConfigError, in one line."""
+        """Return the error to raise for what ``ray.get`` raised about a rank: RunFailed or ConfigError, in one line."""
         return explain(error, str(self.reports[rank]))
 
     def end(self, rank: int) -> None:
@@ -134,7 +134,7 @@ class Group:
         ray.kill(self.workers[rank], no_restart=True)
 
     def pending(self, what: str, refs: Sequence[Any]) -> Pending:
-        """Calls under way, one a worker; wait with :func:`gather`."""
+        """Return calls under way, one a worker; wait with :func:`gather`."""
         return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs), self.service)
 
 
@@ -234,12 +234,12 @@ def settle(call: Pending, timeout_s: float) -> None:
 
 
 def is_done(call: Pending) -> bool:
-    """Whether every worker has answered, or failed."""
+    """Return whether every worker has answered, or failed."""
     return not ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)[1]
 
 
 def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None:
-    """The first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
+    """Return the first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
     waiting, deadline = list(owner), time.monotonic() + timeout_s
     while waiting:
@@ -273,7 +273,7 @@ class MemoryReports:
         self._reported: set[Any] = set()
 
     def read(self, groups: Sequence[Group]) -> dict[str, float]:
-        """memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
+        """Return memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
         reports = {worker: str(r) for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
         calls = {worker: worker.control.remote("memory") for worker in reports if not self._waits(worker)}
         ready = (
@@ -292,7 +292,7 @@ class MemoryReports:
         return dict(sorted(rows.items()))
 
     def _waits(self, worker: Any) -> bool:
-        """Whether an earlier call has not been answered."""
+        """Return whether an earlier call has not been answered."""
         if worker in self._late and ray.wait([self._late[worker]], timeout=0)[0]:
             del self._late[worker]
         return worker in self._late
@@ -304,7 +304,7 @@ class MemoryReports:
 
 
 def _answer(ref: Any, ready: set[Any]) -> dict[str, float]:
-    """What a worker measured; nothing of one that is late or has died."""
+    """Return what a worker measured; nothing of one that is late or has died."""
     if ref not in ready:
         return {}
     try:

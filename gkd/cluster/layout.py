@@ -27,7 +27,7 @@ class Node:
     free_cpus: float = -1.0
 
     def idle(self) -> Node:
-        """The same node with nobody on it."""
+        """Return the same node with nobody on it."""
         return replace(self, free_gpus=len(self.gpus), free_cpus=self.cpus)
 
 
@@ -63,7 +63,7 @@ class GroupRequest:
         return self.by_node or (() if self.gpus is None else (self.gpus,))
 
     def parts(self) -> list[GroupRequest]:
-        """The request, or one for every different range of ``by_node``, which are to be on different nodes."""
+        """Return the request, or one for every different range of ``by_node``, which are to be on different nodes."""
         if not self.by_node:
             return [self]
         different = dict.fromkeys(self.by_node)
@@ -134,12 +134,12 @@ class _State:
 
 
 def idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
-    """Nodes with so many GPUs each, of which nobody has any."""
+    """Return nodes with so many GPUs each, of which nobody has any."""
     return [Node(str(i), str(i), tuple(range(n)), 0.0).idle() for i, n in enumerate(gpus_of_nodes)]
 
 
 def requests_of(config: Config) -> list[GroupRequest]:
-    """What the groups of a configuration need, in the order GPUs are handed out; colocated ones with their hosts."""
+    """Return what the groups need, in the order GPUs are handed out; colocated ones with their hosts."""
     hosts = config.hosts()
     pools = {GROUPS.get(section, section): (section, pool) for section, pool in config.pools()}
     return [
@@ -202,7 +202,7 @@ class _Search:
     dead: set[object] = field(default_factory=set)
 
     def place(self, requests: list[GroupRequest], states: list[_State]) -> list[list[int]] | None:
-        """Positions of the nodes of every request, or None."""
+        """Return positions of the nodes of every request, or None."""
         if not requests:
             return []
         key = (len(requests), frozenset(_count(s.kind() for s in states).items()))
@@ -223,7 +223,7 @@ class _Search:
 
 
 def _too_few(requests: Sequence[GroupRequest], states: Sequence[_State], cpus: float) -> bool:
-    """Whether counting alone shows that there is no room: each bound holds of every placing, so None is lost."""
+    """Return whether counting alone shows that there is no room: each bound holds of every placing, so None is lost."""
     for request in requests:
         if sum(state.can_host(request, cpus) for state in states) < request.nnodes:
             return True
@@ -235,7 +235,7 @@ def _too_few(requests: Sequence[GroupRequest], states: Sequence[_State], cpus: f
 
 
 def _too_many(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> bool:
-    """Whether pieces (size, number) are more than fit: of those of a size or larger, and in all."""
+    """Return whether pieces (size, number) are more than fit: of those of a size or larger, and in all."""
     if sum(size * number for size, number in pieces) > sum(free):
         return True
     return any(
@@ -245,7 +245,7 @@ def _too_many(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> boo
 
 
 def _choices(request: GroupRequest, states: list[_State], cpus: float) -> Iterator[list[int]]:
-    """Sets of ``request.nnodes`` nodes that can host the group, one per mix of kinds, the earliest nodes first."""
+    """Yield sets of ``request.nnodes`` nodes that can host the group, one per mix of kinds, the earliest first."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for position, state in enumerate(states):
         if state.can_host(request, cpus):
@@ -270,7 +270,7 @@ def _count(items: Iterator[tuple[object, ...]]) -> dict[tuple[object, ...], int]
 
 
 def choose_devices(slots: Sequence[Slot], available: Mapping[str, Sequence[int]]) -> list[list[int]] | str:
-    """Device indices for every slot out of those ``available`` on each node (by node id).
+    """Return device indices for every slot out of those ``available`` on each node (by node id).
 
     Exact slots get their own; the others the lowest that no exact slot of the node names, in the order of ``slots``.
     Returns, instead of the devices, the name of what is missing when it cannot be done.

@@ -56,7 +56,7 @@ class LocalNode:
         return _is_marked(self.pid, self.mark)
 
     def processes(self) -> list[int]:
-        """Pids of everything that the node started, jobs and workers included.
+        """Return pids of everything that the node started, jobs and workers included.
 
         Ray's agents write their title over their environment. They are found by their logs, as a run is that joined
         the cluster; but only they are of the session that the node began.
@@ -79,12 +79,12 @@ class LocalNode:
 
 
 def directory() -> Path:
-    """Where the nodes of this user on this machine are written down."""
+    """Return where the nodes of this user on this machine are written down."""
     return Path(os.environ.get(DIRECTORY) or f"/tmp/gkd-ray-{os.getuid()}").absolute()
 
 
 def make_directory() -> Path:
-    """:func:`directory`, made if it is not there. Raises ConfigError when it cannot be used."""
+    """Return :func:`directory`, made if it is not there. Raises ConfigError when it cannot be used."""
     path = directory()
     if len(str(path)) > LONGEST_DIRECTORY:
         raise ConfigError(f"{DIRECTORY}={path}: at most {LONGEST_DIRECTORY} characters; Ray's sockets go below it")
@@ -98,12 +98,12 @@ def make_directory() -> Path:
 
 
 def nodes() -> list[LocalNode]:
-    """Nodes that run, the head first; records of others are ignored."""
+    """Return nodes that run, the head first; records of others are ignored."""
     return [node for node in _read_records() if node.alive]
 
 
 def _read_records() -> list[LocalNode]:
-    """Every node that was written down and not taken back, the head first; what cannot be read is none."""
+    """Return every node that was written down and not taken back, the head first; what cannot be read is none."""
     path = directory()
     if not path.is_dir() or not _is_ours(path):
         return []
@@ -126,12 +126,12 @@ def clear() -> None:
 
 
 def running_address() -> str | None:
-    """host:port of the cluster that a node of this machine belongs to; None when there is no node."""
+    """Return host:port of the cluster that a node of this machine belongs to; None when there is no node."""
     return next((node.address for node in nodes()), None)
 
 
 def dashboard() -> str | None:
-    """Where jobs are submitted to, when the head runs on this machine."""
+    """Return where jobs are submitted to, when the head runs on this machine."""
     return next((node.dashboard for node in nodes() if node.dashboard is not None), None)
 
 

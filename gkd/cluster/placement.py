@@ -63,7 +63,7 @@ class PlacementFault(RunFailed):
 
 
 def lay_out(config: Config) -> Config:
-    """``config`` as :func:`gkd.cluster.fit.share_gpus` has it on the nodes of the connected Ray; the log says so."""
+    """Return ``config`` as :func:`gkd.cluster.fit.share_gpus` has it on the nodes of the connected Ray, and log it."""
     if not may_share(config) or fits(config, read_nodes()):
         return config
     nodes = read_nodes({})  # with the indices of their GPUs, which a layout names

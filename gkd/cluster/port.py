@@ -13,7 +13,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a program could listen on ``port``; one that has just been given up counts as free."""
+    """Return whether a program could listen on ``port``; one that has just been given up counts as free."""
     return why_taken("0.0.0.0", port) is None
 
 
@@ -31,7 +31,7 @@ def why_taken(host: str, port: int) -> str | None:
 
 
 def listens(address: str, timeout_s: float) -> bool:
-    """Whether something takes connections at ``address`` (host:port) within ``timeout_s``."""
+    """Return whether something takes connections at ``address`` (host:port) within ``timeout_s``."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()

@@ -30,7 +30,7 @@ KEPT = "kept"  # a file in a directory whose logs somebody was told of
 
 
 def processes_of(directory: str) -> list[int]:
-    """Pids of the processes, other than this one, that hold a file below ``directory`` open for writing."""
+    """Return pids of the processes, other than this one, that hold a file below ``directory`` open for writing."""
     prefix = os.path.realpath(directory) + os.sep
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [pid for pid in pids if pid != os.getpid() and _writes_below(pid, prefix)]
@@ -60,7 +60,7 @@ def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Files of Python's named semaphores and shared memory that processes have mapped.
+    """Return files of Python's named semaphores and shared memory that processes have mapped.
 
     They belong to the system, and what would remove them at a process's end does not when that is killed.
     """
@@ -91,7 +91,7 @@ def _remove(names: set[str]) -> None:
 
 
 def end(find: Callable[[], list[int]], grace_s: float) -> list[int]:
-    """:func:`end_all` of the processes that ``find`` finds."""
+    """Do what :func:`end_all` does to the processes that ``find`` finds."""
     deadline = time.monotonic() + grace_s + GIVE_UP_S
     kill_at = time.monotonic() + grace_s
     while (left := find()) and time.monotonic() < deadline:

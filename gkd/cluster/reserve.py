@@ -68,7 +68,7 @@ class _Missed(Exception):
 def reserve(
     session: Session, requests: Sequence[GroupRequest], cluster: Cluster
 ) -> tuple[dict[str, list[Claim]], dict[str, str]]:
-    """Claims by group, in rank order, those of colocated groups on the GPUs of their hosts; and names of nodes by id.
+    """Return claims by group, in rank order, and names of nodes by id. Colocated groups are on the GPUs of their hosts.
 
     Raises ConfigError when the groups do not fit even on the idle cluster, RunFailed when
     ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
@@ -106,7 +106,7 @@ def reserve(
 
 
 def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> list[Claim]:
-    """New workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
+    """Start new workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
 
     Raises RunFailed when one does not start, its node has left, or it sees another GPU.
     """
@@ -123,7 +123,7 @@ def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> 
 
 
 def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
-    """GPUs to take on each node with exact slots: all that are free, so that the wanted ones are among them.
+    """Return GPUs to take on each node with exact slots: all that are free, so that the wanted ones are among them.
 
     Ray hands out the lowest first. On an idle node, unless that failed before, the first ones up to the last wanted
     one will do, and the processes that would only look at the others need not start.
@@ -142,7 +142,7 @@ def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str
 
 
 def _lowest_enough(node: Node, own: list[Slot]) -> int:
-    """How many of a node's lowest GPUs cover its slots without a range besides those with one."""
+    """Return how many of a node's lowest GPUs cover its slots without a range besides those with one."""
     named = {index for slot in own for index in slot.gpus or ()}
     wanted = sum(slot.n_gpus for slot in own if slot.gpus is None)
     spare = [position for position, index in enumerate(node.gpus) if index not in named]
@@ -152,7 +152,10 @@ def _lowest_enough(node: Node, own: list[Slot]) -> int:
 def _attempt(
     session: Session, slots: list[Slot], look_at: dict[str, int], cluster: Cluster, share: float
 ) -> list[list[Claim]]:
-    """Claims per slot, in the order of devices. Raises _Missed, with everything given back, when someone was faster."""
+    """Reserve GPUs and start workers; return claims per slot, in the order of devices.
+
+    Raises _Missed, with everything given back, when someone was faster.
+    """
     workers_before, groups_before = len(session.workers), len(session.placement_groups)
     try:
         bundles = _take(session, slots, look_at, cluster.cpus_per_worker)
@@ -223,7 +226,7 @@ def _wait_ready(groups: list[Any]) -> list[Any]:
 def _start_workers(
     session: Session, wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
 ) -> list[Claim]:
-    """Workers with these resources out of these bundles, all starting at the same time, and what each sees."""
+    """Start workers with these resources out of these bundles, all starting at the same time, and what each sees."""
     workers = []
     for bundle, resources in wanted:
         strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)
@@ -247,7 +250,7 @@ def _start_workers(
 
 
 def _wait_started(refs: Sequence[Any], node_ids: set[str], timeout_s: float) -> None:
-    """Until every worker has reported or failed. Raises _Missed when a node left, RunFailed when the time is over."""
+    """Wait until every worker has reported or failed. Raises _Missed when a node left, RunFailed when time is up."""
     deadline = time.monotonic() + timeout_s
     late = list(refs)
     while late:
@@ -274,7 +277,7 @@ def _by_group(requests: Sequence[GroupRequest], slots: list[Slot], claims: list[
 def _start_colocated(
     session: Session, requests: Sequence[GroupRequest], hosts: dict[str, list[Claim]], cluster: Cluster, share: float
 ) -> dict[str, list[Claim]]:
-    """``hosts`` and the claims of colocated groups, which are started now that it is known which GPU each host has."""
+    """Start colocated groups, now that it is known which GPU each host has; return ``hosts`` and their claims."""
     wanted: dict[str, list[_Bundle]] = {}
     for request in requests:
         for other in request.colocated:
@@ -290,7 +293,7 @@ def _start_colocated(
 
 
 def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
-    """Nodes of the cluster with GPUs, the head first; one that leaves meanwhile is left out.
+    """Return nodes of the cluster with GPUs, the head first; one that leaves meanwhile is left out.
 
     ``indices`` holds the GPU indices of the nodes by id; those of nodes that are not in it are asked for and put
     there, since they never change. Without it, nobody is asked and a node's GPUs count from 0.
@@ -325,7 +328,7 @@ def _living_nodes() -> list[dict[str, Any]]:
 
 
 def free_text(nodes: Sequence[Node]) -> str:
-    """``3 of 8 GPUs and 5 of 8 CPUs on 1 node``: what nobody holds now."""
+    """Return ``3 of 8 GPUs and 5 of 8 CPUs on 1 node``: what nobody holds now."""
 
     def total(numbers: Sequence[float]) -> str:
         return f"{sum(numbers):g}"
@@ -336,7 +339,7 @@ def free_text(nodes: Sequence[Node]) -> str:
 
 
 def _read_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
-    """Indices of the GPUs of every node that is still there. Raises RunFailed when one does not say within 60 s."""
+    """Return indices of the GPUs of every node that is still there. Raises RunFailed when one is silent for 60 s."""
     read = ray.remote(num_cpus=0)(_indices_here)
     refs = {
         node_id: read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(node_id)
@@ -353,7 +356,7 @@ def _read_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _indices_here(node_id: str) -> list[int]:
-    """Indices of this node's GPUs, out of the environment of its raylet, which is this process' parent."""
+    """Return indices of this node's GPUs, out of the environment of its raylet, which is this process' parent."""
     environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
     variables = dict(entry.partition("=")[::2] for entry in environ.split("\0"))
     n_gpus = next(int(node["Resources"]["GPU"]) for node in ray.nodes() if node["NodeID"] == node_id)

@@ -118,12 +118,12 @@ def _watch_control(config: Config, private: bool) -> ControlService:
 
 
 def _longest_end_s(config: Config) -> float:
-    """Time that a run without a control service may need to finish a step and to write a checkpoint."""
+    """Return time that a run without a control service may need to finish a step and to write a checkpoint."""
     return config.trainer.update_timeout_s + config.weights.timeout_s + config.trainer.save_timeout_s
 
 
 def _address(cluster: Cluster) -> str | None:
-    """``host:port`` of the cluster to join, or None for a private one."""
+    """Return ``host:port`` of the cluster to join, or None for a private one."""
     simulate = isinstance(cluster.simulate_gpus, int)
     if cluster.address is not None and simulate:
         raise ConfigError("cluster.simulate_gpus is for a private Ray: it cannot add GPUs to cluster.address")
@@ -133,7 +133,7 @@ def _address(cluster: Cluster) -> str | None:
 
 
 def cluster_address(setting: str | None) -> str | None:
-    """``host:port`` (or ``auto``) of the cluster that a run joins; None for a private Ray."""
+    """Return ``host:port`` (or ``auto``) of the cluster that a run joins; None for a private Ray."""
     address = setting or os.environ.get("RAY_ADDRESS")
     if address and address != "auto":
         return None if address == "local" else address
@@ -159,7 +159,7 @@ def join(address: str, setting: str = "cluster.address") -> None:
 
 
 def _plan_private(config: Config) -> tuple[int, int, bool]:
-    """GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError when they do not do."""
+    """Return GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError for too few."""
     cluster, uuids = config.cluster, gpu.nvml_uuids()
     real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids)
     n_gpus, simulated, hint = len(real), False, ""
@@ -188,13 +188,13 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
 
 
 def _this_machine(n_gpus: int, n_cpus: int, simulated: bool, uuids: list[str]) -> Node:
-    """The one node of a private Ray."""
+    """Return the one node of a private Ray."""
     visible = None if simulated and not _lists_enough(n_gpus) else os.environ.get(gpu.VISIBLE)
     return Node("", "this machine", tuple(gpu.node_indices(visible, n_gpus, uuids)), n_cpus)
 
 
 def _lists_enough(n_gpus: int) -> bool:
-    """Whether simulated GPUs can take their ids from the parent's CUDA_VISIBLE_DEVICES."""
+    """Return whether simulated GPUs can take their ids from the parent's CUDA_VISIBLE_DEVICES."""
     listed = gpu.tokens(os.environ.get(gpu.VISIBLE)) or []
     return len(listed) >= n_gpus and all(token.isdigit() for token in listed)
 
@@ -289,7 +289,7 @@ def _leave_ray(session: Session, lost: bool, stay: bool) -> None:
 
 @contextlib.contextmanager
 def _environment(changes: dict[str, str | None]) -> Iterator[None]:
-    """Variables for the processes Ray starts, None to leave one out; this process gets its own back."""
+    """Set variables for the processes that Ray starts, None to leave one out; this process gets its own back."""
     before = {name: os.environ.get(name) for name in changes}
     try:
         _set(changes)

