@@ -56,7 +56,7 @@ class Session:
     """The descriptor that says to others that the directory is in use."""
 
     def require_control(self) -> None:
-        """Raise RunFailed when Ray's control service is gone, once."""
+        """Raise ControlLost when Ray's control service is gone, once."""
         if self.control is not None:
             self.control.require()
 

@@ -38,8 +38,7 @@ def _hold(arguments: Sequence[str]) -> int:
         started = subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "start", *arguments], check=False)
         if started.returncode:
             return started.returncode
-        raylet = next(child for child in psutil.Process().children() if child.name() == "raylet")
-        while raylet.is_running() and raylet.status() != psutil.STATUS_ZOMBIE:
+        while _raylet_lives():
             time.sleep(LOOK_EVERY_S)
             _reap()
         raise RunFailed("the node's raylet has ended")
@@ -54,6 +53,15 @@ def _adopt_orphans() -> None:
         raise RunFailed(f"prctl: {os.strerror(ctypes.get_errno())}")
 
 
+def _raylet_lives() -> bool:
+    """Return whether the raylet, a child since ``ray start`` has ended, is there and no zombie."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
 def _reap() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -63,8 +71,10 @@ def _reap() -> None:
 def _end_servers() -> None:
     """Ask the raylet to end, and then the others; whoever stops the node kills what is left."""
     for is_raylet, wait_s in ((True, RAYLET_S), (False, 1.0)):
-        chosen = [child for child in psutil.Process().children() if (child.name() == "raylet") == is_raylet]
-        for child in chosen:
+        chosen = []
+        for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                child.terminate()
+                if (child.name() == "raylet") == is_raylet:
+                    child.terminate()
+                    chosen.append(child)
         psutil.wait_procs(chosen, timeout=wait_s)
