@@ -25,7 +25,7 @@ SIMULATED = "GKD_SIMULATED_GPUS"  # "1" in the environment of a node whose GPUs 
 def nvml() -> Iterator[Any]:
     """Yield NVIDIA's management library (pynvml), open for the block; None where there is no driver, hence no GPU.
 
-    Raises ConfigError where there are GPUs but no nvidia-ml-py to ask.
+    Raises ConfigError where there are GPUs but no nvidia-ml-py.
     """
     try:
         import pynvml

@@ -26,7 +26,7 @@ GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end the
 GIVE_UP_S = 20.0
 NEW_S = 60.0
 SHARED = ("/dev/shm/sem.mp-", "/dev/shm/psm_")  # as multiprocessing names them
-KEPT = "kept"  # a file in a directory whose logs somebody was told of
+KEPT = "kept"  # a file in a directory whose logs a message has named
 
 
 def processes_of(directory: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Reserving GPUs and CPUs for all groups at once, and starting one :class:`Worker` on each.
 
-Ray chooses which device a bundle gets and tells nobody but the process that runs in it. So the workers start first and
+Ray chooses which device a bundle gets, and only the process that runs in it knows. So the workers start first and
 report their device; then each is given its group and rank. Where exact GPUs are asked for, the free GPUs of those
 nodes are taken, the wanted ones are kept and the rest is given back. When a wanted one is missing, all is given back,
 so that two runs waiting for each other cannot lock up, and it is tried again after a random pause.
@@ -62,7 +62,7 @@ class Claim:
 
 
 class _Missed(Exception):
-    """This attempt did not get what it needs; says what was missing."""
+    """This attempt did not get what it needs; names what was missing."""
 
 
 def reserve(
@@ -295,8 +295,8 @@ def _start_colocated(
 def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
     """Return nodes of the cluster with GPUs, the head first; one that leaves meanwhile is left out.
 
-    ``indices`` holds the GPU indices of the nodes by id; those of nodes that are not in it are asked for and put
-    there, since they never change. Without it, nobody is asked and a node's GPUs count from 0.
+    ``indices`` holds the GPU indices of the nodes by id; those of nodes that are not in it are read and put
+    there, since they never change. Without it, nothing is read and a node's GPUs count from 0.
     """
     alive = _living_nodes()
     if indices is not None:

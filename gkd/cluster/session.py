@@ -53,7 +53,7 @@ class Session:
     placement_groups: list[Any] = field(default_factory=list)
     control: ControlService | None = None
     claim: int | None = None
-    """The descriptor that says to others that the directory is in use."""
+    """The descriptor whose lock shows that the directory is in use."""
 
     def require_control(self) -> None:
         """Raise ControlLost when Ray's control service is gone, once."""

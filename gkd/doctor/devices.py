@@ -31,7 +31,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Gpus:
-    """What NVML says: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes."""
+    """What NVML reports: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes."""
 
     driver: str
     cuda: int
@@ -41,7 +41,7 @@ class Gpus:
 
 
 def read_gpus() -> Gpus | None:
-    """Return what there is; None where there is no driver, or nothing to ask it with, which another check says."""
+    """Return what there is; None where there is no driver, or no package to reach it, which another check reports."""
     try:
         with nvml() as library:
             if library is None:

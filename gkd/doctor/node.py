@@ -51,7 +51,7 @@ def clock() -> float:
 
 
 def _code(package: str) -> str:
-    """Return a package's sources in eight digits: of a checkout the version does not tell what it is."""
+    """Return a package's sources in eight digits: the version of a checkout does not identify it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return "missing"
@@ -76,5 +76,5 @@ def _gpus() -> tuple[list[str], str]:
         with nvml() as library:
             uuids = [text(library.nvmlDeviceGetUUID(handle)) for handle in handles(library)]
             return uuids, "" if library is None else text(library.nvmlSystemGetDriverVersion())
-    except ConfigError:  # nothing to ask the driver with
+    except ConfigError:  # no package to reach the driver
         return [], ""

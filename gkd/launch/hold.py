@@ -69,7 +69,7 @@ def _reap() -> None:
 
 
 def _end_servers() -> None:
-    """Ask the raylet to end, and then the others; whoever stops the node kills what is left."""
+    """Terminate the raylet, and then the others; whoever stops the node kills what is left."""
     for is_raylet, wait_s in ((True, RAYLET_S), (False, 1.0)):
         chosen = []
         for child in psutil.Process().children():

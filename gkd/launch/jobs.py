@@ -1,4 +1,4 @@
-"""A cluster's jobs, asked over HTTP: every request has a deadline, every failure is one line."""
+"""A cluster's jobs, through Ray's own client: every request has a deadline, every failure is one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gkd.errors import ConfigError, RunFailed, one_line
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 60.0  # a cluster that stays silent longer is gone
-STOP_TIMEOUT_S = 600.0  # for a job's last checkpoint; without being told Ray kills it after 3 s
+STOP_TIMEOUT_S = 600.0  # for a job's last checkpoint; Ray's own limit is 3 s
 LOOK_EVERY_S = 5.0
 
 Write = Callable[[str], None]
@@ -124,7 +124,7 @@ class Jobs:
         deadline = time.monotonic() + limit
         while not (now := self.info(name)).status.is_terminal():
             if time.monotonic() > deadline:
-                raise RunFailed(f"job {name} has not ended within {limit:.0f} s of being told to")
+                raise RunFailed(f"job {name} has not ended within {limit:.0f} s of being stopped")
             time.sleep(0.2)
         return now
 
