@@ -20,6 +20,13 @@ class RunFailed(Exception):
     """Something died, timed out or was not what it had to be: says what, where and why. Exit code 1."""
 
 
+class ControlLost(Exception):
+    """Ray's control service is gone: the run saves what is whole and ends. Exit code 1.
+
+    No RunFailed, which is caught where a run can go on.
+    """
+
+
 class NotUpdated(RunFailed):
     """An update of the actor that failed before anything was changed: its weights are those before it."""
 
@@ -33,6 +40,15 @@ class OutOfMemory(NotUpdated):
     def __init__(self, message: str, budget: int | None = None) -> None:
         super().__init__(message)
         self.budget = budget
+
+
+MAX_REASON = 600  # characters; some libraries put whole tables into a message
+
+
+def one_line(text: object) -> str:
+    """Return a message without line breaks, cut to a length that people read."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 
 
 class Stopped(SystemExit):
@@ -80,7 +96,7 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
             end = f"stopped by {error.signal}", error.exit_code
         case ConfigError():
             end = f"error: {error}", 2
-        case RunFailed():
+        case RunFailed() | ControlLost():
             end = f"failed: {error}", 1
         case ModuleNotFoundError() if (package := (error.name or "").partition(".")[0]) not in ("", "gkd"):
             do = "./launch/quickstart.sh installs what is needed into .venv; then use .venv/bin/python"

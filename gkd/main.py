@@ -13,6 +13,6 @@ from gkd.cli.train import main
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    from gkd.cluster.deadline import leave
+    from gkd.cluster.shutdown import leave
 
     leave(main())

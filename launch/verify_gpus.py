@@ -22,8 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if (ROOT / "gkd").is_dir():  # in a checkout, use its own gkd
     sys.path.insert(0, str(ROOT))
 
-from gkd.cluster.deadline import leave  # noqa: E402
-from gkd.cluster.signals import exit_on_signals  # noqa: E402
+from gkd.cluster.shutdown import exit_on_signals, leave  # noqa: E402
 from gkd.errors import ConfigError, Parser, guarded  # noqa: E402
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _show(placement: Placement, json_path: Path | None) -> None:
-    from gkd.cluster.table import assignment_line, print_table
+    from gkd.cluster.assignment import assignment_line, print_table
 
     print_table(placement.reports)
     print(assignment_line(placement.reports), flush=True)
@@ -55,7 +54,7 @@ def _show(placement: Placement, json_path: Path | None) -> None:
 
 def _verify(argv: list[str]) -> int:
     arguments = _arguments(argv)
-    from gkd.cluster.placement import PlacementFault, laid_out, place
+    from gkd.cluster.placement import PlacementFault, lay_out, place
     from gkd.cluster.session import connect
     from gkd.config.compose import compose
 
@@ -63,7 +62,7 @@ def _verify(argv: list[str]) -> int:
     config = compose([*arguments.overrides, *simulate])
     with connect(config) as session:
         try:
-            _show(place(laid_out(config), session), arguments.json)
+            _show(place(lay_out(config), session), arguments.json)
         except PlacementFault as fault:
             _show(fault.placement, arguments.json)
             raise

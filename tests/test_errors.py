@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from gkd.cli import train as main
-from gkd.cluster.deadline import within
+from gkd.cluster.shutdown import within
 from gkd.errors import ConfigError, RunFailed, Stopped, guarded
 
 ROOT = Path(__file__).parents[1]
 STUCK = """
 import threading
-from gkd.cluster.deadline import leave, within
+from gkd.cluster.shutdown import leave, within
 assert not within(0.1, "waiting for ever", threading.Event().wait)
 threading.Thread(target=threading.Event().wait).start()  # which Python would wait for at its end
 print("the last words")

@@ -12,8 +12,8 @@ from typing import Any
 from gkd.actor.applied import Applied, over_mini_batches
 from gkd.actor.balance import share
 from gkd.algorithms.aggregation import token_weights
+from gkd.cluster.colocation import Colocation
 from gkd.cluster.group import Group, Pending, gather, settle
-from gkd.cluster.turns import Turns
 from gkd.config import Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_engine import environment
@@ -35,10 +35,15 @@ class ActorGroup:
     """
 
     def __init__(
-        self, group: Group, config: Config, model_path: str, restart: Callable[[], Group], turns: Turns | None = None
+        self,
+        group: Group,
+        config: Config,
+        model_path: str,
+        restart: Callable[[], Group],
+        colocation: Colocation | None = None,
     ) -> None:
         self.group, self.config, self.model_path, self.version = group, config, model_path, 0
-        self._restart, self.turns = restart, turns or Turns()
+        self._restart, self.colocation = restart, colocation or Colocation()
         self._loaded = False
         self._budget = self._budget_warned_of = config.actor.max_tokens_per_micro_batch
         self._writing: Pending | None = None  # files of a checkpoint, by the present processes
@@ -52,7 +57,7 @@ class ActorGroup:
 
     def load(self) -> int:
         """Have the ranks meet and read the student; returns its number of parameters."""
-        self.turns.for_actor()
+        self.colocation.onload_actor()
         limit = self.config.cluster.start_timeout_s
         host, port = self.group.only([0]).call("open_store", timeout_s=limit, what="opening the rendezvous")[0]
         self.group.call("join", host, port, timeout_s=limit, what="meeting the other ranks")
@@ -114,7 +119,7 @@ class ActorGroup:
 
         Raises OutOfMemory, with nothing changed and all ranks at hand, when one sequence alone is too much.
         """
-        self.turns.for_actor()
+        self.colocation.onload_actor()
         while True:
             try:
                 return self.group.call_each(method, args, timeout_s=self.config.trainer.update_timeout_s)
@@ -149,14 +154,14 @@ class ActorGroup:
         push: Push = self.group.call("publish", self.version, timeout_s=limit)[0]
         return push
 
-    def give_back(self) -> None:
+    def offload(self) -> None:
         """Have all ranks move what they hold to the host."""
-        self.group.call("give_back", timeout_s=self.config.weights.timeout_s, what="giving memory back")
+        self.group.call("offload", timeout_s=self.config.weights.timeout_s, what="offloading the actor")
 
-    def take_back(self) -> None:
-        """Have all ranks be as before."""
+    def onload(self) -> None:
+        """Have all ranks move it back to their GPUs."""
         if self._loaded:
-            self.group.call("take_back", timeout_s=self.config.weights.timeout_s, what="taking memory again")
+            self.group.call("onload", timeout_s=self.config.weights.timeout_s, what="onloading the actor")
 
     @property
     def dtype(self) -> str:
@@ -205,13 +210,13 @@ class ActorGroup:
 
     def load_state(self, files: Sequence[str], step: int) -> None:
         """Go on with what the ranks wrote after ``step``, in whatever number they were."""
-        self.turns.for_actor()
+        self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
         self.group.call("load_state", files, step, timeout_s=limit, what="reading the checkpoint")
         self.version = step
 
     def save(self, directory: str) -> None:
         """Write the student in Hugging Face format."""
-        self.turns.for_actor()
+        self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
         self.group.call("save", directory, timeout_s=limit, what="writing the student")

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from gkd.config import Lora
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 ADAPTER = "default"
 _BASE, _LORA = ".base_layer", ".lora_"
@@ -45,7 +45,7 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     try:
         inject_adapter_in_model(_described(settings, targets), lm)
     except ValueError as error:
-        given, reason = settings.target_modules, " ".join(str(error).split())[:200]
+        given, reason = settings.target_modules, one_line(error)
         raise ConfigError(f"actor.lora.target_modules={given}: {reason}") from None
     for name, module in lm.named_modules():
         if isinstance(module, BaseTunerLayer) and not _is_linear(module):

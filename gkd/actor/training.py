@@ -19,10 +19,9 @@ from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budge
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
-from gkd.cluster.failure import one_line
 from gkd.cluster.fetch import fetch_samples
 from gkd.config import Algorithm, Config, Loss
-from gkd.errors import NotUpdated, OutOfMemory, RunFailed
+from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets

@@ -209,12 +209,12 @@ class ActorWorker:
         load_state(self.student, self.optimizer, [Path(file) for file in files])
         self.staging.set(Applied(step))
 
-    def give_back(self) -> None:
+    def offload(self) -> None:
         """Move weights and optimizer state to the host, unless they live there."""
         self._move("cpu")
         self.training.is_offloaded = True
 
-    def take_back(self) -> None:
+    def onload(self) -> None:
         """Move them back."""
         self._move(self.device)
         self.training.is_offloaded = False

@@ -3,7 +3,7 @@
 Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise. Only
 clients with its key are answered. On loopback that is in ``~/.cache/gkd/teacher.key``; any other address needs
 ``teacher.key_file``, of which clients need a copy. Either is made when it does not exist. One engine on the GPUs this
-process sees. SIGTERM ends it with exit code 0, Ctrl-C with 130.
+process sees. SIGTERM and SIGHUP end it with exit code 0, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from gkd.cluster.shutdown import handle_ending_signals
 from gkd.errors import ConfigError, Parser, guarded
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ class _Stop:
 
     def __init__(self) -> None:
         self.event, self.serving, self.code = threading.Event(), False, 0
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        handle_ending_signals(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.code = 130 if number == signal.SIGINT else 0
@@ -120,13 +119,8 @@ class _Stop:
 
 def _require_free(host: str, port: int) -> None:
     """Raise ConfigError when ``host:port`` cannot be listened on: sooner than after loading a model."""
+    from gkd.cluster.port import why_taken
     from gkd.scoring.address import endpoint
 
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {error.strerror}") from None
+    if reason := why_taken(host, port):
+        raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {reason}")

@@ -37,7 +37,7 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
     options, unknown = parser.parse_known_args(arguments)
-    from gkd.cluster.signals import exit_on_signals
+    from gkd.cluster.shutdown import exit_on_signals
 
     exit_on_signals()
     from omegaconf import OmegaConf

@@ -33,7 +33,7 @@ def use_token() -> None:
 
 
 def _may_use_token() -> bool:
-    """Whether there is a token, and nobody has said whether it is to be shown."""
+    """Return whether there is a token, and RAY_AUTH_MODE does not say whether it is to be shown."""
     loader: Any = ray._raylet
     return "RAY_AUTH_MODE" not in os.environ and bool(
         loader.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
@@ -64,9 +64,9 @@ def require_cluster(address: str, setting: str, timeout_s: float) -> None:
 
 
 def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
-    """What the cluster says of itself. Ray may abort the asking process, so one of its own asks."""
+    """Return what the cluster has written of itself. Ray may abort the process that reads it, which is another one."""
     try:
-        asked = subprocess.run(
+        probe = subprocess.run(
             [sys.executable, "-c", _PROBE, address],
             timeout=3 * timeout_s,
             check=True,
@@ -83,8 +83,8 @@ def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
                 f"{where}: this cluster asks for a token: copy ~/.ray/auth_token from the machine of its head"
             ) from None
         raise ConfigError(f"{where}: what answers there is not a Ray {ray.__version__} head") from None
-    found = json.loads(asked.stdout.splitlines()[-1])
-    return {str(key): str(value) for key, value in found.items()}
+    metadata = json.loads(probe.stdout.splitlines()[-1])
+    return {str(key): str(value) for key, value in metadata.items()}
 
 
 def _require_same_ray(metadata: dict[str, str], where: str) -> None:

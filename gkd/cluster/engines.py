@@ -38,7 +38,10 @@ class Engines:
         each = tensor_parallel_size // len(parts[0])  # parts of an engine
         heads = group.only([ranks[0] for ranks in parts])
         seen = [[gpu for rank in ranks for gpu in group.reports[rank].ray_gpu_ids] for ranks in parts]
-        calls = [worker.see.remote(devices, each > 1) for worker, devices in zip(heads.workers, seen, strict=True)]
+        calls = [
+            worker.set_visible_devices.remote(devices, each > 1)
+            for worker, devices in zip(heads.workers, seen, strict=True)
+        ]
         gather([heads.pending("choosing devices", calls)], timeout_s)
         leading = range(0, len(parts), each)
         return Engines(heads.only(leading), heads.only([i for i in range(len(parts)) if i not in leading]), timeout_s)
@@ -59,8 +62,8 @@ class Engines:
         if not self.followers:
             alone = [(*args, None) for args in args_per_engine]
             return [self.leaders.submit_build(target, alone, environment=environment)]
-        asked = [worker.free_port.remote() for worker in self.leaders.workers]
-        ports = gather([self.leaders.pending("finding a port", asked)], self.timeout_s)[0]
+        calls = [worker.free_port.remote() for worker in self.leaders.workers]
+        ports = gather([self.leaders.pending("finding a port", calls)], self.timeout_s)[0]
         leading, following = [], []
         for args, report, port in zip(args_per_engine, self.leaders.reports, ports, strict=True):
             spans = [Span(self.nnodes, node_rank, report.ip, port) for node_rank in range(self.nnodes)]
@@ -81,21 +84,21 @@ class Engines:
             return serving
         each = self.nnodes - 1
         own = [list(serving.refs[i : i + each]) for i in range(0, len(serving.refs), each)]
-        lasts = [last for worker in self.leaders.workers for last in [worker.last.remote()] * each]
+        lives = [life for worker in self.leaders.workers for life in [worker.block_until_end.remote()] * each]
         watching = [
             self.leaders.pending("watching followers", _each(self.leaders, own)),
-            self.followers.pending("watching leaders", _each(self.followers, [[last] for last in lasts])),
+            self.followers.pending("watching leaders", _each(self.followers, [[life] for life in lives])),
         ]
         gather(watching, self.timeout_s)
         return serving
 
 
 def _each(group: Group, calls: Sequence[list[Any]]) -> list[Any]:
-    return [worker.end_with.remote(own) for worker, own in zip(group.workers, calls, strict=True)]
+    return [worker.end_after_any.remote(own) for worker, own in zip(group.workers, calls, strict=True)]
 
 
 def _parts(group: Group, tensor_parallel_size: int) -> list[list[int]]:
-    """Ranks of every part of every engine: those on one node."""
+    """Return ranks of every part of every engine: those on one node."""
     parts: list[list[int]] = []
     for first in range(0, len(group), tensor_parallel_size):
         by_node: dict[str, list[int]] = {}
@@ -103,9 +106,9 @@ def _parts(group: Group, tensor_parallel_size: int) -> list[list[int]]:
             by_node.setdefault(group.reports[rank].node_id, []).append(rank)
         parts += by_node.values()
         if len(group) % tensor_parallel_size or len({len(ranks) for ranks in parts}) > 1:
-            told = " + ".join(str(len(ranks)) for ranks in by_node.values())
+            counts = " + ".join(str(len(ranks)) for ranks in by_node.values())
             raise RunFailed(
                 f"{group.name}: an engine of tensor_parallel_size={tensor_parallel_size} from rank {first} on has "
-                f"{told} GPUs on its nodes"
+                f"{counts} GPUs on its nodes"
             )
     return parts

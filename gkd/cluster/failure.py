@@ -7,7 +7,7 @@ import re
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from gkd.errors import ConfigError, NotUpdated, OutOfMemory, RunFailed
+from gkd.errors import ConfigError, NotUpdated, OutOfMemory, RunFailed, one_line
 
 
 class WorkerDied(RunFailed):
@@ -18,17 +18,10 @@ class WorkerHangs(WorkerDied):
     """A worker does nothing and may never do so again: to be ended, and to be treated as one that died."""
 
 
-MAX_REASON = 600  # characters; some libraries put whole tables into a message
-
-
-def one_line(text: object) -> str:
-    """A message without line breaks, cut to a length that people read."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
-
-
 def explain(error: Exception, who: str) -> ConfigError | RunFailed:
-    """The error to raise for what ``ray.get`` raised about worker ``who``, e.g. ``teacher rank 1 (pid 7 on 10.0.0.1)``.
+    """Return the error to raise for what ``ray.get`` raised about a worker.
+
+    ``who`` names it, e.g. ``teacher rank 1 (pid 7 on 10.0.0.1)``.
 
     A ConfigError or RunFailed raised inside the worker comes out as that type with its own message.
     """
@@ -56,7 +49,7 @@ def _cause_name(cause: BaseException) -> str:
 
 
 def _death(error: RayActorError) -> str:
-    """The reason in Ray's report of a death, without its list of everything that might have been the cause."""
+    """Return the reason in Ray's report of a death, without its list of everything that might have been the cause."""
     text = one_line(error)
     detail = re.search(r"Worker exit detail: (.*?)(?: There are some| Some common causes|$)", text)
     if detail and "connection error code 2" in detail[1]:

@@ -8,9 +8,12 @@ initialises CUDA, so a worker may still choose its devices afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gkd.errors import ConfigError
 
@@ -18,53 +21,70 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIMULATED = "GKD_SIMULATED_GPUS"  # "1" in the environment of a node whose GPUs are only Ray's numbers
 
 
-def nvml_uuids() -> list[str]:
-    """UUIDs of this machine's GPUs in PCI order, which is CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+@contextlib.contextmanager
+def nvml() -> Iterator[Any]:
+    """Yield NVIDIA's management library (pynvml), open for the block; None where there is no driver, hence no GPU.
 
-    Empty where NVML finds no driver or no GPU. Raises ConfigError where there are GPUs but no nvidia-ml-py to ask.
+    Raises ConfigError where there are GPUs but no nvidia-ml-py.
     """
     try:
         import pynvml
     except ImportError:
         if Path("/dev/nvidia0").exists():
             raise ConfigError("this machine has GPUs, but the package nvidia-ml-py is missing: install it") from None
-        return []
+        yield None
+        return
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, hence no GPU that CUDA could use
-        return []
+    except pynvml.NVMLError:
+        yield None
+        return
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
-    return [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in uuids]
+
+
+def handles(library: Any) -> list[Any]:
+    """Return what an open :func:`nvml` calls this machine's GPUs by, in PCI order; none without a driver."""
+    return (
+        [] if library is None else [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
+    )
+
+
+def text(value: str | bytes) -> str:
+    """Return a name as NVML gives it, which is bytes in some versions."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def nvml_uuids() -> list[str]:
+    """Return UUIDs of this machine's GPUs in PCI order, which is CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+
+    Raises what :func:`nvml` raises.
+    """
+    with nvml() as library:
+        return [text(library.nvmlDeviceGetUUID(handle)) for handle in handles(library)]
 
 
 def smallest_memory(uuids: list[str]) -> int | None:
-    """Bytes that the smallest of these devices has, as the driver counts them; None where none of them is real."""
+    """Return bytes of the smallest of these devices, as the driver counts them; None where none of them is real."""
     real = [uuid for uuid in uuids if not uuid.startswith("SIM-")]
     if not real:
         return None
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in real]
-        return min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
-    finally:
-        pynvml.nvmlShutdown()
+    with nvml() as library:
+        devices = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in real]
+        return min(int(library.nvmlDeviceGetMemoryInfo(handle).total) for handle in devices)
 
 
 def tokens(value: str | None) -> list[str] | None:
-    """Entries of a CUDA_VISIBLE_DEVICES value; None when it is not set, which means every device."""
+    """Return entries of a CUDA_VISIBLE_DEVICES value; None when it is not set, which means every device."""
     if value is None:
         return None
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def uuid_of(token: str, uuids: list[str]) -> str | None:
-    """UUID of the device that a CUDA_VISIBLE_DEVICES entry names, or None when there is no such device."""
+    """Return UUID of the device that a CUDA_VISIBLE_DEVICES entry names, or None when there is no such device."""
     if token.isdigit():
         return uuids[int(token)] if int(token) < len(uuids) else None
     if token.startswith("MIG-"):
@@ -74,7 +94,7 @@ def uuid_of(token: str, uuids: list[str]) -> str | None:
 
 
 def index_of(token: str, uuids: list[str]) -> int | None:
-    """The number users call a device by: its CUDA_VISIBLE_DEVICES entry, or its PCI order when that is a UUID."""
+    """Return the number users call a device by: its CUDA_VISIBLE_DEVICES entry, or PCI order when that is a UUID."""
     if token.isdigit():
         return int(token)
     uuid = uuid_of(token, uuids)
@@ -82,20 +102,20 @@ def index_of(token: str, uuids: list[str]) -> int | None:
 
 
 def real_tokens(visible: str | None, uuids: list[str]) -> list[str]:
-    """Devices that a process with this CUDA_VISIBLE_DEVICES may use; like CUDA, stops at the first invalid entry."""
+    """Return devices that a process with this CUDA_VISIBLE_DEVICES may use: as for CUDA, up to an invalid entry."""
     listed = tokens(visible)
     if listed is None:
         return [str(i) for i in range(len(uuids))]
-    found: list[str] = []
+    valid: list[str] = []
     for token in listed:
         if uuid_of(token, uuids) is None:
             break
-        found.append(token)
-    return found if uuids else []
+        valid.append(token)
+    return valid if uuids else []
 
 
 def node_indices(visible: str | None, n_gpus: int, uuids: list[str]) -> list[int]:
-    """Indices of the ``n_gpus`` GPUs that Ray hands out on a node whose raylet runs under this CUDA_VISIBLE_DEVICES."""
+    """Return indices of the ``n_gpus`` GPUs that Ray hands out where its raylet has this CUDA_VISIBLE_DEVICES."""
     listed = (tokens(visible) or [str(i) for i in range(n_gpus)])[:n_gpus]
     numbers = [index_of(token, uuids) for token in listed]
     return [position if number is None else number for position, number in enumerate(numbers)]
@@ -111,7 +131,7 @@ class Devices:
 
 
 def devices_seen(visible: str, node_id: str) -> Devices:
-    """Devices of a process on Ray node ``node_id`` (hex) whose CUDA_VISIBLE_DEVICES is ``visible``.
+    """Return devices of a process on Ray node ``node_id`` (hex) whose CUDA_VISIBLE_DEVICES is ``visible``.
 
     An entry that names no device counts for nothing, so that it shows as a fault later.
     """

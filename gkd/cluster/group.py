@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gkd.cluster.assignment import Report
+from gkd.cluster.control_service import ControlService
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
-from gkd.cluster.report import Report
-from gkd.errors import RunFailed
+from gkd.errors import ControlLost, RunFailed
 
+LOG = logging.getLogger("gkd")
+MEMORY_TIMEOUT_S = 5.0
 KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
+LOOK_EVERY_S = 1.0
+"""How often a wait looks whether Ray's control service is there."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class Pending:
     workers: tuple[str, ...]
     """Who does it, for messages, aligned with ``refs``."""
     refs: tuple[Any, ...]
+    service: ControlService | None = None
+    """Ray's control service, which the wait watches."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +49,16 @@ class Group:
     workers: tuple[Any, ...]
     reports: tuple[Report, ...]
     """Where each worker is and what it saw, aligned with ``workers``."""
+    service: ControlService | None = field(default=None, compare=False)
+    """Ray's control service, which every wait for these workers watches."""
 
     def __len__(self) -> int:
         return len(self.workers)
 
     def only(self, ranks: Sequence[int]) -> Group:
-        """The group of these workers alone, in this order."""
-        return Group(self.name, tuple(self.workers[i] for i in ranks), tuple(self.reports[i] for i in ranks))
+        """Return the group of these workers alone, in this order."""
+        workers, reports = tuple(self.workers[i] for i in ranks), tuple(self.reports[i] for i in ranks)
+        return replace(self, workers=workers, reports=reports)
 
     def submit(self, method: str, *args: Any, what: str | None = None, **kwargs: Any) -> Pending:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
@@ -80,13 +92,13 @@ class Group:
     def call_each(
         self, method: str, args_per_rank: Sequence[Sequence[Any]], *, timeout_s: float, what: str | None = None
     ) -> list[Any]:
-        """:meth:`call` with arguments of its own for every rank."""
+        """Do what :meth:`call` does, with arguments of its own for every rank."""
         return gather([self.submit_each(method, args_per_rank, what=what)], timeout_s)[0]
 
     def control(
         self, method: str, *args: Any, timeout_s: float, what: str | None = None, keep_deaths: bool = False
     ) -> list[Any]:
-        """:meth:`call` on the workers' other threads: answered also while they are busy.
+        """Do what :meth:`call` does on the workers' other threads: answered also while they are busy.
 
         ``keep_deaths`` as in :func:`gather`.
         """
@@ -97,21 +109,24 @@ class Group:
         return self.pending(what or method, [worker.control.remote(method, *args) for worker in self.workers])
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Ray's generator of references to what a generator method of one worker's object yields.
+        """Return Ray's generator of references to what a generator method of one worker's object yields.
 
         Errors come from ``ray.get`` of an item as Ray's own; :meth:`explain` names them.
         """
         return self.workers[rank].stream.remote(method, *args, **kwargs)
 
     def explain(self, rank: int, error: Exception) -> Exception:
-        """The error to raise for what ``ray.get`` raised about this rank: RunFailed or ConfigError, in one line."""
+        """Return the error to raise for what ``ray.get`` raised about a rank: RunFailed or ConfigError, in one line."""
         return explain(error, str(self.reports[rank]))
 
     def end(self, rank: int) -> None:
         """End a worker that hangs, and its children, which may hold GPUs and wait for each other there.
 
-        Ray asks a process to end, which one that is stopped does not do: it is killed.
+        Ray asks a process to end, which one that is stopped does not do: it is killed. Without Ray's control service
+        nothing can be asked for, and the call would wait for it: the worker is left to the end of the run.
         """
+        if self.service is not None and self.service.lost:
+            return
         report = self.reports[rank]
         there = NodeAffinitySchedulingStrategy(report.node_id, soft=False)
         killing = _kill.options(num_cpus=0, scheduling_strategy=there).remote(report.pid)
@@ -119,8 +134,8 @@ class Group:
         ray.kill(self.workers[rank], no_restart=True)
 
     def pending(self, what: str, refs: Sequence[Any]) -> Pending:
-        """Calls under way, one a worker; wait with :func:`gather`."""
-        return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs))
+        """Return calls under way, one a worker; wait with :func:`gather`."""
+        return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs), self.service)
 
 
 @ray.remote(max_retries=0)  # type: ignore[untyped-decorator]
@@ -148,14 +163,19 @@ def gather(
     Raises RunFailed as soon as the first worker fails or dies, naming it, or after ``timeout_s`` seconds, naming what
     was awaited; a ConfigError or RunFailed from inside a worker comes out as it is. For groups in which others can do a
     worker's work, one that died has with ``keep_deaths`` its WorkerDied in place of a result, and one that has not
-    answered in time with ``keep_late`` its WorkerHangs.
+    answered in time with ``keep_late`` its WorkerHangs. Raises ControlLost when the time that Ray leaves a run without
+    its control service is over.
     """
     deadline = time.monotonic() + timeout_s
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
+    services = {call.service for call in calls if call.service is not None}
     results: dict[Any, Any] = {}
     waiting = list(owner)
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=_until_next_look(deadline))
+        if not ready and time.monotonic() < deadline:
+            _require_time(services)
+            continue
         if not ready:
             if not keep_late:
                 raise RunFailed(_timeout_text(calls, set(waiting), owner, timeout_s))
@@ -163,8 +183,10 @@ def gather(
             break
         for ref in ready:
             try:
-                results[ref] = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
-            except Exception as error:  # whatever it is, it is told with the worker's name
+                results[ref] = _get(ref, deadline, services)
+            except ControlLost:
+                raise
+            except Exception as error:  # whatever it is, it is raised with the worker's name
                 failure = explain(error, owner[ref])
                 if not (keep_deaths and isinstance(failure, WorkerDied)):
                     raise failure from error
@@ -172,24 +194,52 @@ def gather(
     return [[results[ref] for ref in call.refs] for call in calls]
 
 
+def _get(ref: Any, deadline: float, services: Collection[ControlService]) -> Any:
+    """Return the result of a call that is done. Ray asks its control service why a worker died: it may be gone."""
+    deadline = max(deadline, time.monotonic() + LOOK_EVERY_S)
+    while True:
+        try:
+            return ray.get(ref, timeout=_until_next_look(deadline))
+        except GetTimeoutError:
+            if time.monotonic() >= deadline:
+                raise
+        for service in services:
+            service.require()
+
+
+def _require_time(services: Collection[ControlService]) -> None:
+    for service in services:
+        service.require_time()
+
+
+def _until_next_look(deadline: float) -> float:
+    return min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+
+
 def settle(call: Pending, timeout_s: float) -> None:
     """Wait until a call is done, without fetching what it returns: that may be handed on by reference.
 
-    What went wrong, if anything did, is told to whoever uses the references. Raises RunFailed after ``timeout_s``.
+    What went wrong, if anything did, is raised where the references are used. Raises RunFailed after ``timeout_s``, and
+    ControlLost as :func:`gather` does.
     """
-    _, late = ray.wait(list(call.refs), num_returns=len(call.refs), timeout=timeout_s, fetch_local=False)
-    if late:
-        owner = dict(zip(call.refs, call.workers, strict=True))
-        raise RunFailed(_timeout_text([call], set(late), owner, timeout_s))
+    deadline, late = time.monotonic() + timeout_s, list(call.refs)
+    while late:
+        left = _until_next_look(deadline)
+        _, late = ray.wait(late, num_returns=len(late), timeout=left, fetch_local=False)
+        if late and time.monotonic() >= deadline:
+            owner = dict(zip(call.refs, call.workers, strict=True))
+            raise RunFailed(_timeout_text([call], set(late), owner, timeout_s))
+        if call.service is not None:
+            call.service.require_time()
 
 
 def is_done(call: Pending) -> bool:
-    """Whether every worker has answered, or failed."""
+    """Return whether every worker has answered, or failed."""
     return not ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)[1]
 
 
 def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None:
-    """The first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
+    """Return the first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
     waiting, deadline = list(owner), time.monotonic() + timeout_s
     while waiting:
@@ -210,3 +260,55 @@ def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[An
     late = [owner[ref] for call in calls for ref in call.refs if ref in waiting]
     others = f" and {len(late) - 3} more" if len(late) > 3 else ""
     return f"{what}: not done after {timeout_s:g} s, still waiting for {', '.join(late[:3])}{others}"
+
+
+class MemoryReports:
+    """memory/* of a step, by every worker of a run that answers at once.
+
+    One that does not is named once, and not waited for again until it has answered.
+    """
+
+    def __init__(self) -> None:
+        self._late: dict[Any, Any] = {}  # what a worker has not answered yet, by worker
+        self._reported: set[Any] = set()
+
+    def read(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
+        reports = {worker: str(r) for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
+        calls = {worker: worker.control.remote("memory") for worker in reports if not self._waits(worker)}
+        ready = (
+            set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=MEMORY_TIMEOUT_S)[0]) if calls else set()
+        )
+        for worker, ref in calls.items():
+            if ref not in ready:
+                self._late[worker] = ref
+                self._report(worker, reports[worker])
+        rows: dict[str, float] = {}
+        for group in groups:
+            for worker in group.workers:
+                for key, value in _answer(calls.get(worker), ready).items():
+                    name = f"memory/{group.name}/{key}"
+                    rows[name] = max(value, rows.get(name, value))
+        return dict(sorted(rows.items()))
+
+    def _waits(self, worker: Any) -> bool:
+        """Return whether an earlier call has not been answered."""
+        if worker in self._late and ray.wait([self._late[worker]], timeout=0)[0]:
+            del self._late[worker]
+        return worker in self._late
+
+    def _report(self, worker: Any, who: str) -> None:
+        if worker not in self._reported:
+            self._reported.add(worker)
+            LOG.warning("%s does not say how much memory it has: no answer within %g s", who, MEMORY_TIMEOUT_S)
+
+
+def _answer(ref: Any, ready: set[Any]) -> dict[str, float]:
+    """Return what a worker measured; nothing of one that is late or has died."""
+    if ref not in ready:
+        return {}
+    try:
+        figures: dict[str, float] = ray.get(ref, timeout=1.0)
+    except RayError:  # it died, which is noticed where it is needed
+        return {}
+    return figures

@@ -27,13 +27,13 @@ class Node:
     free_cpus: float = -1.0
 
     def idle(self) -> Node:
-        """The same node with nobody on it."""
+        """Return the same node with nobody on it."""
         return replace(self, free_gpus=len(self.gpus), free_cpus=self.cpus)
 
 
 @dataclass(frozen=True)
-class Guest:
-    """A group on GPUs of another: on those at ``positions`` among the other's of a node, on ``nnodes`` of its nodes."""
+class ColocatedGroup:
+    """A group on GPUs of another: those at ``positions`` among the other's of a node, on ``nnodes`` of its nodes."""
 
     group: str
     positions: tuple[int, ...]
@@ -42,10 +42,10 @@ class Guest:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What one group asks for: ``n_gpus`` on each of ``nnodes`` nodes; ``gpus`` are exact indices, None any.
+class GroupRequest:
+    """The GPUs that one group needs: ``n_gpus`` on each of ``nnodes`` nodes; ``gpus`` are exact indices, None any.
 
-    ``by_node`` has, instead of ``gpus``, exact indices for each node. ``guests`` are the groups that share its GPUs.
+    ``by_node`` has, instead of ``gpus``, exact indices for each node. ``colocated`` are the groups that share its GPUs.
     """
 
     group: str
@@ -54,7 +54,7 @@ class Ask:
     nnodes: int
     gpus: tuple[int, ...] | None = None
     tensor_parallel_size: int = 1
-    guests: tuple[Guest, ...] = ()
+    colocated: tuple[ColocatedGroup, ...] = ()
     by_node: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -62,27 +62,27 @@ class Ask:
         """Exact indices that some node must have; none where any will do."""
         return self.by_node or (() if self.gpus is None else (self.gpus,))
 
-    def parts(self) -> list[Ask]:
-        """The ask, or one for every different range of ``by_node``, which are to be on different nodes."""
+    def parts(self) -> list[GroupRequest]:
+        """Return the request, or one for every different range of ``by_node``, which are to be on different nodes."""
         if not self.by_node:
             return [self]
         different = dict.fromkeys(self.by_node)
         return [replace(self, gpus=one, nnodes=self.by_node.count(one)) for one in different]
 
     @property
-    def n_guests(self) -> int:
-        """Workers of guests on each node."""
-        return sum(position < self.n_gpus for guest in self.guests for position in guest.positions)
+    def n_colocated(self) -> int:
+        """Workers of colocated groups on each node."""
+        return sum(position < self.n_gpus for other in self.colocated for position in other.positions)
 
     @property
     def workers_per_node(self) -> int:
-        """Workers on each node, those of guests among them."""
-        return self.n_gpus + self.n_guests
+        """Workers on each node, those of colocated groups among them."""
+        return self.n_gpus + self.n_colocated
 
     @property
-    def crowd(self) -> int:
+    def workers_per_gpu(self) -> int:
         """Most workers that share one of its GPUs."""
-        return 1 + max((sum(p in guest.positions for guest in self.guests) for p in range(self.n_gpus)), default=0)
+        return 1 + max((sum(p in other.positions for other in self.colocated) for p in range(self.n_gpus)), default=0)
 
     @property
     def total(self) -> int:
@@ -92,13 +92,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Slot:
-    """``n_gpus`` GPUs of one node for one group; ``gpus`` are the exact ones, None any; ``n_guests`` share them."""
+    """``n_gpus`` GPUs of one node for one group; ``gpus`` are the exact ones, None any; ``n_colocated`` workers
+    of other groups share them.
+    """
 
     group: str
     node_id: str
     n_gpus: int
     gpus: tuple[int, ...] | None
-    n_guests: int = 0
+    n_colocated: int = 0
 
 
 @dataclass
@@ -114,41 +116,41 @@ class _State:
     def kind(self) -> tuple[object, ...]:
         return (self.node.gpus, self.free_gpus, self.free_cpus, self.taken, self.groups)
 
-    def can_host(self, ask: Ask, cpus: float) -> bool:
-        if ask.group in self.groups:
+    def can_host(self, request: GroupRequest, cpus: float) -> bool:
+        if request.group in self.groups:
             return False
-        if self.free_gpus < ask.n_gpus or self.free_cpus + 1e-6 < cpus * ask.workers_per_node:
+        if self.free_gpus < request.n_gpus or self.free_cpus + 1e-6 < cpus * request.workers_per_node:
             return False
-        return ask.gpus is None or (set(ask.gpus) <= set(self.node.gpus) and not self.taken & set(ask.gpus))
+        return request.gpus is None or (set(request.gpus) <= set(self.node.gpus) and not self.taken & set(request.gpus))
 
-    def with_group(self, ask: Ask, cpus: float) -> _State:
+    def with_group(self, request: GroupRequest, cpus: float) -> _State:
         return _State(
             self.node,
-            self.free_gpus - ask.n_gpus,
-            self.free_cpus - cpus * ask.workers_per_node,
-            self.taken | frozenset(ask.gpus or ()),
-            self.groups | {ask.group} if ask.by_node else self.groups,
+            self.free_gpus - request.n_gpus,
+            self.free_cpus - cpus * request.workers_per_node,
+            self.taken | frozenset(request.gpus or ()),
+            self.groups | {request.group} if request.by_node else self.groups,
         )
 
 
 def idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
-    """Nodes with so many GPUs each, of which nobody has any."""
+    """Return nodes with so many GPUs each, of which nobody has any."""
     return [Node(str(i), str(i), tuple(range(n)), 0.0).idle() for i, n in enumerate(gpus_of_nodes)]
 
 
-def asks_of(config: Config) -> list[Ask]:
-    """What the groups of a configuration ask for, in the order GPUs are handed out; guests are with their hosts."""
+def requests_of(config: Config) -> list[GroupRequest]:
+    """Return what the groups need, in the order GPUs are handed out; colocated ones with their hosts."""
     hosts = config.hosts()
     pools = {GROUPS.get(section, section): (section, pool) for section, pool in config.pools()}
     return [
-        Ask(
+        GroupRequest(
             group,
             section,
             pool.n_gpus_per_node,
             pool.nnodes,
             _indices(pool),
             pool.tensor_parallel_size if isinstance(pool, Engine) else 1,
-            tuple(_guest(name, pools[name][1], pool) for name in pools if hosts.get(name) == group),
+            tuple(_colocated_group(name, pools[name][1], pool) for name in pools if hosts.get(name) == group),
             tuple(map(tuple, pool.gpus_by_node or ())),
         )
         for group, (section, pool) in pools.items()
@@ -156,11 +158,11 @@ def asks_of(config: Config) -> list[Ask]:
     ]
 
 
-def _guest(group: str, pool: Pool, host: Pool) -> Guest:
+def _colocated_group(group: str, pool: Pool, host: Pool) -> ColocatedGroup:
     positions: Sequence[int] = range(pool.n_gpus_per_node)
     if pool.gpus is not None and host.gpus is not None:
         positions = [host.gpus.index(index) for index in pool.gpus]
-    return Guest(group, tuple(positions), pool.nnodes, _indices(pool))
+    return ColocatedGroup(group, tuple(positions), pool.nnodes, _indices(pool))
 
 
 def _indices(pool: Pool) -> tuple[int, ...] | None:
@@ -168,25 +170,25 @@ def _indices(pool: Pool) -> tuple[int, ...] | None:
 
 
 def solve(
-    asks: Sequence[Ask], nodes: Sequence[Node], cpus_per_worker: float, tries: int = MOST_STATES
+    requests: Sequence[GroupRequest], nodes: Sequence[Node], cpus_per_worker: float, tries: int = MOST_STATES
 ) -> list[Slot] | None:
     """Place every group on nodes' free GPUs and CPUs, earlier nodes first; None when that is impossible.
 
     Of clusters on which it is hard to tell, None also when none of the first ``tries`` did it.
-    Slots come in the order of ``asks``, and of nodes within a group, so ranks follow from it.
+    Slots come in the order of ``requests``, and of nodes within a group, so ranks follow from it.
     """
-    parts = [part for ask in asks for part in ask.parts()]
+    parts = [part for request in requests for part in request.parts()]
     enough = cpus_per_worker * sum(part.workers_per_node for part in parts)  # of CPUs more make no difference
     states = [_State(node, node.free_gpus, min(node.free_cpus, enough)) for node in nodes]
     placed = _Search(cpus_per_worker, tries).place(parts, states)
     if placed is None:
         return None
-    found: dict[str, list[tuple[int, Ask]]] = {}
+    places_by_group: dict[str, list[tuple[int, GroupRequest]]] = {}
     for part, positions in zip(parts, placed, strict=True):
-        found.setdefault(part.group, []).extend((position, part) for position in positions)
+        places_by_group.setdefault(part.group, []).extend((position, part) for position in positions)
     return [
-        Slot(part.group, nodes[position].id, part.n_gpus, part.gpus, part.n_guests)
-        for places in found.values()
+        Slot(part.group, nodes[position].id, part.n_gpus, part.gpus, part.n_colocated)
+        for places in places_by_group.values()
         for position, part in sorted(places, key=lambda place: place[0])
     ]
 
@@ -199,41 +201,41 @@ class _Search:
     left: int
     dead: set[object] = field(default_factory=set)
 
-    def place(self, asks: list[Ask], states: list[_State]) -> list[list[int]] | None:
-        """Positions of the nodes of every ask, or None."""
-        if not asks:
+    def place(self, requests: list[GroupRequest], states: list[_State]) -> list[list[int]] | None:
+        """Return positions of the nodes of every request, or None."""
+        if not requests:
             return []
-        key = (len(asks), frozenset(_count(s.kind() for s in states).items()))
+        key = (len(requests), frozenset(_count(s.kind() for s in states).items()))
         if key in self.dead:
             return None
-        if not _too_few(asks, states, self.cpus):
-            for positions in _choices(asks[0], states, self.cpus):
+        if not _too_few(requests, states, self.cpus):
+            for positions in _choices(requests[0], states, self.cpus):
                 self.left -= 1
                 if self.left < 0:
                     return None
                 chosen = set(positions)
-                after = [s.with_group(asks[0], self.cpus) if i in chosen else s for i, s in enumerate(states)]
-                rest = self.place(asks[1:], after)
+                after = [s.with_group(requests[0], self.cpus) if i in chosen else s for i, s in enumerate(states)]
+                rest = self.place(requests[1:], after)
                 if rest is not None:
                     return [positions, *rest]
         self.dead.add(key)
         return None
 
 
-def _too_few(asks: Sequence[Ask], states: Sequence[_State], cpus: float) -> bool:
-    """Whether counting alone shows that there is no room: each bound holds of every placing, so None is lost."""
-    for ask in asks:
-        if sum(state.can_host(ask, cpus) for state in states) < ask.nnodes:
+def _too_few(requests: Sequence[GroupRequest], states: Sequence[_State], cpus: float) -> bool:
+    """Return whether counting alone shows that there is no room: each bound holds of every placing, so None is lost."""
+    for request in requests:
+        if sum(state.can_host(request, cpus) for state in states) < request.nnodes:
             return True
-    gpus_free = [(float(ask.n_gpus), ask.nnodes) for ask in asks]
-    cpus_free = [(cpus * ask.workers_per_node, ask.nnodes) for ask in asks]
+    gpus_free = [(float(request.n_gpus), request.nnodes) for request in requests]
+    cpus_free = [(cpus * request.workers_per_node, request.nnodes) for request in requests]
     return _too_many(gpus_free, [state.free_gpus for state in states]) or _too_many(
         cpus_free, [state.free_cpus + 1e-6 for state in states]
     )
 
 
 def _too_many(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> bool:
-    """Whether pieces (size, number) are more than fit: of those of a size or larger, and in all."""
+    """Return whether pieces (size, number) are more than fit: of those of a size or larger, and in all."""
     if sum(size * number for size, number in pieces) > sum(free):
         return True
     return any(
@@ -242,11 +244,11 @@ def _too_many(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> boo
     )
 
 
-def _choices(ask: Ask, states: list[_State], cpus: float) -> Iterator[list[int]]:
-    """Sets of ``ask.nnodes`` nodes that can host the group, one per mix of kinds, the earliest nodes first."""
+def _choices(request: GroupRequest, states: list[_State], cpus: float) -> Iterator[list[int]]:
+    """Yield sets of ``request.nnodes`` nodes that can host the group, one per mix of kinds, the earliest first."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for position, state in enumerate(states):
-        if state.can_host(ask, cpus):
+        if state.can_host(request, cpus):
             kinds.setdefault(state.kind(), []).append(position)
 
     def mixes(members: list[list[int]], wanted: int) -> Iterator[list[int]]:
@@ -257,7 +259,7 @@ def _choices(ask: Ask, states: list[_State], cpus: float) -> Iterator[list[int]]
                 for rest in mixes(members[1:], wanted - count):
                     yield members[0][:count] + rest
 
-    yield from mixes(list(kinds.values()), ask.nnodes)
+    yield from mixes(list(kinds.values()), request.nnodes)
 
 
 def _count(items: Iterator[tuple[object, ...]]) -> dict[tuple[object, ...], int]:
@@ -268,7 +270,7 @@ def _count(items: Iterator[tuple[object, ...]]) -> dict[tuple[object, ...], int]
 
 
 def choose_devices(slots: Sequence[Slot], available: Mapping[str, Sequence[int]]) -> list[list[int]] | str:
-    """Device indices for every slot out of those ``available`` on each node (by node id).
+    """Return device indices for every slot out of those ``available`` on each node (by node id).
 
     Exact slots get their own; the others the lowest that no exact slot of the node names, in the order of ``slots``.
     Returns, instead of the devices, the name of what is missing when it cannot be done.

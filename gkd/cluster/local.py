@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from gkd.cluster import reaper
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
 MARK = "GKD_RAY_NODE"
@@ -56,7 +56,7 @@ class LocalNode:
         return _is_marked(self.pid, self.mark)
 
     def processes(self) -> list[int]:
-        """Pids of everything that the node started, jobs and workers included.
+        """Return pids of everything that the node started, jobs and workers included.
 
         Ray's agents write their title over their environment. They are found by their logs, as a run is that joined
         the cluster; but only they are of the session that the node began.
@@ -79,12 +79,12 @@ class LocalNode:
 
 
 def directory() -> Path:
-    """Where the nodes of this user on this machine are written down."""
+    """Return where the nodes of this user on this machine are written down."""
     return Path(os.environ.get(DIRECTORY) or f"/tmp/gkd-ray-{os.getuid()}").absolute()
 
 
 def make_directory() -> Path:
-    """:func:`directory`, made if it is not there. Raises ConfigError when it cannot be used."""
+    """Return :func:`directory`, made if it is not there. Raises ConfigError when it cannot be used."""
     path = directory()
     if len(str(path)) > LONGEST_DIRECTORY:
         raise ConfigError(f"{DIRECTORY}={path}: at most {LONGEST_DIRECTORY} characters; Ray's sockets go below it")
@@ -98,22 +98,22 @@ def make_directory() -> Path:
 
 
 def nodes() -> list[LocalNode]:
-    """Nodes that run, the head first; records of others are ignored."""
-    return [node for node in _recorded() if node.alive]
+    """Return nodes that run, the head first; records of others are ignored."""
+    return [node for node in _read_records() if node.alive]
 
 
-def _recorded() -> list[LocalNode]:
-    """Every node that was written down and not taken back, the head first; what cannot be read is none."""
+def _read_records() -> list[LocalNode]:
+    """Return every node that was written down and not taken back, the head first; what cannot be read is none."""
     path = directory()
     if not path.is_dir() or not _is_ours(path):
         return []
-    found = []
+    records = []
     for file in sorted(path.glob("node-*.json")):
         try:
-            found.append(LocalNode(**json.loads(file.read_text())))
+            records.append(LocalNode(**json.loads(file.read_text())))
         except (ValueError, TypeError, OSError) as error:
-            LOG.warning("%s is not read: %s", file, " ".join(str(error).split()))
-    return sorted(found, key=lambda node: node.kind != "head")
+            LOG.warning("%s is not read: %s", file, one_line(error))
+    return sorted(records, key=lambda node: node.kind != "head")
 
 
 def clear() -> None:
@@ -126,12 +126,12 @@ def clear() -> None:
 
 
 def running_address() -> str | None:
-    """host:port of the cluster that a node of this machine belongs to; None when there is no node."""
+    """Return host:port of the cluster that a node of this machine belongs to; None when there is no node."""
     return next((node.address for node in nodes()), None)
 
 
 def dashboard() -> str | None:
-    """Where jobs are submitted to, when the head runs on this machine."""
+    """Return where jobs are submitted to, when the head runs on this machine."""
     return next((node.dashboard for node in nodes() if node.dashboard is not None), None)
 
 
@@ -147,11 +147,11 @@ def stop(node: LocalNode) -> list[int]:
 
 def stop_all() -> int:
     """End every node of this user on this machine, workers before their head, and say so. Returns the exit code."""
-    found = [node for node in _recorded() if node.alive or node.processes()]  # of a dead one agents may be left
-    if not found:
+    left_over = [node for node in _read_records() if node.alive or node.processes()]  # of a dead one agents may be left
+    if not left_over:
         print(f"no Ray node of ./launch/ray_cluster.sh runs here ({directory()})")
     code = 0
-    for node in reversed(found):
+    for node in reversed(left_over):
         left = stop(node)
         print(f"stopped the {node.kind} of {node.address}")
         if left:
@@ -165,8 +165,8 @@ def _record(node: LocalNode) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_marked(pid: int, mark: str) -> bool:

@@ -7,22 +7,20 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gkd.cluster.check import faults
+from gkd import durable
+from gkd.cluster.assignment import Report, faults
+from gkd.cluster.fit import fits, gpus_text, may_share, share_gpus
 from gkd.cluster.group import Group
-from gkd.cluster.layout import asks_of
-from gkd.cluster.nearest import gpus_text
-from gkd.cluster.nodes import read_nodes
-from gkd.cluster.report import Report
-from gkd.cluster.reserve import Claim, reserve, start_again
+from gkd.cluster.layout import requests_of
+from gkd.cluster.reserve import Claim, read_nodes, reserve, start_again
 from gkd.cluster.session import Session
-from gkd.cluster.sharing import fits, may_share, shared
 from gkd.config import GROUPS, Cluster, Config
 from gkd.errors import RunFailed
 
 LOG = logging.getLogger("gkd")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placement:
     """Who got which GPU: groups by name, in the order actor, rollout, teacher."""
 
@@ -31,6 +29,8 @@ class Placement:
     node_names: dict[str, str] = field(default_factory=dict)
     session: Session = field(default_factory=Session)
     cluster: Cluster = field(default_factory=Cluster)
+    file: Path | None = field(default=None, init=False)
+    """Where it was written, and is written again when workers are replaced."""
 
     def restart(self, group: str) -> Group:
         """End the workers of a group, whatever they are doing, and start new ones on the same GPUs.
@@ -38,7 +38,9 @@ class Placement:
         Raises RunFailed when that is not possible.
         """
         self.claims[group] = start_again(self.session, self.claims[group], self.cluster)
-        self.groups[group] = _group(group, self.claims[group], self.node_names)
+        self.groups[group] = _group(group, self.claims[group], self.node_names, self.session)
+        if self.file is not None:
+            self.write_json(self.file)
         return self.groups[group]
 
     @property
@@ -47,24 +49,25 @@ class Placement:
         return [report for group in self.groups.values() for report in group.reports]
 
     def write_json(self, path: Path) -> None:
-        """Write one record a worker: the format of placement.json."""
-        path.write_text(json.dumps([report.to_json() for report in self.reports], indent=1) + "\n")
+        """Write one record a worker: the format of placement.json. :meth:`restart` writes the file again."""
+        self.file = path
+        durable.replace(path, (json.dumps([report.to_json() for report in self.reports], indent=1) + "\n").encode())
 
 
 class PlacementFault(RunFailed):
     """Workers have other GPUs than they should; ``placement`` is what they have."""
 
-    def __init__(self, found: list[str], placement: Placement) -> None:
-        super().__init__(f"GPU assignment is wrong: {'; '.join(found)}")
+    def __init__(self, wrong: list[str], placement: Placement) -> None:
+        super().__init__(f"GPU assignment is wrong: {'; '.join(wrong)}")
         self.placement = placement
 
 
-def laid_out(config: Config) -> Config:
-    """``config`` as :func:`gkd.cluster.sharing.shared` has it on the nodes of the connected Ray; the log says so."""
+def lay_out(config: Config) -> Config:
+    """Return ``config`` as :func:`gkd.cluster.fit.share_gpus` has it on the nodes of the connected Ray, and log it."""
     if not may_share(config) or fits(config, read_nodes()):
         return config
     nodes = read_nodes({})  # with the indices of their GPUs, which a layout names
-    changed = shared(config, nodes)
+    changed = share_gpus(config, nodes)
     if changed is not config:
         on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in changed.pools())
         LOG.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
@@ -77,19 +80,19 @@ def place(config: Config, session: Session) -> Placement:
     Raises ConfigError for a layout that fits nowhere,
     RunFailed when it does not get free in time or a worker does not start, PlacementFault when the check fails.
     """
-    claims, names = reserve(session, asks_of(config), config.cluster)
+    claims, names = reserve(session, requests_of(config), config.cluster)
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
-    groups = {group: _group(group, claims[group], names) for group in pools}
+    groups = {group: _group(group, claims[group], names, session) for group in pools}
     placement = Placement(groups, claims, names, session, config.cluster)
-    found = faults(placement.reports, {group: pool.ranges() for group, pool in pools.items()}, config.may_share())
-    if found:
-        raise PlacementFault(found, placement)
+    wrong = faults(placement.reports, {group: pool.ranges() for group, pool in pools.items()}, config.may_share())
+    if wrong:
+        raise PlacementFault(wrong, placement)
     return placement
 
 
-def _group(name: str, claims: list[Claim], names: dict[str, str]) -> Group:
+def _group(name: str, claims: list[Claim], names: dict[str, str], session: Session) -> Group:
     reports = [
         Report(**vars(claim.device), group=name, rank=rank, node=names[claim.device.node_id])
         for rank, claim in enumerate(claims)
     ]
-    return Group(name, tuple(claim.worker for claim in claims), tuple(reports))
+    return Group(name, tuple(claim.worker for claim in claims), tuple(reports), session.control)

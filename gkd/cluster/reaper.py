@@ -26,11 +26,11 @@ GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end the
 GIVE_UP_S = 20.0
 NEW_S = 60.0
 SHARED = ("/dev/shm/sem.mp-", "/dev/shm/psm_")  # as multiprocessing names them
-KEPT = "kept"  # a file in a directory whose logs somebody was told of
+KEPT = "kept"  # a file in a directory whose logs a message has named
 
 
 def processes_of(directory: str) -> list[int]:
-    """Pids of the processes, other than this one, that hold a file below ``directory`` open for writing."""
+    """Return pids of the processes, other than this one, that hold a file below ``directory`` open for writing."""
     prefix = os.path.realpath(directory) + os.sep
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [pid for pid in pids if pid != os.getpid() and _writes_below(pid, prefix)]
@@ -60,7 +60,7 @@ def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Files of Python's named semaphores and shared memory that processes have mapped.
+    """Return files of Python's named semaphores and shared memory that processes have mapped.
 
     They belong to the system, and what would remove them at a process's end does not when that is killed.
     """
@@ -69,7 +69,7 @@ def shared_memory(pids: list[int]) -> set[str]:
         with contextlib.suppress(OSError):  # gone meanwhile
             if str(path).startswith(SHARED):
                 files[path.stat().st_ino] = str(path)
-    found: set[str] = set()
+    mapped_files: set[str] = set()
     for pid in pids if files else []:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
@@ -77,8 +77,8 @@ def shared_memory(pids: list[int]) -> set[str]:
             continue
         # By number: a semaphore has another name in the process that made it.
         mapped = (line.split()[4] for line in maps.splitlines() if "/dev/shm/" in line)
-        found.update(files[int(number)] for number in mapped if int(number) in files)
-    return found
+        mapped_files.update(files[int(number)] for number in mapped if int(number) in files)
+    return mapped_files
 
 
 def _remove(names: set[str]) -> None:
@@ -91,7 +91,7 @@ def _remove(names: set[str]) -> None:
 
 
 def end(find: Callable[[], list[int]], grace_s: float) -> list[int]:
-    """:func:`end_all` of the processes that ``find`` finds."""
+    """Do what :func:`end_all` does to the processes that ``find`` finds."""
     deadline = time.monotonic() + grace_s + GIVE_UP_S
     kill_at = time.monotonic() + grace_s
     while (left := find()) and time.monotonic() < deadline:
@@ -125,10 +125,10 @@ def clear(base: str, prefix: str) -> list[str]:
     removed = []
     for path in Path(base).glob(f"{prefix}*"):
         try:
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or (path / KEPT).exists():
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or (path / KEPT).exists():
                 continue
-            if time.time() - found.st_mtime < NEW_S:
+            if time.time() - status.st_mtime < NEW_S:
                 continue
             descriptor = os.open(path, os.O_RDONLY)
         except OSError:  # another run removes it at the same time

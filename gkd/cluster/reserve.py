@@ -1,6 +1,6 @@
 """Reserving GPUs and CPUs for all groups at once, and starting one :class:`Worker` on each.
 
-Ray chooses which device a bundle gets and tells nobody but the process that runs in it. So the workers start first and
+Ray chooses which device a bundle gets, and only the process that runs in it knows. So the workers start first and
 report their device; then each is given its group and rank. Where exact GPUs are asked for, the free GPUs of those
 nodes are taken, the wanted ones are kept and the rest is given back. When a wanted one is missing, all is given back,
 so that two runs waiting for each other cannot lock up, and it is tried again after a random pause.
@@ -9,28 +9,31 @@ so that two runs waiting for each other cannot lock up, and it is tried again af
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node  # Ray has no public way to read this
 from ray.util import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from gkd.cluster import gpu
+from gkd.cluster.assignment import DeviceReport
 from gkd.cluster.failure import explain
-from gkd.cluster.layout import Ask, Node, Slot, choose_devices, solve
-from gkd.cluster.nearest import asked_text, require_fit
-from gkd.cluster.nodes import free_text, read_nodes
-from gkd.cluster.report import DeviceReport
+from gkd.cluster.fit import request_text, require_fit
+from gkd.cluster.layout import GroupRequest, Node, Slot, choose_devices, solve
 from gkd.cluster.session import Session
 from gkd.cluster.worker import CONCURRENCY_GROUPS, Worker
 from gkd.config import Cluster
 from gkd.errors import RunFailed
 
 LOG = logging.getLogger("gkd")
-SAY_EVERY_S = 5.0
+LOG_EVERY_S = 5.0
 READY_S = 5.0  # a reservation that fits is granted in milliseconds; longer means that someone else was faster
 LONGEST_PAUSE_S = 8.0
 LOOK_EVERY_S = 2.0  # whether the nodes on which workers are starting are there: Ray would wait for them to come back
@@ -59,65 +62,68 @@ class Claim:
 
 
 class _Missed(Exception):
-    """This attempt did not get what it needs; says what was missing."""
+    """This attempt did not get what it needs; names what was missing."""
 
 
-def reserve(session: Session, asks: Sequence[Ask], cluster: Cluster) -> tuple[dict[str, list[Claim]], dict[str, str]]:
-    """Claims by group, in rank order, those of guests on the GPUs of their hosts; and the names of the nodes by id.
+def reserve(
+    session: Session, requests: Sequence[GroupRequest], cluster: Cluster
+) -> tuple[dict[str, list[Claim]], dict[str, str]]:
+    """Return claims by group, in rank order, and names of nodes by id. Colocated groups are on the GPUs of their hosts.
 
     Raises ConfigError when the groups do not fit even on the idle cluster, RunFailed when
     ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
     """
     deadline = time.monotonic() + cluster.reserve_timeout_s
-    indices: dict[str, list[int]] | None = {} if any(ask.ranges for ask in asks) else None
+    indices: dict[str, list[int]] | None = {} if any(request.ranges for request in requests) else None
     nodes = read_nodes(indices)
-    require_fit(asks, nodes, cluster.cpus_per_worker)
-    share = 1 / max(ask.crowd for ask in asks)  # of a GPU, as Ray counts it; the groups themselves share its memory
-    pause, said, unlucky = 0.5, time.monotonic() - SAY_EVERY_S + 1.0, frozenset[str]()
+    require_fit(requests, nodes, cluster.cpus_per_worker)
+    # Of a GPU, as Ray counts it; the groups themselves share its memory.
+    share = 1 / max(request.workers_per_gpu for request in requests)
+    pause, logged, unlucky = 0.5, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()
     held = len(session.workers), len(session.placement_groups)
     while True:
         # A node where a wanted GPU was missing comes last, so that another one is tried.
-        slots = solve(asks, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
+        slots = solve(requests, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
         missing, wait = "", 0.5
         if slots is not None:
             try:
                 claims = _attempt(session, slots, _to_look_at(slots, nodes, unlucky), cluster, share)
-                found = _with_guests(session, asks, _by_ask(asks, slots, claims), cluster, share)
-                return found, {node.id: node.name for node in nodes}
+                all_claims = _start_colocated(session, requests, _by_group(requests, slots, claims), cluster, share)
+                return all_claims, {node.id: node.name for node in nodes}
             except _Missed as error:
                 session.release(session.workers[held[0] :], session.placement_groups[held[1] :])
                 missing = f"; {error}"
                 unlucky = frozenset(slot.node_id for slot in slots if slot.gpus is not None)
                 wait, pause = pause * random.uniform(0.5, 1.5), min(2 * pause, LONGEST_PAUSE_S)
-        state = f"asked for {asked_text(asks, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
+        state = f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
         if time.monotonic() + wait > deadline:
             raise RunFailed(f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}")
-        if time.monotonic() - said >= SAY_EVERY_S:
-            said = time.monotonic()
-            LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - said)
+        if time.monotonic() - logged >= LOG_EVERY_S:
+            logged = time.monotonic()
+            LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - logged)
         time.sleep(wait)
         nodes = read_nodes(indices)  # nodes come and go
 
 
 def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> list[Claim]:
-    """New workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
+    """Start new workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
 
     Raises RunFailed when one does not start, its node has left, or it sees another GPU.
     """
     session.release([claim.worker for claim in claims], [])
     try:
-        found = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
+        started = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
     except _Missed as error:
         raise RunFailed(f"workers could not be started again: {error}") from None
-    for old, new in zip(claims, found, strict=True):
+    for old, new in zip(claims, started, strict=True):
         if new.device.gpu_uuids != old.device.gpu_uuids:
             seen, expected = (", ".join(claim.device.gpu_uuids) for claim in (new, old))
             raise RunFailed(f"a worker started again (pid {new.device.pid}) has GPU {seen} instead of {expected}")
-    return found
+    return started
 
 
 def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
-    """GPUs to take on each node with exact slots: all that are free, so that the wanted ones are among them.
+    """Return GPUs to take on each node with exact slots: all that are free, so that the wanted ones are among them.
 
     Ray hands out the lowest first. On an idle node, unless that failed before, the first ones up to the last wanted
     one will do, and the processes that would only look at the others need not start.
@@ -136,7 +142,7 @@ def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str
 
 
 def _lowest_enough(node: Node, own: list[Slot]) -> int:
-    """How many of a node's lowest GPUs cover its slots without a range besides those with one."""
+    """Return how many of a node's lowest GPUs cover its slots without a range besides those with one."""
     named = {index for slot in own for index in slot.gpus or ()}
     wanted = sum(slot.n_gpus for slot in own if slot.gpus is None)
     spare = [position for position, index in enumerate(node.gpus) if index not in named]
@@ -146,7 +152,10 @@ def _lowest_enough(node: Node, own: list[Slot]) -> int:
 def _attempt(
     session: Session, slots: list[Slot], look_at: dict[str, int], cluster: Cluster, share: float
 ) -> list[list[Claim]]:
-    """Claims per slot, in the order of devices. Raises _Missed, with everything given back, when someone was faster."""
+    """Reserve GPUs and start workers; return claims per slot, in the order of devices.
+
+    Raises _Missed, with everything given back, when someone was faster.
+    """
     workers_before, groups_before = len(session.workers), len(session.placement_groups)
     try:
         bundles = _take(session, slots, look_at, cluster.cpus_per_worker)
@@ -179,7 +188,7 @@ def _take(session: Session, slots: list[Slot], look_at: dict[str, int], cpus: fl
     """Reserve the GPUs: as many as needed in one atomic group; those to look at one by one."""
     plain = [slot.node_id for slot in slots if slot.node_id not in look_at for _ in range(slot.n_gpus)]
     cpu_only = [(slot.node_id, cpus * slot.n_gpus) for slot in slots if slot.node_id in look_at]
-    cpu_only += [(slot.node_id, cpus * slot.n_guests) for slot in slots if slot.n_guests]
+    cpu_only += [(slot.node_id, cpus * slot.n_colocated) for slot in slots if slot.n_colocated]
     together = [(node_id, {"GPU": 1.0, "CPU": cpus}) for node_id in plain]
     # GPUs taken to look at carry no CPUs, of which there need not be enough for all of them.
     together += [(node_id, {"CPU": amount}) for node_id, amount in cpu_only]
@@ -217,7 +226,7 @@ def _wait_ready(groups: list[Any]) -> list[Any]:
 def _start_workers(
     session: Session, wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
 ) -> list[Claim]:
-    """Workers with these resources out of these bundles, all starting at the same time, and what each sees."""
+    """Start workers with these resources out of these bundles, all starting at the same time, and what each sees."""
     workers = []
     for bundle, resources in wanted:
         strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)
@@ -241,7 +250,7 @@ def _start_workers(
 
 
 def _wait_started(refs: Sequence[Any], node_ids: set[str], timeout_s: float) -> None:
-    """Until every worker has reported or failed. Raises _Missed when a node left, RunFailed when the time is over."""
+    """Wait until every worker has reported or failed. Raises _Missed when a node left, RunFailed when time is up."""
     deadline = time.monotonic() + timeout_s
     late = list(refs)
     while late:
@@ -256,24 +265,24 @@ def _require_alive(node_ids: set[str]) -> None:
         raise _Missed("a node left")
 
 
-def _by_ask(asks: Sequence[Ask], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:
+def _by_group(requests: Sequence[GroupRequest], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:
     return {
-        ask.group: [
-            claim for slot, kept in zip(slots, claims, strict=True) if slot.group == ask.group for claim in kept
+        request.group: [
+            claim for slot, kept in zip(slots, claims, strict=True) if slot.group == request.group for claim in kept
         ]
-        for ask in asks
+        for request in requests
     }
 
 
-def _with_guests(
-    session: Session, asks: Sequence[Ask], hosts: dict[str, list[Claim]], cluster: Cluster, share: float
+def _start_colocated(
+    session: Session, requests: Sequence[GroupRequest], hosts: dict[str, list[Claim]], cluster: Cluster, share: float
 ) -> dict[str, list[Claim]]:
-    """``hosts`` and the claims of their guests, which are started now that it is known which GPU each host has."""
+    """Start colocated groups, now that it is known which GPU each host has; return ``hosts`` and their claims."""
     wanted: dict[str, list[_Bundle]] = {}
-    for ask in asks:
-        for guest in ask.guests:
-            ranks = [node * ask.n_gpus + position for node in range(guest.nnodes) for position in guest.positions]
-            wanted[guest.group] = [hosts[ask.group][rank].bundle for rank in ranks]
+    for request in requests:
+        for other in request.colocated:
+            ranks = [node * request.n_gpus + position for node in range(other.nnodes) for position in other.positions]
+            wanted[other.group] = [hosts[request.group][rank].bundle for rank in ranks]
     if not wanted:
         return hosts
     # They come into bundles that have a worker; their CPUs are reserved elsewhere.
@@ -281,3 +290,75 @@ def _with_guests(
     bundles = [(bundle, resources) for group in wanted.values() for bundle in group]
     claims = iter(_start_workers(session, bundles, cluster))
     return hosts | {group: [next(claims) for _ in own] for group, own in wanted.items()}
+
+
+def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
+    """Return nodes of the cluster with GPUs, the head first; one that leaves meanwhile is left out.
+
+    ``indices`` holds the GPU indices of the nodes by id; those of nodes that are not in it are read and put
+    there, since they never change. Without it, nothing is read and a node's GPUs count from 0.
+    """
+    alive = _living_nodes()
+    if indices is not None:
+        indices.update(_read_indices([node["NodeID"] for node in alive if node["NodeID"] not in indices]))
+        alive = [node for node in alive if node["NodeID"] in indices]
+    alive.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeManagerAddress"], n["NodeID"]))
+    free = available_resources_per_node()
+    addresses = [node["NodeManagerAddress"] for node in alive]
+    nodes = []
+    for node in alive:
+        node_id, address, resources = node["NodeID"], node["NodeManagerAddress"], node["Resources"]
+        n_gpus = int(resources["GPU"])
+        available = free.get(node_id, {})
+        nodes.append(
+            Node(
+                id=node_id,
+                name=address if addresses.count(address) == 1 else f"{address}/{node_id[:8]}",
+                gpus=tuple(range(n_gpus) if indices is None else indices[node_id]),
+                cpus=resources.get("CPU", 0.0),
+                free_gpus=int(available.get("GPU", 0.0)),
+                free_cpus=available.get("CPU", 0.0),
+            )
+        )
+    return nodes
+
+
+def _living_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
+
+
+def free_text(nodes: Sequence[Node]) -> str:
+    """Return ``3 of 8 GPUs and 5 of 8 CPUs on 1 node``: what nobody holds now."""
+
+    def total(numbers: Sequence[float]) -> str:
+        return f"{sum(numbers):g}"
+
+    gpus = f"{total([n.free_gpus for n in nodes])} of {total([len(n.gpus) for n in nodes])} GPUs"
+    cpus = f"{total([n.free_cpus for n in nodes])} of {total([n.cpus for n in nodes])} CPUs"
+    return f"{gpus} and {cpus} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
+
+
+def _read_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
+    """Return indices of the GPUs of every node that is still there. Raises RunFailed when one is silent for 60 s."""
+    read = ray.remote(num_cpus=0)(_indices_here)
+    refs = {
+        node_id: read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(node_id)
+        for node_id in node_ids
+    }
+    indices: dict[str, list[int]] = {}
+    for node_id, ref in refs.items():
+        try:
+            indices[node_id] = ray.get(ref, timeout=60)
+        except Exception as error:
+            if any(node["NodeID"] == node_id for node in _living_nodes()):
+                raise explain(error, f"asking node {node_id[:8]} for its GPUs") from error
+    return indices
+
+
+def _indices_here(node_id: str) -> list[int]:
+    """Return indices of this node's GPUs, out of the environment of its raylet, which is this process' parent."""
+    environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
+    variables = dict(entry.partition("=")[::2] for entry in environ.split("\0"))
+    n_gpus = next(int(node["Resources"]["GPU"]) for node in ray.nodes() if node["NodeID"] == node_id)
+    uuids = [] if variables.get(gpu.SIMULATED) == "1" else gpu.nvml_uuids()
+    return gpu.node_indices(variables.get(gpu.VISIBLE), n_gpus, uuids)

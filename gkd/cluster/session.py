@@ -14,19 +14,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private.state import state  # Ray has no public way to read a cluster's own settings
 from ray.util import remove_placement_group
 
 from gkd.cluster import gpu, local, reaper
 from gkd.cluster.address import require_cluster
-from gkd.cluster.control_service import ControlService
-from gkd.cluster.deadline import abandon, within
-from gkd.cluster.failure import one_line
-from gkd.cluster.layout import Node, asks_of
-from gkd.cluster.nearest import require_fit
-from gkd.cluster.sharing import shared
-from gkd.cluster.signals import ignoring_signals, keeping_exit_code, keeping_sigterm_handler
+from gkd.cluster.control_service import SETTING, VARIABLE, ControlService, finish_s
+from gkd.cluster.fit import require_fit, share_gpus
+from gkd.cluster.layout import Node, requests_of
+from gkd.cluster.shutdown import (
+    abandon,
+    ignoring_signals,
+    keeping_children_from_hangups,
+    keeping_exit_code,
+    keeping_sigterm_handler,
+    within,
+)
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, RunFailed, one_line
 from gkd.inference.vllm_engine import installed_device
 
 CONNECT_TIMEOUT_S = 10.0
@@ -48,10 +53,10 @@ class Session:
     placement_groups: list[Any] = field(default_factory=list)
     control: ControlService | None = None
     claim: int | None = None
-    """The descriptor that says to others that the directory is in use."""
+    """The descriptor whose lock shows that the directory is in use."""
 
     def require_control(self) -> None:
-        """Raise RunFailed when Ray's control service is gone, once."""
+        """Raise ControlLost when Ray's control service is gone, once."""
         if self.control is not None:
             self.control.require()
 
@@ -75,10 +80,10 @@ def connect(config: Config) -> Iterator[Session]:
     before Ray starts, for a layout that this machine cannot hold.
     """
     with keeping_exit_code():
-        yield from _connected(config)
+        yield from _connect(config)
 
 
-def _connected(config: Config) -> Iterator[Session]:
+def _connect(config: Config) -> Iterator[Session]:
     session = Session()
     watchdog: subprocess.Popen[bytes] | None = None
     connected_before = ray.is_initialized()
@@ -106,36 +111,36 @@ def _connected(config: Config) -> Iterator[Session]:
 
 
 def _watch_control(config: Config, private: bool) -> ControlService:
-    """Watch the control service for as long as an update and a push may take without anybody asking for it."""
-    patience_s = config.trainer.update_timeout_s + config.weights.timeout_s
+    """Watch the control service of the Ray that this process is connected to."""
     address: str = ray.get_runtime_context().gcs_address
-    return ControlService(address, 1.5 if private else RESTART_GRACE_S, patience_s)
+    time_left_s = finish_s(state.get_system_config(), config.trainer.save_timeout_s)
+    return ControlService(address, 1.5 if private else RESTART_GRACE_S, time_left_s)
 
 
 def _longest_end_s(config: Config) -> float:
-    """Time that a run without a control service may need to finish a step and to write a checkpoint."""
+    """Return time that a run without a control service may need to finish a step and to write a checkpoint."""
     return config.trainer.update_timeout_s + config.weights.timeout_s + config.trainer.save_timeout_s
 
 
 def _address(cluster: Cluster) -> str | None:
-    """``host:port`` of the cluster to join, or None for a private one."""
+    """Return ``host:port`` of the cluster to join, or None for a private one."""
     simulate = isinstance(cluster.simulate_gpus, int)
     if cluster.address is not None and simulate:
         raise ConfigError("cluster.simulate_gpus is for a private Ray: it cannot add GPUs to cluster.address")
-    if simulate:  # what the command line asks for outweighs the environment
+    if simulate:  # what the command line says outweighs the environment
         return None
     return cluster_address(cluster.address)
 
 
-def cluster_address(asked: str | None) -> str | None:
-    """``host:port`` (or ``auto``) of the cluster that a run joins; None for a private Ray."""
-    address = asked or os.environ.get("RAY_ADDRESS")
+def cluster_address(setting: str | None) -> str | None:
+    """Return ``host:port`` (or ``auto``) of the cluster that a run joins; None for a private Ray."""
+    address = setting or os.environ.get("RAY_ADDRESS")
     if address and address != "auto":
         return None if address == "local" else address
-    found = local.running_address()
-    if found is not None:
-        LOG.info("joining the Ray cluster at %s (cluster.address=local for a private one)", found)
-    return found or address or None
+    running = local.running_address()
+    if running is not None:
+        LOG.info("joining the Ray cluster at %s (cluster.address=local for a private one)", running)
+    return running or address or None
 
 
 def join(address: str, setting: str = "cluster.address") -> None:
@@ -154,42 +159,42 @@ def join(address: str, setting: str = "cluster.address") -> None:
 
 
 def _plan_private(config: Config) -> tuple[int, int, bool]:
-    """GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError when they do not do."""
+    """Return GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError for too few."""
     cluster, uuids = config.cluster, gpu.nvml_uuids()
     real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids)
     n_gpus, simulated, hint = len(real), False, ""
     # GPUs that the installed packages cannot compute on are as good as none.
-    as_asked = cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu")
+    for_layout = cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu")
     if isinstance(cluster.simulate_gpus, int):
         if cluster.simulate_gpus < 1:
             raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")
         n_gpus, simulated = cluster.simulate_gpus, True
-    if not as_asked:
-        config = shared(config, [_this_machine(n_gpus, 0, simulated, uuids)])
-    asks = asks_of(config)
-    named = [index for ask in asks for one in ask.ranges for index in one]
-    wanted = max(sum(ask.total for ask in asks), *(index + 1 for index in [-1, *named]))
-    if as_asked:
+    if not for_layout:
+        config = share_gpus(config, [_this_machine(n_gpus, 0, simulated, uuids)])
+    requests = requests_of(config)
+    named = [index for request in requests for one in request.ranges for index in one]
+    wanted = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
+    if for_layout:
         n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True
         if wanted > n_gpus:
             hint = f"cluster.simulate_gpus={wanted} would simulate them all"
     elif not n_gpus:
         hint = f"cluster.simulate_gpus={wanted} tries the layout without GPUs"
-    workers = sum(ask.workers_per_node * ask.nnodes for ask in asks)
+    workers = sum(request.workers_per_node * request.nnodes for request in requests)
     # Of a machine that is this run's, Ray only counts the cores: three workers on one GPU share two as well.
     n_cpus = max(os.cpu_count() or 1, math.ceil(workers * cluster.cpus_per_worker))
-    require_fit(asks, [_this_machine(n_gpus, n_cpus, simulated, uuids)], cluster.cpus_per_worker, hint)
+    require_fit(requests, [_this_machine(n_gpus, n_cpus, simulated, uuids)], cluster.cpus_per_worker, hint)
     return n_gpus, n_cpus, simulated
 
 
 def _this_machine(n_gpus: int, n_cpus: int, simulated: bool, uuids: list[str]) -> Node:
-    """The one node of a private Ray."""
+    """Return the one node of a private Ray."""
     visible = None if simulated and not _lists_enough(n_gpus) else os.environ.get(gpu.VISIBLE)
     return Node("", "this machine", tuple(gpu.node_indices(visible, n_gpus, uuids)), n_cpus)
 
 
 def _lists_enough(n_gpus: int) -> bool:
-    """Whether simulated GPUs can take their ids from the parent's CUDA_VISIBLE_DEVICES."""
+    """Return whether simulated GPUs can take their ids from the parent's CUDA_VISIBLE_DEVICES."""
     listed = gpu.tokens(os.environ.get(gpu.VISIBLE)) or []
     return len(listed) >= n_gpus and all(token.isdigit() for token in listed)
 
@@ -202,24 +207,26 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
 
     Its processes live for ``reconnect_s`` without their control service.
     """
+    reconnect = math.ceil(reconnect_s)
     environment: dict[str, str | None] = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         gpu.SIMULATED: "1" if simulated else None,
+        VARIABLE: str(reconnect),
     }
     # Ray refuses more GPUs than the variable lists; when it lists enough, ids are taken from it.
     if simulated and not _lists_enough(n_gpus):
         environment[gpu.VISIBLE] = None
     for attempts_left in (1, 0):
         try:
-            with _environment(environment), keeping_sigterm_handler():
+            with _environment(environment), keeping_sigterm_handler(), keeping_children_from_hangups():
                 ray.init(
                     address="local",
                     num_gpus=n_gpus,
                     num_cpus=n_cpus,
                     include_dashboard=False,
                     _temp_dir=directory,
-                    _system_config={"gcs_rpc_server_reconnect_timeout_s": math.ceil(reconnect_s)},
+                    _system_config={SETTING: reconnect},
                     **_QUIET,
                 )
             return
@@ -282,7 +289,7 @@ def _leave_ray(session: Session, lost: bool, stay: bool) -> None:
 
 @contextlib.contextmanager
 def _environment(changes: dict[str, str | None]) -> Iterator[None]:
-    """Variables for the processes Ray starts, None to leave one out; this process gets its own back."""
+    """Set variables for the processes that Ray starts, None to leave one out; this process gets its own back."""
     before = {name: os.environ.get(name) for name in changes}
     try:
         _set(changes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +18,9 @@ from typing import Any
 import psutil
 import ray
 
+from gkd.cluster.assignment import DeviceReport
 from gkd.cluster.gpu import VISIBLE, devices_seen, smallest_memory
-from gkd.cluster.report import DeviceReport
+from gkd.cluster.port import free_port
 from gkd.errors import RunFailed
 from gkd.garbage import uncollected
 
@@ -43,7 +43,7 @@ class Worker:
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def report(self) -> DeviceReport:
-        """What this process sees. Raises RunFailed when torch was imported before the device was chosen."""
+        """Return what this process sees. Raises RunFailed when torch was imported before the device was chosen."""
         if self._torch_came_first:
             raise RunFailed(f"pid {os.getpid()}: torch was imported before {VISIBLE} was set, so it may use any GPU")
         context = ray.get_runtime_context()
@@ -68,22 +68,20 @@ class Worker:
         os.environ.update(variables)
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
-    def see(self, devices: Sequence[str], on_several_nodes: bool) -> None:
+    def set_visible_devices(self, devices: Sequence[str], on_several_nodes: bool) -> None:
         """Make this worker see all ``devices`` that its engine has on this node. After the check, before :meth:`build`.
 
         ``on_several_nodes``: the engine has parts elsewhere, which reach this one at the node's address.
         """
-        self._require_unbuilt("see")
+        self._require_unbuilt("set_visible_devices")
         os.environ[VISIBLE] = ",".join(devices)
         if on_several_nodes:
             os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def free_port(self) -> int:
-        """A port that was free on this node a moment ago."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        """Return a port that was free on this node a moment ago."""
+        return free_port()
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def build(self, target: str, *args: Any, **kwargs: Any) -> None:
@@ -120,12 +118,12 @@ class Worker:
         yield from self._method(method)(*args, **kwargs)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def last(self) -> None:
-        """Return when this process ends, which is never: for others to :meth:`end_with`."""
+    def block_until_end(self) -> None:
+        """Block for as long as this process lives, so that others can watch it with :meth:`end_after_any`."""
         threading.Event().wait()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def end_with(self, calls: Sequence[Any]) -> None:
+    def end_after_any(self, calls: Sequence[Any]) -> None:
         """End this process and its children as soon as one of these calls of other workers ends, as it does on failure.
 
         An engine that lost a part waits for it in a collective, where nothing but its own end would be noticed; its

@@ -67,9 +67,14 @@ class Pool(Settings):
     n_gpus_per_node: int = Field(
         1,
         ge=1,
-        description="GPUs of this group on each node, one worker a GPU; null: as many as gpus names, or 1",
+        description="GPUs of this group on each node, one worker a GPU (slime: actor_num_gpus_per_node); null: as many "
+        "as gpus names, or 1",
     )
-    nnodes: int = Field(1, ge=1, description="nodes this group spans; null: as many as gpus_by_node has ranges, or 1")
+    nnodes: int = Field(
+        1,
+        ge=1,
+        description="nodes this group spans (slime: actor_num_nodes); null: as many as gpus_by_node has ranges, or 1",
+    )
     gpus: GpuRange = Field(
         None, description="exact GPU indices on each node: 0-1, '4,5,6,7' or 7; null: the next free ones"
     )
@@ -80,8 +85,9 @@ class Pool(Settings):
     )
     colocate_with: GroupName | None = Field(
         None,
-        description="group whose GPUs this one works on as well, its first ones or those that gpus names; "
-        "null: GPUs of its own, as where the run does not have that group",
+        description="group whose GPUs this one works on as well, its first ones or those that gpus names (TRL: "
+        "vllm_mode=colocate; verl: one resource pool; slime: --colocate); null: GPUs of its own, as where the run does "
+        "not have that group",
     )
 
     @model_validator(mode="before")
@@ -135,11 +141,22 @@ class Pool(Settings):
 class Engine(Pool):
     """A pool of vLLM engines, one for every ``tensor_parallel_size`` GPUs."""
 
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs one engine spans, which divide n_gpus_per_node")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="GPUs one engine spans, which divide n_gpus_per_node (TRL: vllm_tensor_parallel_size; verl: "
+        "tensor_model_parallel_size; slime: rollout_num_gpus_per_engine)",
+    )
     across_nodes: bool = Field(
         False, description="an engine may span nodes: tensor_parallel_size may be n_gpus_per_node times some of nnodes"
     )
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of a GPU's memory the engine may use")
+    gpu_memory_utilization: float = Field(
+        0.85,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory the engine may use (TRL: vllm_gpu_memory_utilization; slime: "
+        "sglang_mem_fraction_static)",
+    )
     kv_cache_gb: int = Field(1, ge=1, description="size of the key-value cache of an engine on a CPU, GiB")
     max_num_seqs: int = Field(128, ge=1, description="sequences one engine works on at the same time")
     enforce_eager: bool = Field(False, description="no CUDA graphs and no compilation on a GPU; a CPU never has them")

@@ -24,7 +24,7 @@ from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.data import TASKS
 from gkd.config.file import read_yaml
 from gkd.config.loading import is_text, open_sections, unknown
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 from gkd.registry import absolute
 
 # An installed package carries conf inside itself; a checkout has it at the top.
@@ -152,7 +152,7 @@ def _tree(base: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR.resolve())):
             tree = OmegaConf.to_container(hydra_compose("config", overrides=list(overrides)), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(" ".join(str(error).split())) from None
+        raise ConfigError(one_line(error)) from None
     assert isinstance(tree, dict)
     return {str(k): v for k, v in tree.items()}
 

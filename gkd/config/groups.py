@@ -322,7 +322,7 @@ class Cluster(Settings):
     )  # fmt: skip
     share_gpus: bool = Field(
         False, description="where there are fewer GPUs than groups, and no pool says which or how many it has, groups "
-        "share GPUs as in placement=single_gpu, 2gpu, 3gpu or 4gpu; placement=auto sets it"
+        "are colocated as in placement=single_gpu, 2gpu, 3gpu or 4gpu; placement=auto sets it"
     )  # fmt: skip
     cpu_threads: int | None = Field(
         None, ge=1, description="threads a worker computes with where there is no GPU; null: all cores"
@@ -330,7 +330,9 @@ class Cluster(Settings):
     cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved with each worker's GPU")
     reserve_timeout_s: float = Field(300.0, gt=0, description="time to wait for GPUs and CPUs to become free")
     offload: Literal["auto"] | bool = Field(
-        "auto", description="engines on the actor's GPUs and the actor give their memory to whichever works: vLLM "
-        "sleeps, the actor's weights and optimizer state go to the host; auto: where they do not fit side by side"
+        "auto", description="the actor and engines on its GPUs leave these to each other: vLLM sleeps while the actor "
+        "works (TRL: vllm_enable_sleep_mode; verl: free_cache_engine), the actor's weights and optimizer state are "
+        "offloaded to the host while engines do (verl: param_offload, optimizer_offload; slime: --offload); auto: "
+        "where they do not fit side by side"
     )  # fmt: skip
     start_timeout_s: float = Field(900.0, gt=0, description="time workers have to start and to load their models")

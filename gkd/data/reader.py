@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import user_path
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 JSONL_SUFFIXES = (".jsonl", ".json-lines", ".ndjson")
 
@@ -90,7 +90,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _not_json(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
-    return "nested too deep" if isinstance(error, RecursionError) else _one_line(error)
+    return "nested too deep" if isinstance(error, RecursionError) else one_line(error)
 
 
 def _kind(value: Any) -> str:
@@ -108,7 +108,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for number, values in enumerate(rows, start=1):
                 yield Row(values, f"{path} row {number}")
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"data file {path} is not a readable Parquet file: {_one_line(error)}") from None
+        raise ConfigError(f"data file {path} is not a readable Parquet file: {one_line(error)}") from None
 
 
 def _read_directory(path: Path) -> Iterator[Row]:
@@ -121,11 +121,7 @@ def _read_directory(path: Path) -> Iterator[Row]:
         rows = datasets.Dataset.load_from_disk(str(path))
     except Exception as error:  # datasets raises whatever it meets in its own files
         raise ConfigError(
-            f"data directory {path} was not written by datasets' save_to_disk: {_one_line(error)}"
+            f"data directory {path} was not written by datasets' save_to_disk: {one_line(error)}"
         ) from None
     for number, values in enumerate(rows, start=1):
         yield Row(dict(values), f"{path} row {number}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gkd.data.prompts import PromptSet
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 from gkd.types import Int32, Prompt, teacher_of
 
 COMPARED = 64  # prompts of a file that are compared
@@ -69,7 +69,7 @@ class Renderer:
                 **self.rendering.special_tokens,
             )
         except Exception as error:  # a template computes with what the messages hold, and raises what it meets
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise ConfigError(f"the chat template of {self.setting} refuses prompt {prompt.id}: {reason}") from None
         return str(text)
 

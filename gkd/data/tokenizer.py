@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import user_path
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -151,7 +151,7 @@ def load_tokenizer(path: str, setting: str = "model.path") -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # transformers raises whatever its readers meet: OSError, ValueError, KeyError, tokenizers' bare Exception.
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         if "trust_remote_code" in str(error):  # without the argument it would ask on the terminal
             raise ConfigError(
                 f"{setting}={path}: its tokenizer comes with code of its own (auto_map in tokenizer_config.json), "

@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gkd.doctor import node as node_module
 from gkd.doctor.finding import Finding, failed, ok, warning
+from gkd.errors import one_line
 
 ASK_TIMEOUT_S = 120.0  # a node's first task starts a process there
 MAX_CLOCK_S = 1.0
@@ -22,10 +23,10 @@ QUICKSTART = "run ./launch/quickstart.sh from the same checkout on each and star
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says.
+    """What is known of a node.
 
-    ``gloo_address`` is what torch's gloo would tell others, empty where it is told which to take; ``clock_s`` is how
-    far its clock is ahead of this machine's, within ``within_s``.
+    ``gloo_address`` is what torch's gloo would give others, empty where a variable names the interface; ``clock_s`` is
+    how far its clock is ahead of this machine's, within ``within_s``.
     """
 
     name: str
@@ -39,34 +40,37 @@ class NodeFacts:
 
 
 def check_cluster() -> Iterator[Finding]:
-    """The cluster this process is connected to."""
+    """Check the cluster this process is connected to."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    ray.cloudpickle.register_pickle_by_value(node_module)  # a node need not have this version of gkd, or any
+    for module in (node_module, *node_module.SENT):
+        ray.cloudpickle.register_pickle_by_value(module)
     try:
-        found: list[NodeFacts] = []
+        facts: list[NodeFacts] = []
         for node in nodes:
             name = f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}"
             try:
-                found.append(_ask(node, name))
+                facts.append(_look_at(node, name))
             except (ray.exceptions.RayError, TimeoutError) as error:
-                reason = " ".join(str(error).split())[:200]
-                yield failed("node", f"{name} does not answer: {reason}", "start it again with ./launch/ray_cluster.sh")
+                yield failed(
+                    "node", f"{name} does not answer: {one_line(error)}", "start it again with ./launch/ray_cluster.sh"
+                )
     finally:
-        ray.cloudpickle.unregister_pickle_by_value(node_module)
-    yield from judge(found)
+        for module in (node_module, *node_module.SENT):
+            ray.cloudpickle.unregister_pickle_by_value(module)
+    yield from compare(facts)
 
 
-def judge(found: list[NodeFacts]) -> Iterator[Finding]:
-    """What the nodes' facts mean together."""
-    yield ok("nodes", f"{len(found)} answer: {', '.join(node.name for node in found)}")
-    yield from _addresses(found)
-    yield from _clocks(found)
-    yield from _versions(found)
-    for node in found:
+def compare(nodes: list[NodeFacts]) -> Iterator[Finding]:
+    """Yield what the nodes' facts mean together."""
+    yield ok("nodes", f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}")
+    yield from _addresses(nodes)
+    yield from _clocks(nodes)
+    yield from _versions(nodes)
+    for node in nodes:
         yield _gpus(node)
 
 
-def _ask(node: dict[str, Any], name: str) -> NodeFacts:
+def _look_at(node: dict[str, Any], name: str) -> NodeFacts:
     there = {
         "num_cpus": 0,
         "max_retries": 0,
@@ -77,17 +81,17 @@ def _ask(node: dict[str, Any], name: str) -> NodeFacts:
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         before = time.time()
-        told = ray.get(clock.remote(), timeout=ASK_TIMEOUT_S)
+        there_s = ray.get(clock.remote(), timeout=ASK_TIMEOUT_S)
         after = time.time()
-        rounds.append((after - before, told - (before + after) / 2))
+        rounds.append((after - before, there_s - (before + after) / 2))
     took, ahead = min(rounds)
     return NodeFacts(name, int(node["Resources"].get("GPU", 0)), **facts, clock_s=ahead, within_s=took / 2)
 
 
-def _addresses(found: list[NodeFacts]) -> Iterator[Finding]:
-    if len({node.name.partition("/")[0] for node in found}) < 2:  # all on one machine
+def _addresses(nodes: list[NodeFacts]) -> Iterator[Finding]:
+    if len({node.name.partition("/")[0] for node in nodes}) < 2:  # all on one machine
         return
-    alone = [node for node in found if node.gloo_address.startswith(("127.", "::1", "unknown"))]
+    alone = [node for node in nodes if node.gloo_address.startswith(("127.", "::1", "unknown"))]
     for node in alone:
         yield warning(
             "address",
@@ -95,36 +99,36 @@ def _addresses(found: list[NodeFacts]) -> Iterator[Finding]:
             "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between them before its node starts",
         )
     if not alone:
-        yield ok("address", f"{len(found)} nodes know an address that others can reach")
+        yield ok("address", f"{len(nodes)} nodes know an address that others can reach")
 
 
-def _clocks(found: list[NodeFacts]) -> Iterator[Finding]:
-    wrong = [node for node in found if abs(node.clock_s) - node.within_s > MAX_CLOCK_S]
+def _clocks(nodes: list[NodeFacts]) -> Iterator[Finding]:
+    wrong = [node for node in nodes if abs(node.clock_s) - node.within_s > MAX_CLOCK_S]
     for node in wrong:
         yield warning("clock", f"{node.name} is {node.clock_s:+.1f} s from this machine", "let NTP or chrony set it")
     if not wrong:
-        yield ok("clock", f"the same on {len(found)} nodes within {MAX_CLOCK_S:g} s")
+        yield ok("clock", f"the same on {len(nodes)} nodes within {MAX_CLOCK_S:g} s")
 
 
-def _versions(found: list[NodeFacts]) -> Iterator[Finding]:
-    names = list(dict.fromkeys(name for node in found for name in node.versions))
+def _versions(nodes: list[NodeFacts]) -> Iterator[Finding]:
+    names = list(dict.fromkeys(name for node in nodes for name in node.versions))
     different = False
     for name in names:
         nodes_by_version: dict[str, list[str]] = {}
-        for node in found:
+        for node in nodes:
             if name in node.versions:
                 nodes_by_version.setdefault(node.versions[name], []).append(node.name)
         if len(nodes_by_version) > 1:
             different = True
-            told = "; ".join(f"{version} on {', '.join(on)}" for version, on in nodes_by_version.items())
+            versions = "; ".join(f"{version} on {', '.join(on)}" for version, on in nodes_by_version.items())
             if name == "driver":
-                yield warning("driver", told, "install the same on every machine")
+                yield warning("driver", versions, "install the same on every machine")
             elif name == "gkd":
-                yield warning("gkd", told, "the same checkout on each, or launch/submit.py, which brings its own")
+                yield warning("gkd", versions, "the same checkout on each, or launch/submit.py, which brings its own")
             else:
-                yield failed("packages", f"{name}: {told}", QUICKSTART)
+                yield failed("packages", f"{name}: {versions}", QUICKSTART)
     if not different:
-        yield ok("packages", f"{len(names)} the same on {len(found)} nodes")
+        yield ok("packages", f"{len(names)} the same on {len(nodes)} nodes")
 
 
 def _gpus(node: NodeFacts) -> Finding:

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from gkd.cluster.gpu import handles, nvml, text
 from gkd.doctor.finding import GIB, Finding, failed, ok, warning
+from gkd.errors import ConfigError
 
 IMPORT_TIMEOUT_S = 180.0
 COMPILE_TIMEOUT_S = 60.0
@@ -29,7 +31,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Gpus:
-    """What NVML says: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes."""
+    """What NVML reports: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes."""
 
     driver: str
     cuda: int
@@ -39,31 +41,26 @@ class Gpus:
 
 
 def read_gpus() -> Gpus | None:
-    """None where there is no driver."""
+    """Return what there is; None where there is no driver, or no package to reach it, which another check reports."""
     try:
-        import pynvml
-    except ImportError:
+        with nvml() as library:
+            if library is None:
+                return None
+            devices = handles(library)
+            memory = [library.nvmlDeviceGetMemoryInfo(handle) for handle in devices]
+            return Gpus(
+                text(library.nvmlSystemGetDriverVersion()),
+                int(library.nvmlSystemGetCudaDriverVersion()),
+                [text(library.nvmlDeviceGetName(handle)) for handle in devices],
+                [int(each.free) for each in memory],
+                [int(each.total) for each in memory],
+            )
+    except ConfigError:
         return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        memory = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-        return Gpus(
-            str(pynvml.nvmlSystemGetDriverVersion()),
-            int(pynvml.nvmlSystemGetCudaDriverVersion()),
-            [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles],
-            [int(each.free) for each in memory],
-            [int(each.total) for each in memory],
-        )
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
-    """Which there are, and whether somebody else uses them."""
+    """Check which there are, and whether somebody else uses them."""
     if gpus is None or not gpus.names:
         yield ok("gpus", "none: runs compute on the CPU, on GPUs that Ray only counts (placement=auto or cpu)")
         return
@@ -80,19 +77,19 @@ def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
 def check_torch(gpus: Gpus | None) -> Iterator[Finding]:
     """Import torch and transformers, as a worker does, and compare torch's CUDA with the driver's; NCCL."""
     try:
-        asked = subprocess.run(
+        probe = subprocess.run(
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         yield failed("torch", f"importing it takes more than {IMPORT_TIMEOUT_S:.0f} s", "is the disk of .venv slow?")
         return
-    if asked.returncode != 0:
-        lines = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+    if probe.returncode != 0:
+        lines = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
         yield failed(
             "torch", f"cannot be imported with transformers: {lines[-1]}", "rm -r .venv, ./launch/quickstart.sh"
         )
         return
-    yield from judge_torch(json.loads(asked.stdout.splitlines()[-1]), gpus)
+    yield from compare_torch(json.loads(probe.stdout.splitlines()[-1]), gpus)
 
 
 def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
@@ -124,12 +121,12 @@ def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
         yield failed("compiler", f"{compiler} cannot compile with {headers}/Python.h: {wrong}", do)
 
 
-def judge_torch(told: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:
-    """What torch ``told`` (see _PROBE) against the machine's GPUs."""
-    version, cuda = metadata.version("torch"), told["cuda"]
+def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:
+    """Compare what torch knows (``facts``, of _PROBE) with the machine's GPUs."""
+    version, cuda = metadata.version("torch"), facts["cuda"]
     if gpus is None or not gpus.names:
         yield ok("torch", f"{version} on the CPU")
-        if not told["gloo"]:
+        if not facts["gloo"]:
             yield failed(
                 "gloo", "torch was built without it, so ranks cannot talk on a CPU", "install torch's own build"
             )
@@ -144,17 +141,17 @@ def judge_torch(told: dict[str, str | int | bool | None], gpus: Gpus | None) -> 
             f"{version} is built for CUDA {cuda}; driver {gpus.driver} runs up to {driver[0]}.{driver[1]}",
             "install a newer driver, or a torch built for an older CUDA",
         )
-    elif not told["available"] or told["count"] != len(gpus.names):
+    elif not facts["available"] or facts["count"] != len(gpus.names):
         yield failed(
             "torch",
-            f"{version} sees {told['count']} of {len(gpus.names)} GPUs",
+            f"{version} sees {facts['count']} of {len(gpus.names)} GPUs",
             "unset CUDA_VISIBLE_DEVICES, and see what `python -c 'import torch; torch.zeros(1).cuda()'` says",
         )
     else:
         yield ok(
-            "torch", f"{version} with CUDA {cuda} sees {told['count']} GPUs; the driver runs {driver[0]}.{driver[1]}"
+            "torch", f"{version} with CUDA {cuda} sees {facts['count']} GPUs; the driver runs {driver[0]}.{driver[1]}"
         )
-    if told["nccl"] is None:
+    if facts["nccl"] is None:
         yield failed("nccl", "torch was built without it, so GPUs cannot talk", "install torch's own CUDA build")
     else:
-        yield ok("nccl", str(told["nccl"]))
+        yield ok("nccl", str(facts["nccl"]))

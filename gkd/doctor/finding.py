@@ -29,15 +29,15 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def ok(what: str, found: str) -> Finding:
-    """Nothing to do."""
+    """Return that there is nothing to do."""
     return Finding("ok", what, found)
 
 
 def warning(what: str, found: str, do: str) -> Finding:
-    """Runs work, but worse, or not all of them."""
+    """Return that runs work, but worse, or not all of them."""
     return Finding("warning", what, found, do)
 
 
 def failed(what: str, found: str, do: str) -> Finding:
-    """Runs do not work."""
+    """Return that runs do not work."""
     return Finding("failed", what, found, do)

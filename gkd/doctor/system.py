@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from gkd.cluster.port import is_free
 from gkd.doctor.finding import GIB, Finding, failed, ok, warning
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
@@ -20,8 +20,8 @@ FEW_FILES, TOO_FEW_FILES, FEW_PROCESSES = 8192, 1024, 4096
 
 
 def check_ports(own: bool) -> Iterator[Finding]:
-    """The ports that programs of this project listen on unless told otherwise; ``own``: a cluster was started here."""
-    taken = [port for port in PORTS if not own and not _is_free(port)]
+    """Check the ports that programs of this project listen on by default; ``own``: a cluster was started here."""
+    taken = [port for port in PORTS if not own and not is_free(port)]
     for port in taken:
         yield warning(
             "ports", f"{port} ({PORTS[port]}) is taken by another program", "choose another where you start it"
@@ -31,7 +31,7 @@ def check_ports(own: bool) -> Iterator[Finding]:
 
 
 def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
-    """Room and permission to write in each place, by what it is for."""
+    """Check room and permission to write in each place, by what it is for."""
     for what, place in places.items():
         there = next(path for path in (place, *place.parents) if path.exists())
         if not os.access(there, os.W_OK):
@@ -54,7 +54,7 @@ def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
 
 
 def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
-    """/dev/shm against what Ray's object store and NCCL put there."""
+    """Compare /dev/shm with what Ray's object store and NCCL put there."""
     size = shutil.disk_usage("/dev/shm").total
     wanted = min(OBJECT_STORE_SHARE * memory(), 200e9)
     found = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {wanted / GIB:.1f} GiB"
@@ -68,7 +68,7 @@ def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Open files and processes; Ray needs some of both for each worker and each connection."""
+    """Check limits of open files and processes; Ray needs some of both for each worker and each connection."""
     files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     do = "ulimit -n 65536 in the shell that starts Ray; for good in /etc/security/limits.conf"
     if _below(files, TOO_FEW_FILES):
@@ -82,7 +82,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def memory() -> int:
-    """Bytes of memory this process may have: the machine's, or its container's limit."""
+    """Return bytes of memory this process may have: the machine's, or its container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
@@ -92,13 +92,3 @@ def memory() -> int:
 
 def _below(limit: int, least: int) -> bool:
     return limit != resource.RLIM_INFINITY and limit < least
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True

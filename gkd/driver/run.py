@@ -11,9 +11,9 @@ import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from gkd.cluster.placement import Placement, PlacementFault, laid_out, place
+from gkd.cluster.assignment import print_table
+from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
 from gkd.cluster.session import Session
-from gkd.cluster.table import print_table
 from gkd.config import Config
 from gkd.config.learning_rate import doubts
 from gkd.driver.checkpoint import Saved, State
@@ -47,10 +47,10 @@ def drive(
 
     ``saved`` is the checkpoint that it goes on from.
     """
-    asked, config = config, laid_out(config)
+    requested, config = config, lay_out(config)
     _write(config, output)
-    placement = _placed(config, session, output)
-    config = with_transfer(_with_turns(config, placement), placement.groups)
+    placement = _place_and_show(config, session, output)
+    config = with_transfer(_with_offload(config, placement), placement.groups)
     _write(config, output)  # once more, with what the placement decided
     out.print(step_text(config), soft_wrap=True)
     _comment(config, placement)
@@ -69,9 +69,9 @@ def drive(
             (output / "summary.json").unlink(missing_ok=True)  # of an end that is not the end any more
         with MetricsLog(files[0], trackers) as metrics, JsonLines(files[1]) as sampled:
             samples = SampleLog(sampled, config.trainer.n_logged_samples, _decoder(inputs))
-            checkpoints = Checkpoints(asked, output, started_s, inputs.fingerprints(), first)
+            checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             run_log = RunLog(metrics, samples, progress, checkpoints)
-            state, after = _trained(config, system.parts, run_log, saved, output / "model")
+            state, after = _train_and_save(config, system.parts, run_log, saved, output / "model")
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s
@@ -89,14 +89,14 @@ def _first_step(saved: Saved | None) -> int:
     return 0 if saved is None else saved.state.logged + 1
 
 
-def _trained(
+def _train_and_save(
     config: Config, parts: Parts, log: RunLog, saved: Saved | None, model: Path
 ) -> tuple[State, dict[str, float]]:
     """Train, from a checkpoint where there is one, and write the student to ``model``.
 
     Returns where it began and the last validation.
     """
-    state = _first(parts, log) if saved is None else _restored(config, parts, log, saved)
+    state = _validate_before(parts, log) if saved is None else _restore(config, parts, log, saved)
     try:
         after = train(config, parts, log, state)
         parts.actor.save(str(model))
@@ -141,7 +141,7 @@ def _comment(config: Config, placement: Placement) -> None:
         log.warning(text)
 
 
-def _first(parts: Parts, log: RunLog) -> State:
+def _validate_before(parts: Parts, log: RunLog) -> State:
     """Validate the student as it comes."""
     log.progress.doing("validating")
     before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
@@ -152,7 +152,7 @@ def _first(parts: Parts, log: RunLog) -> State:
     return State(before=before, teacher=teacher)
 
 
-def _restored(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
+def _restore(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
     """Have the actor, the engines and the order of prompts go on from a checkpoint."""
     log.progress.doing(f"reading {saved.path}")
     parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)
@@ -162,7 +162,7 @@ def _restored(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
     return saved.state
 
 
-def _placed(config: Config, session: Session, output: Path) -> Placement:
+def _place_and_show(config: Config, session: Session, output: Path) -> Placement:
     """Place the groups; the table is shown and placement.json written also when the check fails."""
     try:
         placement = place(config, session)
@@ -175,21 +175,25 @@ def _placed(config: Config, session: Session, output: Path) -> Placement:
     return placement
 
 
-def _with_turns(config: Config, placement: Placement) -> Config:
+def _with_offload(config: Config, placement: Placement) -> Config:
     """``config`` with cluster.offload decided.
 
     Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
     """
-    turns = _check_memory(config, placement)
-    if turns:
+    offload = _check_memory(config, placement)
+    if offload:
         engines = ", ".join(config.on_the_actors_gpus())
-        log.info("actor and %s take turns on their GPUs (cluster.offload=%s)", engines, config.cluster.offload)
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": turns})})
+        log.info(
+            "colocated: the actor is offloaded while %s work, which sleep while it does (cluster.offload=%s)",
+            engines,
+            config.cluster.offload,
+        )
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": offload})})
 
 
 def _check_memory(config: Config, placement: Placement) -> bool:
-    """Raise ConfigError for a layout that cannot fit; returns whether groups take turns."""
-    asked = config.cluster.offload is True
+    """Raise ConfigError for a layout that cannot fit; returns whether colocated groups are offloaded."""
+    offload = config.cluster.offload is True
     reports = placement.reports
     sizes = {
         group: min(found)
@@ -197,18 +201,18 @@ def _check_memory(config: Config, placement: Placement) -> bool:
         if (found := [r.gpu_bytes for r in reports if r.group == group and r.gpu_bytes is not None])
     }
     if not sizes and len({report.node_id for report in reports}) > 1:
-        return asked  # whose memory groups on CPUs have depends on which of them are on one machine
+        return offload  # whose memory groups on CPUs have depends on which of them are on one machine
     try:
         models = models_of(config)
     except ConfigError as error:
         log.info("whether the layout fits into memory is not known: %s", error)
-        return asked
+        return offload
     if notes := [shape.note for shape in (models.student, models.teacher) if shape is not None and shape.note]:
         log.info("whether the layout fits into memory is not known: %s", notes[0])
-        return asked
+        return offload
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
-    return asked or offload_needed(config, models, sizes or None)
+    return offload or offload_needed(config, models, sizes or None)
 
 
 def _decoder(inputs: Inputs) -> Callable[[list[int]], str]:

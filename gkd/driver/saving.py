@@ -13,13 +13,12 @@ from pathlib import Path
 
 from gkd.actor.applied import over_mini_batches
 from gkd.actor.group import ActorGroup
-from gkd.cluster.failure import one_line
 from gkd.cluster.group import Pending, gather, is_done, settle
 from gkd.config import Config
 from gkd.driver import checkpoint
 from gkd.driver.checkpoint import RANKS, Cause, Saved, State
 from gkd.durable import Sum, reason
-from gkd.errors import RunFailed
+from gkd.errors import RunFailed, one_line
 from gkd.observability.metrics import finite
 
 log = logging.getLogger("gkd")

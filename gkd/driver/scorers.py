@@ -10,9 +10,9 @@ from typing import Any
 import ray
 
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
+from gkd.cluster.colocation import SLACK_S
 from gkd.cluster.engines import Engines
 from gkd.cluster.group import Group, Pending
-from gkd.cluster.turns import SLACK_S
 from gkd.config import Config, RewardModel, Scorer
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.inputs import Inputs
@@ -89,17 +89,17 @@ class Scorers:
         )
 
     def sleeping(self) -> list[str]:
-        """Groups that give their memory to the actor while it works."""
-        offloads = self.config.cluster.offload is True
-        return [name for name in self.groups if offloads and name in self.config.on_the_actors_gpus()]
+        """Return groups that sleep while the actor works."""
+        offload = self.config.cluster.offload is True
+        return [name for name in self.groups if offload and name in self.config.on_the_actors_gpus()]
 
-    def give_back(self) -> None:
-        """Have the engines on the actor's GPUs leave these to it."""
-        self._all_do("give_back", "giving memory back")
+    def sleep(self) -> None:
+        """Have the engines on the actor's GPUs free these."""
+        self._all_do("sleep", "going to sleep")
 
-    def take_back(self) -> None:
+    def wake(self) -> None:
         """Have them be as before."""
-        self._all_do("take_back", "taking memory again")
+        self._all_do("wake", "waking up")
 
     def _all_do(self, method: str, what: str) -> None:
         limit = self.config.weights.timeout_s

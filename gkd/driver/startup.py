@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from gkd.actor.group import ActorGroup
+from gkd.cluster.colocation import Colocation
 from gkd.cluster.engines import Engines
 from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.placement import Placement
-from gkd.cluster.turns import Turns
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.driver.inputs import Inputs
@@ -46,8 +46,8 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     _require_engines_run(config, groups)
     engines = Engines.of(groups["rollout"], config.rollout.tensor_parallel_size, limit)
     rollout = engines.leaders
-    turns = Turns()
-    actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), turns)
+    colocation = Colocation()
+    actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), colocation)
     scorers = Scorers.of(config, inputs, groups, rollout)
     builds: dict[str, Callable[[], list[Pending]]] = {
         "actor": lambda: [actor.submit_build()],
@@ -62,10 +62,10 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     for client in teachers.values():
         client.connect()
     rollout.control("connect", clients, timeout_s=limit, what="connecting to the models that score")
-    rollout_group = RolloutGroup(rollout, config, serving, turns, followers, placement.session.require_control)
+    rollout_group = RolloutGroup(rollout, config, serving, colocation, followers, placement.session.require_control)
     if config.cluster.offload is True:
-        turns.actor, turns.judging = actor, [scorers]
-        turns.sampling = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
+        colocation.actor, colocation.scorers = actor, [scorers]
+        colocation.samplers = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
     actor.load()
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read

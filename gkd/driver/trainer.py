@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import require_rewards, with_advantages
-from gkd.cluster.group import Group
-from gkd.cluster.memory import MemoryReports
+from gkd.cluster.group import Group, MemoryReports
 from gkd.config import Config
 from gkd.data.prompts import PromptStream
 from gkd.driver.checkpoint import State

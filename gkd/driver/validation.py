@@ -73,7 +73,7 @@ class Validation:
         prompts = [p for p in self.prompts if p.answer is not None]
         if not prompts or not self.teachers:
             return {}
-        self.rollout.turns.for_engines()
+        self.rollout.colocation.wake_engines()
         length = self.config.rollout.max_response_length
         futures = [self.teachers[teacher_of(p)].submit(Generate(p.teacher_prompt_ids, length)) for p in prompts]
         limit = self.config.rollout.timeout_s

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from gkd.actor.group import ActorGroup
+from gkd.cluster.assignment import Report
 from gkd.cluster.failure import WorkerDied
 from gkd.cluster.group import Pending, first_death, gather
-from gkd.cluster.report import Report
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
@@ -42,7 +42,7 @@ class WeightSync:
 
     def push(self) -> None:
         """Send the current weights. Raises RunFailed when that fails or takes longer than ``weights.timeout_s``."""
-        self.rollout.turns.for_push()
+        self.rollout.colocation.prepare_push()
         limit = self.config.weights.timeout_s
         if self.config.weights.transfer == "object_store":
             self.rollout.receive(self.actor.publish(), limit)

@@ -1,4 +1,4 @@
-"""A cluster's jobs, asked over HTTP: every request has a deadline, every failure is one line."""
+"""A cluster's jobs, through Ray's own client: every request has a deadline, every failure is one line."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import requests
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from gkd.cluster.address import use_token
-from gkd.cluster.failure import one_line
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, RunFailed, one_line
 
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 60.0  # a cluster that stays silent longer is gone
-STOP_TIMEOUT_S = 600.0  # for a job's last checkpoint; without being told Ray kills it after 3 s
+STOP_TIMEOUT_S = 600.0  # for a job's last checkpoint; Ray's own limit is 3 s
 LOOK_EVERY_S = 5.0
 
 Write = Callable[[str], None]
@@ -42,7 +41,7 @@ class Jobs:
     """The jobs of the cluster whose dashboard is at ``address``, such as ``http://10.0.0.1:8265``."""
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError when no dashboard of a Ray of this version answers there in time."""
+        """Connect. Raises ConfigError when no dashboard of a Ray of this version answers there in time."""
         self.address = address.rstrip("/") if "://" in address else f"http://{address}"
         if not self.address.startswith(("http://", "https://")):
             raise ConfigError(f"--address {address}: expected the head's dashboard, such as http://10.0.0.1:8265")
@@ -89,7 +88,7 @@ class Jobs:
             raise RunFailed(f"the cluster at {self.address} did not take the job: {one_line(error)}") from error
 
     def info(self, name: str) -> JobDetails:
-        """What is known of a job. Raises ConfigError when there is none, RunFailed when the cluster stays silent."""
+        """Return what is known of a job. Raises ConfigError without it, RunFailed for a silent cluster."""
         deadline = time.monotonic() + LOST_TIMEOUT_S
         while True:
             try:
@@ -108,15 +107,15 @@ class Jobs:
             time.sleep(1.0)
 
     def list(self) -> list[JobDetails]:
-        """Every job that was submitted, the latest last."""
+        """Return every job that was submitted, the latest last."""
         try:
-            found: list[JobDetails] = self._client.list_jobs()
+            jobs: list[JobDetails] = self._client.list_jobs()
         except (RuntimeError, requests.exceptions.RequestException) as error:
             raise RunFailed(f"the cluster at {self.address} does not list its jobs: {one_line(error)}") from error
-        return sorted((job for job in found if job.submission_id), key=lambda job: job.start_time or 0)
+        return sorted((job for job in jobs if job.submission_id), key=lambda job: job.start_time or 0)
 
     def stop(self, name: str) -> JobDetails:
-        """Tell a job that runs to end, and wait until it has."""
+        """Have a job that runs end, and wait until it has."""
         try:
             self._client.stop_job(name)
         except (RuntimeError, requests.exceptions.RequestException) as error:
@@ -125,7 +124,7 @@ class Jobs:
         deadline = time.monotonic() + limit
         while not (now := self.info(name)).status.is_terminal():
             if time.monotonic() > deadline:
-                raise RunFailed(f"job {name} has not ended within {limit:.0f} s of being told to")
+                raise RunFailed(f"job {name} has not ended within {limit:.0f} s of being stopped")
             time.sleep(0.2)
         return now
 
@@ -148,7 +147,7 @@ class Jobs:
             await asyncio.sleep(1.0)
 
     async def _tail(self, name: str) -> AsyncIterator[str]:
-        """Pieces of the log until the connection ends; it is given up when the job has ended and nothing more comes."""
+        """Yield pieces of the log until the connection ends, or the job has ended and nothing more comes."""
         stream = self._client.tail_job_logs(name)
         ended = False
         while True:
@@ -172,7 +171,7 @@ class Jobs:
 
 
 def exit_code(job: JobDetails) -> int:
-    """The code of the job's own process; 143 for one that was stopped, 1 where there was no process to end."""
+    """Return the code of the job's own process; 143 for one that was stopped, 1 where there was no process to end."""
     if job.status == JobStatus.SUCCEEDED:
         return 0
     if job.status == JobStatus.STOPPED:

@@ -12,9 +12,9 @@ Exit codes: 0 done, 1 the node did not start or end, 2 what was asked cannot be.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gkd
 from gkd.errors import ConfigError, Parser, RunFailed, guarded
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 120.0
 CONNECT_TIMEOUT_S = 10.0
 PORT, DASHBOARD_PORT = 6379, 8265
+RECONNECT_S = 900
+"""How long a node and the runs on it live without Ray's control service. Runs use it to save their state; where their
+drivers are gone as well, this is also how long their workers still hold their GPUs."""
+# Python's path has the working directory, which is another one, where this project is not installed.
+HOLD = "import sys; sys.path.insert(0, sys.argv.pop(1)); from gkd.launch.hold import main; sys.exit(main(sys.argv[1:]))"
 STARTED = "Ray runtime started."  # what `ray start` says last
 
 
@@ -88,10 +94,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start(options: argparse.Namespace, further: list[str]) -> int:
     from gkd.cluster import local
-    from gkd.cluster.signals import exit_on_signals
+    from gkd.cluster.shutdown import exit_on_signals
 
     exit_on_signals()
-    there = next((node for node in local.nodes() if _is_asked(node, options)), None)
+    there = next((node for node in local.nodes() if _matches(node, options)), None)
     if there is not None:
         print(f"a {there.kind} of the cluster {there.address} runs here already (pid {there.pid})")
         if there.kind == "head":
@@ -105,18 +111,24 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
     return _stay(node) if options.block else 0
 
 
-def _is_asked(node: local.LocalNode, options: argparse.Namespace) -> bool:
-    """Whether ``node`` is what the command is to start. Raises ConfigError when it stands in its way."""
+def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
+    """Return whether ``node`` is what the command is to start. Raises ConfigError when it stands in its way."""
+    from gkd.cluster.port import listens
+
     if options.command == "worker":
         # A machine is one node, unless its GPUs are simulated.
         return node.address == options.address and options.simulate_gpus is None
     if node.kind != "head":
         return False
+    if not listens(node.address, CONNECT_TIMEOUT_S):
+        raise ConfigError(
+            f"a head at {node.address} runs here without its control service: ./launch/ray_cluster.sh stop ends it"
+        )
     runs = (("--port", _port_of(node.address), options.port),
             ("--dashboard-port", _port_of(node.dashboard or ""), options.dashboard_port),
             ("--simulate-gpus", node.simulated_gpus, options.simulate_gpus))  # fmt: skip
-    for option, now, asked in runs:
-        if asked is not None and asked != now:
+    for option, now, wanted in runs:
+        if wanted is not None and wanted != now:
             has = "without" if now is None else "with"
             raise ConfigError(
                 f"a head at {node.address} runs here already, {has} {option}{'' if now is None else f' {now}'}: "
@@ -130,7 +142,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     from ray.util import get_node_ip_address
 
     from gkd.cluster import local
-    from gkd.cluster.signals import ignoring_signals
+    from gkd.cluster.shutdown import ignoring_signals
     from gkd.launch.wait import wait_for_head
 
     local.make_directory()
@@ -145,7 +157,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         address, dashboard = options.address, None
     local.clear()
     node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4), options.simulate_gpus)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={node.ray_directory}"]
+    command = [sys.executable, "-c", HOLD, str(Path(gkd.__file__).parents[1]), f"--temp-dir={node.ray_directory}"]
     with node.log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *_ray_options(options, ip), *further],
@@ -168,6 +180,9 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
 
 
 def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
+    from gkd.cluster.control_service import SETTING
+    from gkd.cluster.port import free_port
+
     chosen = [
         f"--node-ip-address={ip}",
         # Whatever is free: the defaults would clash with another Ray, or another node, on the same machine.
@@ -176,7 +191,8 @@ def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
         "--max-worker-port=0",
     ]
     if options.command == "head":
-        chosen += ["--head", f"--port={options.port}", f"--ray-client-server-port={_free_port()}"]
+        chosen.append(f"--system-config={json.dumps({SETTING: RECONNECT_S})}")
+        chosen += ["--head", f"--port={options.port}", f"--ray-client-server-port={free_port()}"]
         chosen += [f"--dashboard-host={options.dashboard_host}", f"--dashboard-port={options.dashboard_port}"]
     else:
         chosen.append(f"--address={options.address}")
@@ -190,10 +206,11 @@ def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
 
 
 def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
-    """Variables of the node and so of every worker and job on it."""
+    """Return variables of the node and so of every worker and job on it."""
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 
     from gkd.cluster import gpu, local
+    from gkd.cluster.control_service import VARIABLE
 
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster runs whatever it is sent, so not everybody's
     ensure_token_if_auth_enabled(create_token_if_missing=options.command == "head")
@@ -203,6 +220,7 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name not in dropped}
     variables |= {
         local.MARK: mark,
+        VARIABLE: str(RECONNECT_S),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_process_group_cleanup_enabled": "1",  # what a worker started ends with it
@@ -224,7 +242,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], node: local.LocalNode) -> N
 
 
 def _answers(dashboard: str | None) -> bool:
-    """Whether the dashboard answers, if only by asking for the token; True where there is none to ask."""
+    """Return whether the dashboard answers, if only by asking for the token; True where there is none to ask."""
     if dashboard is None:
         return True
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -252,7 +270,7 @@ def _show_next(node: local.LocalNode) -> None:
 def _stay(node: local.LocalNode) -> int:
     """Wait for a signal, or for the node to end by itself, and end all of it."""
     from gkd.cluster import local
-    from gkd.cluster.signals import ignoring_signals
+    from gkd.cluster.shutdown import ignoring_signals
 
     try:
         while node.alive:
@@ -269,12 +287,10 @@ def _dashboard(options: argparse.Namespace, ip: str) -> str:
 
 
 def _require_free(port: int, option: str) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            raise ConfigError(f"port {port} is taken by another program: choose another with {option}") from None
+    from gkd.cluster.port import is_free
+
+    if not is_free(port):
+        raise ConfigError(f"port {port} is taken by another program: choose another with {option}")
 
 
 def _port(text: str) -> int:
@@ -291,12 +307,6 @@ def _count(text: str) -> int:
 
 def _port_of(address: str) -> int:
     return int(address.rpartition(":")[2] or 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

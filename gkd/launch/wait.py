@@ -14,7 +14,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 def wait_for_head(address: str, timeout_s: float) -> None:
-    """Until the head at ``host:port`` answers. Raises ConfigError, as if it were asked once, after ``timeout_s``."""
+    """Wait until the head at ``host:port`` answers. Raises ConfigError, as for one attempt, after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -26,7 +26,7 @@ def wait_for_head(address: str, timeout_s: float) -> None:
 
 
 def wait_for_nodes(address: str, n_nodes: int, timeout_s: float) -> None:
-    """Until the cluster has ``n_nodes``. Raises RunFailed when it has fewer after ``timeout_s``."""
+    """Wait until the cluster has ``n_nodes``. Raises RunFailed when it has fewer after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     wait_for_head(address, timeout_s)
     join(address, "--address")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
-import pynvml
+
+from gkd.cluster.gpu import handles, nvml, text
 
 GB = 1e9
 
@@ -24,32 +26,21 @@ class Card:
 
 def cards() -> list[Card]:
     """This machine's GPUs in PCI order; none where there is no driver."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        return [_card(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
+    with nvml() as library:
+        return [_card(library, index, handle) for index, handle in enumerate(handles(library))]
 
 
-def _card(index: int) -> Card:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+def _card(library: Any, index: int, handle: Any) -> Card:
+    memory = library.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = library.nvmlDeviceGetCudaComputeCapability(handle)
     return Card(
         index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        uuid=text(library.nvmlDeviceGetUUID(handle)),
+        name=text(library.nvmlDeviceGetName(handle)),
         capability=f"{major}.{minor}",
         total_gb=memory.total / GB,
         free_gb=memory.free / GB,
     )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def resident_gb(pid: int) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.cluster.gpu import nvml_uuids
-from gkd.cluster.layout import asks_of, idle_nodes, solve
+from gkd.cluster.layout import idle_nodes, requests_of, solve
 from gkd.config import GROUPS, Config, Engine, Plan, Rollout, nearest
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
@@ -232,10 +232,10 @@ def nodes_of(config: Config) -> tuple[int, ...] | None:
 
 def has_room(config: Config, nodes: Sequence[int]) -> bool:
     """Say whether idle nodes with so many GPUs each have room for all groups."""
-    asks = asks_of(config)
-    most = sum(ask.nnodes for ask in asks)  # of nodes of one size more are of no use
+    requests = requests_of(config)
+    most = sum(request.nnodes for request in requests)  # of nodes of one size more are of no use
     enough = [size for size, count in Counter(nodes).items() for _ in range(min(count, most))]
-    return solve(asks, idle_nodes(enough), 0.0) is not None
+    return solve(requests, idle_nodes(enough), 0.0) is not None
 
 
 def models_of(config: Config) -> Models:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gkd.cluster.report import Report
+from gkd.cluster.assignment import Report
 from gkd.config import Engine, Pool
 from gkd.planning.layout import F32, Layout
 from gkd.planning.memory import concurrent_sequences, kv_bytes, largest_micro_batch

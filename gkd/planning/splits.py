@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.cluster.layout import Ask, Node, idle_nodes, solve
+from gkd.cluster.layout import GroupRequest, Node, idle_nodes, solve
 from gkd.config import GROUPS, Engine, Pool
 from gkd.errors import ConfigError
 from gkd.planning.layout import GPU_SETTINGS, Layout, placement_defaults, with_settings, without_colocation
@@ -104,8 +104,8 @@ def best_splits(
 
 
 def _fits_on(nodes: list[Node], mix: dict[str, PoolSize]) -> bool:
-    asks = [Ask(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
-    return solve(asks, nodes, 0.0) is not None
+    requests = [GroupRequest(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
+    return solve(requests, nodes, 0.0) is not None
 
 
 def _idle_nodes(n_gpus: int, per_node: int) -> list[Node]:

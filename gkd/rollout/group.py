@@ -11,10 +11,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from gkd.cluster.colocation import SLACK_S, Colocation
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.fetch import fetch_samples
 from gkd.cluster.group import Group, Pending, gather
-from gkd.cluster.turns import SLACK_S, Turns
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.heartbeat import Heartbeat
@@ -43,11 +43,11 @@ class RolloutGroup:
         group: Group,
         config: Config,
         serving: Mapping[str, Pending],
-        turns: Turns | None = None,
+        colocation: Colocation | None = None,
         followers: Sequence[Pending] = (),
         require: Callable[[], None] = lambda: None,
     ) -> None:
-        self.group, self.config, self.turns = group, config, turns or Turns()
+        self.group, self.config, self.colocation = group, config, colocation or Colocation()
         self._require = require
         # Scorers' calls, which end only when one fails, by reference: its group, and its name for messages.
         self._scorers = {
@@ -71,7 +71,7 @@ class RolloutGroup:
         Returns one sample a request, in the order of ``requests``. Raises RunFailed when ``timeout_s`` is over or no
         engine is left.
         """
-        self.turns.for_engines()
+        self.colocation.wake_engines()
         first = self._next_key
         self._next_key += len(requests)
         waiting = [replace(request, key=first + i) for i, request in enumerate(requests)]
@@ -209,14 +209,14 @@ class RolloutGroup:
             if version != push.version:
                 raise RunFailed(f"{self.group.reports[engine]} serves weights {version} instead of {push.version}")
 
-    def give_back(self) -> None:
-        """Have every living engine leave its GPU to others."""
-        self.tell("give_back", timeout_s=self.config.weights.timeout_s + SLACK_S, what="giving memory back")
+    def sleep(self) -> None:
+        """Have every living engine free its GPU."""
+        self.tell("sleep", timeout_s=self.config.weights.timeout_s + SLACK_S, what="going to sleep")
 
-    def take_back(self, weights_only: bool = False) -> None:
+    def wake(self, weights_only: bool = False) -> None:
         """Have every living engine be as before; ``weights_only``: as far as new weights need."""
         limit = self.config.weights.timeout_s + SLACK_S
-        self.tell("take_back", weights_only, timeout_s=limit, what="taking memory again")
+        self.tell("wake", weights_only, timeout_s=limit, what="waking up")
 
     def tell(self, method: str, *args: Any, timeout_s: float, what: str) -> dict[int, Any]:
         """Call ``method`` of every living engine's worker; the results, by engine, without those that died of it.

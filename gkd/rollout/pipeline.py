@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gkd.cluster.failure import one_line
 from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
+from gkd.errors import one_line
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of

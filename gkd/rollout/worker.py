@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gkd.cluster.failure import WorkerHangs, one_line
+from gkd.cluster.failure import WorkerHangs
 from gkd.config import Config
-from gkd.errors import RunFailed
+from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import EngineSpec, GpuReceiver, SamplingEngine
 from gkd.inference.vllm_engine import Follower, Span, engine_arguments, start_llm
 from gkd.observability.metrics import memory_here
@@ -88,13 +88,13 @@ class RolloutWorker:
                 f"rollout rank {self.rank} did not {what} within {limit:g} s (weights.timeout_s)"
             ) from None
 
-    def give_back(self) -> None:
+    def sleep(self) -> None:
         """Give the engine's memory back once it is idle. Raises WorkerHangs past the deadline."""
-        self._between_steps(self._sleep, "give its memory back")
+        self._between_steps(self._sleep, "go to sleep")
 
-    def take_back(self, weights_only: bool) -> None:
+    def wake(self, weights_only: bool) -> None:
         """Take it again; ``weights_only``: as far as new weights need. Raises WorkerHangs past the deadline."""
-        self._between_steps(lambda: self._wake(weights_only), "take its memory again")
+        self._between_steps(lambda: self._wake(weights_only), "wake up")
 
     def progress(self) -> tuple[int, int]:
         """Forward passes so far, and responses that are not finished, those not begun included."""

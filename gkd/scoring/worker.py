@@ -49,13 +49,13 @@ class ScoringWorker:
         """``tcp://host:port`` for clients."""
         return self._server.address
 
-    def give_back(self, timeout_s: float) -> None:
+    def sleep(self, timeout_s: float) -> None:
         """Have the engine leave its GPU to others once it is idle. Raises RunFailed past the deadline."""
-        self._wait(self._server.sleep(), "give its memory back", timeout_s)
+        self._wait(self._server.sleep(), "go to sleep", timeout_s)
 
-    def take_back(self, timeout_s: float) -> None:
+    def wake(self, timeout_s: float) -> None:
         """Have it be as before. Raises RunFailed past the deadline."""
-        self._wait(self._server.wake(), "take its memory again", timeout_s)
+        self._wait(self._server.wake(), "wake up", timeout_s)
 
     def _wait(self, done: Future[None], what: str, timeout_s: float) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from gkd.cluster.report import Report
+from gkd.cluster.assignment import Report
 from gkd.errors import ConfigError
 
 Way = Literal["object_store", "ipc", "nccl"]

@@ -52,7 +52,7 @@ def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int,
     for step in range(1, STEPS + 1):
         batch = put(models.scored(9, seed=step))
         one, two = (ranks[world].run("update", batch, step) for world in (1, 2))
-        for there_and_back in ("give_back", "take_back"):  # which changes nothing
+        for there_and_back in ("offload", "onload"):  # which changes nothing
             ray.get([getattr(w, there_and_back).remote() for w in ranks[2].workers], timeout=60)
         assert one.keys() == two.keys()
         assert two == pytest.approx(one, rel=2e-4), step

@@ -34,8 +34,8 @@ from ray.cluster_utils import Cluster
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gkd.cluster import gpu, reaper
-from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
+from gkd.cluster.reserve import read_nodes
 from gkd.cluster.session import connect
 from gkd.config.compose import compose
 

@@ -13,8 +13,8 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group, remove_placement_group
 
 from gkd.cluster import gpu, reaper
-from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
+from gkd.cluster.reserve import read_nodes
 from gkd.cluster.session import connect
 from gkd.config import load
 

@@ -1,31 +1,127 @@
-"""Ray's control service is missed once nothing listens any more, and that ends a run once."""
+"""Ray's control service is missed once nothing listens any more, and that ends a run once, wherever it waits."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from gkd.cluster.control_service import ControlService
-from gkd.errors import RunFailed
+from gkd.cluster import control_service, group
+from gkd.cluster.control_service import ControlService, finish_s
+from gkd.cluster.group import Group, Pending, gather, settle
+from gkd.errors import ControlLost, RunFailed, guarded
 from tests.cluster.conftest import eventually
+from tests.cluster.test_assignment import report
 
 
-def test_it_is_missed_when_it_is_gone_and_the_run_ends_once() -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{server.getsockname()[1]}"
-    at_once, patient = ControlService(address, 0.0, 600.0), ControlService(address, 600.0, 600.0)
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+def address(server: socket.socket) -> str:
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_it_is_missed_when_it_is_gone_and_the_run_ends_once(server: socket.socket) -> None:
+    where = address(server)
+    at_once, patient, grace = (ControlService(where, *s) for s in ((0.0, 0.0), (0.0, 600.0), (600.0, 0.0)))
     try:
         time.sleep(1.5)
         at_once.require()
+        at_once.require_time()
         assert not at_once.lost
         server.close()
-        assert eventually(lambda: at_once.lost)
-        with pytest.raises(RunFailed, match=rf"control service \(GCS\) at {address} is gone"):
-            at_once.require()
+        assert eventually(lambda: at_once.lost and patient.lost)
+        patient.require_time()  # there is time to finish the step
+        with pytest.raises(ControlLost, match=rf"control service \(GCS\) at {where} is gone"):
+            patient.require()
+        with pytest.raises(ControlLost):
+            at_once.require_time()
         at_once.require()  # a checkpoint can be written
-        assert not patient.lost  # a cluster may start it again
+        assert not grace.lost  # a cluster may start it again
     finally:
-        at_once.close()
-        patient.close()
+        for service in (at_once, patient, grace):
+            service.close()
+
+
+def test_time_to_finish_is_what_ray_leaves_without_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(control_service.VARIABLE, raising=False)
+    assert finish_s({}, 1800.0) == 30.0  # Ray's own 60 s
+    assert finish_s({control_service.SETTING: 3900}, 1800.0) == 2100.0
+    monkeypatch.setenv(control_service.VARIABLE, "7200")
+    assert finish_s({}, 1800.0) == 5400.0
+
+
+def test_it_ends_a_run_with_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> int:
+        raise ControlLost("it is gone")
+
+    assert not issubclass(ControlLost, RunFailed)  # which is a warning where a checkpoint is written
+    assert guarded(run) == 1
+    assert capsys.readouterr().err == "failed: it is gone\n"
+
+
+STUCK = """
+import sys, time
+from gkd.cluster import control_service
+control_service.STUCK_S = 1.0
+service = control_service.ControlService(sys.argv[1], 0.0, 600.0)
+end = time.monotonic() + 4.0
+while time.monotonic() < end:  # what asks is not stuck
+    service.require_time()
+    time.sleep(0.2)
+print("asked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_that_is_stuck_in_a_call_into_ray_is_ended_and_one_that_looks_is_not() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", STUCK, "127.0.0.1:9"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stdout) == (1, "asked\n")
+    assert run.stderr.startswith("failed: Ray's control service (GCS) at 127.0.0.1:9 is gone")
+    assert run.stderr.endswith("; the run waited for it\n")
+
+
+class Lost:
+    """A control service that has been gone for longer than a run may go on."""
+
+    lost = True
+
+    def require(self) -> None:
+        raise ControlLost("gone")
+
+    require_time = require
+
+
+@pytest.mark.parametrize("wait", [lambda call: gather([call], 600.0), lambda call: settle(call, 600.0)])
+def test_every_wait_for_workers_looks_whether_it_is_there(monkeypatch: pytest.MonkeyPatch, wait: object) -> None:
+    """Workers that never answer."""
+    monkeypatch.setattr(group.ray, "wait", lambda refs, **_: ([], refs))
+    with pytest.raises(ControlLost):
+        wait(Pending("learning", ("actor rank 0",), ("ref",), Lost()))  # type: ignore[operator,arg-type]
+
+
+def test_what_ray_would_ask_it_for_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why a worker died: the call is done, but getting what came of it does not return."""
+
+    def never(ref: str, timeout: float) -> None:
+        raise group.GetTimeoutError
+
+    monkeypatch.setattr(group.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(group.ray, "get", never)
+    with pytest.raises(ControlLost):
+        gather([Pending("learning", ("actor rank 0",), ("ref",), Lost())], 600.0)  # type: ignore[arg-type]
+
+
+def test_no_worker_is_ended_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray hands the function that ends a process to the service first, and waits for it."""
+    monkeypatch.setattr(group, "_kill", None)
+    Group("rollout", (None,), (report("rollout", 0, 0),), Lost()).end(0)  # type: ignore[arg-type]

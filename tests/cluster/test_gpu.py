@@ -77,6 +77,6 @@ def test_without_a_driver_there_are_no_gpus(three_gpus, monkeypatch):
 
 
 def test_planning_loads_neither_ray_nor_torch_nor_vllm():
-    check = "import sys, gkd.cluster.gpu, gkd.cluster.layout, gkd.cluster.nearest, gkd.cluster.check;"
+    check = "import sys, gkd.cluster.gpu, gkd.cluster.layout, gkd.cluster.fit, gkd.cluster.assignment;"
     check += "sys.exit(bool({'ray', 'torch', 'vllm'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0

@@ -11,8 +11,8 @@ import ray
 
 from gkd.cluster.failure import WorkerDied, explain
 from gkd.cluster.group import gather, kill_worker
-from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
+from gkd.cluster.reserve import read_nodes
 from gkd.cluster.session import connect
 from gkd.errors import ConfigError, RunFailed
 from tests.cluster.conftest import alive, configuration, eventually

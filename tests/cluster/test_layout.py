@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.cluster.layout import Ask, Node, asks_of, choose_devices, solve
-from gkd.cluster.nearest import nearest, require_fit
+from gkd.cluster.fit import nearest, require_fit
+from gkd.cluster.layout import GroupRequest, Node, choose_devices, requests_of, solve
 from gkd.config import GROUPS
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
@@ -19,12 +19,12 @@ def node(name, n_gpus, cpus=64.0):
     return Node(name, name, tuple(range(n_gpus)), cpus, n_gpus, cpus)
 
 
-def ask(group, n, nnodes=1, gpus=None, tp=1, by_node=()):
-    return Ask(group, group, n, nnodes, gpus, tp, by_node=by_node)
+def pool(group, n, nnodes=1, gpus=None, tp=1, by_node=()):
+    return GroupRequest(group, group, n, nnodes, gpus, tp, by_node=by_node)
 
 
 def usual(actor, rollout, teacher):
-    return [Ask("actor", "trainer", actor, 1), ask("rollout", rollout), ask("teacher", teacher)]
+    return [GroupRequest("actor", "trainer", actor, 1), pool("rollout", rollout), pool("teacher", teacher)]
 
 
 small_nodes = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(
@@ -35,16 +35,16 @@ ranges = st.sets(st.integers(0, 5), min_size=1, max_size=3).map(lambda s: tuple(
 
 @st.composite
 def small_asks(draw):
-    asks = []
+    requests = []
     for group in ("actor", "rollout", "teacher")[: draw(st.integers(1, 3))]:
         gpus = draw(st.none() | ranges)
         if gpus and draw(st.booleans()):  # another range of as many on a second node
             other = tuple(sorted(draw(st.permutations(range(6)))[: len(gpus)]))
-            asks.append(ask(group, len(gpus), 2, by_node=(gpus, other)))
+            requests.append(pool(group, len(gpus), 2, by_node=(gpus, other)))
             continue
         n = len(gpus) if gpus else draw(st.integers(1, 4))
-        asks.append(ask(group, n, draw(st.integers(1, 2)), gpus))
-    return asks
+        requests.append(pool(group, n, draw(st.integers(1, 2)), gpus))
+    return requests
 
 
 @st.composite
@@ -57,15 +57,15 @@ def busy_nodes(draw):
     return found
 
 
-def fits_by_brute_force(asks, nodes, cpus=0.0):
-    where = [itertools.permutations if a.by_node else itertools.combinations for a in asks]
-    choices = [ways(range(len(nodes)), a.nnodes) for a, ways in zip(asks, where, strict=True)]
+def fits_by_brute_force(requests, nodes, cpus=0.0):
+    where = [itertools.permutations if a.by_node else itertools.combinations for a in requests]
+    choices = [ways(range(len(nodes)), a.nnodes) for a, ways in zip(requests, where, strict=True)]
     for choice in itertools.product(*choices):
         wanted = [
-            zip(where, a.by_node or [a.gpus] * a.nnodes, strict=True) for a, where in zip(asks, choice, strict=True)
+            zip(where, a.by_node or [a.gpus] * a.nnodes, strict=True) for a, where in zip(requests, choice, strict=True)
         ]
         on_node = [[] for _ in nodes]
-        for a, places in zip(asks, wanted, strict=True):
+        for a, places in zip(requests, wanted, strict=True):
             for position, gpus in places:
                 on_node[position].append((a.n_gpus, gpus))
         if all(_node_holds(one, here, cpus) for one, here in zip(nodes, on_node, strict=True)):
@@ -81,23 +81,23 @@ def _node_holds(one, wanted, cpus):
 
 @settings(deadline=None)
 @given(small_asks(), small_nodes)
-def test_it_finds_a_layout_exactly_when_there_is_one(asks, nodes):
-    assert (solve(asks, nodes, 0.0) is not None) == fits_by_brute_force(asks, nodes)
+def test_it_finds_a_layout_exactly_when_there_is_one(requests, nodes):
+    assert (solve(requests, nodes, 0.0) is not None) == fits_by_brute_force(requests, nodes)
 
 
 @settings(deadline=None)
 @given(small_asks(), busy_nodes(), st.sampled_from([0.5, 1.0, 1.5]))
-def test_it_finds_a_layout_beside_others_exactly_when_there_is_one(asks, nodes, cpus):
-    assert (solve(asks, nodes, cpus) is not None) == fits_by_brute_force(asks, nodes, cpus)
+def test_it_finds_a_layout_beside_others_exactly_when_there_is_one(requests, nodes, cpus):
+    assert (solve(requests, nodes, cpus) is not None) == fits_by_brute_force(requests, nodes, cpus)
 
 
 @settings(deadline=None)
 @given(small_asks(), small_nodes)
-def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_device(asks, nodes):
-    slots = solve(asks, nodes, 1.0)
+def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_device(requests, nodes):
+    slots = solve(requests, nodes, 1.0)
     if slots is None:
         return
-    assert [s.group for s in slots] == [a.group for a in asks for _ in range(a.nnodes)]
+    assert [s.group for s in slots] == [a.group for a in requests for _ in range(a.nnodes)]
     chosen = choose_devices(slots, {n.id: n.gpus for n in nodes})
     assert isinstance(chosen, list)
     used = [(slot.node_id, gpu) for slot, devices in zip(slots, chosen, strict=True) for gpu in devices]
@@ -106,7 +106,7 @@ def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_dev
         assert len(devices) == slot.n_gpus
         assert devices == sorted(devices)
         assert slot.gpus is None or tuple(devices) == slot.gpus
-    for a in asks:
+    for a in requests:
         where = [s.node_id for s in slots if s.group == a.group]
         assert len(set(where)) == len(where) == a.nnodes
         assert where == sorted(where)
@@ -115,13 +115,13 @@ def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_dev
 
 @settings(deadline=None)
 @given(small_asks(), small_nodes)
-def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(asks, nodes):
-    found = nearest(asks, nodes, 0.0)
+def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(requests, nodes):
+    found = nearest(requests, nodes, 0.0)
     smaller = [
-        [ask(a.group, n, k) for n in range(1, a.n_gpus + 1) for k in range(1, a.nnodes + 1)]
-        + ([ask(a.group, a.n_gpus, k, a.gpus) for k in range(1, a.nnodes + 1)] if a.gpus else [])
+        [pool(a.group, n, k) for n in range(1, a.n_gpus + 1) for k in range(1, a.nnodes + 1)]
+        + ([pool(a.group, a.n_gpus, k, a.gpus) for k in range(1, a.nnodes + 1)] if a.gpus else [])
         + ([a] if a.by_node else [])
-        for a in asks
+        for a in requests
     ]
     fitting = [mix for mix in itertools.product(*smaller) if fits_by_brute_force(mix, nodes)]
     if not fitting:
@@ -129,7 +129,7 @@ def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(asks, node
         return
     assert fits_by_brute_force(found, nodes)
     assert sum(a.total for a in found) == max(sum(a.total for a in mix) for mix in fitting)
-    assert all(new.n_gpus <= old.n_gpus and new.nnodes <= old.nnodes for old, new in zip(asks, found, strict=True))
+    assert all(new.n_gpus <= old.n_gpus and new.nnodes <= old.nnodes for old, new in zip(requests, found, strict=True))
 
 
 def test_groups_take_gpus_in_order():
@@ -138,13 +138,16 @@ def test_groups_take_gpus_in_order():
 
 
 def test_groups_without_a_range_avoid_those_of_others():
-    asks = [ask("actor", 2), ask("rollout", 2, gpus=(0, 1)), ask("teacher", 2, gpus=(3, 4))]
-    assert choose_devices(solve(asks, [node("a", 8)], 1.0), {"a": range(8)}) == [[2, 5], [0, 1], [3, 4]]
+    requests = [pool("actor", 2), pool("rollout", 2, gpus=(0, 1)), pool("teacher", 2, gpus=(3, 4))]
+    assert choose_devices(solve(requests, [node("a", 8)], 1.0), {"a": range(8)}) == [[2, 5], [0, 1], [3, 4]]
 
 
 def test_groups_may_name_the_same_gpus_of_different_nodes():
-    asks = [ask("actor", 4, by_node=((0, 1, 2, 3),)), ask("rollout", 4, 2, by_node=((4, 5, 6, 7), (0, 1, 2, 3)))]
-    slots = solve(asks, [node("a", 8), node("b", 8)], 1.0)
+    requests = [
+        pool("actor", 4, by_node=((0, 1, 2, 3),)),
+        pool("rollout", 4, 2, by_node=((4, 5, 6, 7), (0, 1, 2, 3))),
+    ]
+    slots = solve(requests, [node("a", 8), node("b", 8)], 1.0)
     assert [(s.group, s.node_id, s.gpus[0]) for s in slots] == [
         ("actor", "a", 0),
         ("rollout", "a", 4),
@@ -153,7 +156,8 @@ def test_groups_may_name_the_same_gpus_of_different_nodes():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "sizes"), [(ask("rollout", 2, 3), [2, 4, 2]), (ask("rollout", 2, 2, by_node=((6, 7), (0, 1))), [2, 8])]
+    ("wanted", "sizes"),
+    [(pool("rollout", 2, 3), [2, 4, 2]), (pool("rollout", 2, 2, by_node=((6, 7), (0, 1))), [2, 8])],
 )
 def test_ranks_go_by_node_also_where_nodes_differ(wanted, sizes):
     nodes = [node("abc"[i], n) for i, n in enumerate(sizes)]
@@ -161,62 +165,70 @@ def test_ranks_go_by_node_also_where_nodes_differ(wanted, sizes):
 
 
 def test_a_held_device_is_named():
-    slots = solve([ask("actor", 2, gpus=(0, 3))], [node("a", 8)], 1.0)
+    slots = solve([pool("actor", 2, gpus=(0, 3))], [node("a", 8)], 1.0)
     assert choose_devices(slots, {"a": [1, 2, 3]}) == "GPU 0 that actor asks for"
 
 
 def test_a_large_group_that_only_fits_the_second_node_is_found_there():
-    slots = solve([ask("actor", 4), ask("rollout", 8)], [node("big", 8), node("small", 4)], 1.0)
+    slots = solve([pool("actor", 4), pool("rollout", 8)], [node("big", 8), node("small", 4)], 1.0)
     assert [(s.group, s.node_id) for s in slots] == [("actor", "small"), ("rollout", "big")]
 
 
 def test_groups_share_a_node_while_it_lasts_and_then_go_on_to_the_next():
-    slots = solve([ask("actor", 2), ask("rollout", 2, nnodes=2), ask("teacher", 4)], [node(n, 4) for n in "abc"], 1.0)
+    slots = solve(
+        [pool("actor", 2), pool("rollout", 2, nnodes=2), pool("teacher", 4)], [node(n, 4) for n in "abc"], 1.0
+    )
     assert [(s.group, s.node_id) for s in slots] == [
         ("actor", "a"), ("rollout", "a"), ("rollout", "b"), ("teacher", "c"),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("asks", "fits"),
+    ("requests", "fits"),
     [
-        ([ask("actor", 1, 4), ask("rollout", 2, 6), ask("teacher", 8, 3)], False),  # two nodes are wholly free
-        ([ask("actor", 3, 4), ask("rollout", 5, 8), ask("teacher", 3, 6)], True),
-        ([ask("actor", 2, 16), ask("rollout", 6, 4), ask("teacher", 4, 9), ask("reference", 1, 12)], False),
+        (
+            [pool("actor", 1, 4), pool("rollout", 2, 6), pool("teacher", 8, 3)],
+            False,
+        ),  # two nodes are wholly free
+        ([pool("actor", 3, 4), pool("rollout", 5, 8), pool("teacher", 3, 6)], True),
+        (
+            [pool("actor", 2, 16), pool("rollout", 6, 4), pool("teacher", 4, 9), pool("reference", 1, 12)],
+            False,
+        ),
     ],
 )
-def test_nodes_that_all_differ_are_not_tried_for_ever(asks, fits):
+def test_nodes_that_all_differ_are_not_tried_for_ever(requests, fits):
     """Every way to choose among 16 of them would take hours."""
     held = [0, 0, 1, 5, 3, 2, 4, 1, 3, 2, 5, 4, 1, 3, 2, 4]
     nodes = [Node(f"n{i}", f"n{i}", tuple(range(8)), 64.0, 8 - n, 64.0 - 2 * n - i) for i, n in enumerate(held)]
     began = time.process_time()
-    assert (solve(asks, nodes, 1.0) is not None) == fits
+    assert (solve(requests, nodes, 1.0) is not None) == fits
     assert time.process_time() - began < 10  # a second or two
 
 
 def test_a_search_ends_after_its_tries():
-    asks, nodes = [ask("actor", 1), ask("rollout", 4)], [node("n0", 4), node("n1", 1)]
-    assert solve(asks, nodes, 0.0, tries=1) is None  # the actor on the first node, which the rollout needs
-    assert solve(asks, nodes, 0.0) is not None
+    requests, nodes = [pool("actor", 1), pool("rollout", 4)], [node("n0", 4), node("n1", 1)]
+    assert solve(requests, nodes, 0.0, tries=1) is None  # the actor on the first node, which the rollout needs
+    assert solve(requests, nodes, 0.0) is not None
 
 
 def test_many_groups_that_do_not_fit_are_told_at_once():
-    asks = [ask(group, 8, 4) for group in ("actor", "rollout", "teacher", "reference", "reward_model")]
+    requests = [pool(group, 8, 4) for group in ("actor", "rollout", "teacher", "reference", "reward_model")]
     began = time.process_time()
     with pytest.raises(ConfigError, match=r"= 160 GPUs; .* nearest that fits: "):
-        require_fit(asks, [node(f"n{i}", 8) for i in range(4)], 1.0)
+        require_fit(requests, [node(f"n{i}", 8) for i in range(4)], 1.0)
     assert time.process_time() - began < 5  # half a second
 
 
 def test_a_thousand_nodes_are_no_trouble():
     nodes = [node(f"n{i}", 8) for i in range(1000)]
-    assert len(solve([ask("actor", 8, 400), ask("rollout", 8, 300), ask("teacher", 8, 300)], nodes, 1.0)) == 1000
+    assert len(solve([pool("actor", 8, 400), pool("rollout", 8, 300), pool("teacher", 8, 300)], nodes, 1.0)) == 1000
     with pytest.raises(ConfigError, match=r"nearest that fits: .*actor.nnodes=399"):
-        require_fit([ask("actor", 8, 400), ask("rollout", 8, 300), ask("teacher", 8, 301)], nodes, 1.0)
+        require_fit([pool("actor", 8, 400), pool("rollout", 8, 300), pool("teacher", 8, 301)], nodes, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("asks", "nodes", "message"),
+    ("requests", "nodes", "message"),
     [
         (
             usual(1, 4, 4),
@@ -225,30 +237,30 @@ def test_a_thousand_nodes_are_no_trouble():
             "trainer.n_gpus_per_node=1 rollout.n_gpus_per_node=3 teacher.n_gpus_per_node=4",
         ),
         (
-            [ask("rollout", 8, tp=4), ask("teacher", 4, tp=2)],
+            [pool("rollout", 8, tp=4), pool("teacher", 4, tp=2)],
             [node("a", 11)],
             "nearest that fits: rollout.n_gpus_per_node=8 teacher.n_gpus_per_node=2",
         ),
         (
-            [ask("rollout", 4, nnodes=3)],
+            [pool("rollout", 4, nnodes=3)],
             [node("a", 8), node("b", 4)],
             "rollout 4 on each of 3 nodes = 12 GPUs; this cluster has 8+4 on 2 nodes; "
             "nearest that fits: rollout.n_gpus_per_node=4 rollout.nnodes=2",
         ),
         (
-            [ask("rollout", 4, gpus=(6, 7, 8, 9))],
+            [pool("rollout", 4, gpus=(6, 7, 8, 9))],
             [node("a", 8)],
             "rollout.gpus=6-9 is beyond this cluster: a node has the GPUs 0-7; "
             "nearest that fits: rollout.gpus=null rollout.n_gpus_per_node=4",
         ),
         (
-            [ask("rollout", 2, 2, by_node=((6, 7), (8, 9)))],
+            [pool("rollout", 2, 2, by_node=((6, 7), (8, 9)))],
             [node("a", 8), node("b", 8)],
             "rollout.gpus_by_node=[6-7,8-9] is beyond this cluster: a node has the GPUs 0-7; "
             "nearest that fits: rollout.gpus_by_node=null rollout.n_gpus_per_node=2",
         ),
         (
-            [ask("rollout", 2, 2, by_node=((0, 1), (2, 3)))],
+            [pool("rollout", 2, 2, by_node=((0, 1), (2, 3)))],
             [node("a", 8)],
             "asked for rollout 2 on each of 2 nodes (GPUs 0-1 and 2-3) = 4 GPUs; this cluster has 8 on 1 node",
         ),
@@ -273,14 +285,14 @@ def test_a_thousand_nodes_are_no_trouble():
         (usual(1, 1, 1), [], "this cluster has 0 on 1 node"),
     ],
 )
-def test_what_does_not_fit_is_told_with_the_nearest_layout_that_does(asks, nodes, message):
+def test_what_does_not_fit_is_told_with_the_nearest_layout_that_does(requests, nodes, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        require_fit(asks, nodes, 1.0)
+        require_fit(requests, nodes, 1.0)
     assert "\n" not in str(caught.value)
 
 
 def test_a_range_of_another_numbering_is_accepted():
-    require_fit([ask("actor", 2, gpus=(4, 5))], [Node("a", "a", (4, 5, 6, 7), 8.0)], 1.0)
+    require_fit([pool("actor", 2, gpus=(4, 5))], [Node("a", "a", (4, 5, 6, 7), 8.0)], 1.0)
 
 
 JUDGES = ["algorithm.kl.coef=0.1", "reward.functions=[accuracy,reward_model]", "reward_model.model.path=x"]
@@ -318,9 +330,9 @@ def test_every_placement_puts_the_groups_where_its_file_says(placement):
 def test_where_groups_are_more_than_gpus_the_placement_that_shares_them_is_named(n_gpus):
     nodes = [node("a", n_gpus)]
     with pytest.raises(ConfigError, match="no layout of 5 groups fits") as caught:
-        require_fit(asks_of(compose([*ALL, "placement=auto"])), nodes, 1.0)
+        require_fit(requests_of(compose([*ALL, "placement=auto"])), nodes, 1.0)
     named = re.search(r"placement=\w+", str(caught.value))[0]
-    require_fit(asks_of(compose([*ALL, named])), nodes, 1.0)
+    require_fit(requests_of(compose([*ALL, named])), nodes, 1.0)
 
 
 @pytest.mark.parametrize("placement", ["8gpu", "8gpu_two_actors", "2x8gpu", "4x8gpu"])
@@ -331,17 +343,17 @@ def test_reference_and_reward_model_fit_in_the_place_of_a_teacher(placement):
 def _devices(config, machines):
     """Machine and index of every worker in rank order, by group."""
     nodes = [node("abcd"[i], n) for i, n in enumerate(machines)]
-    asks = asks_of(config)
-    slots = solve(asks, nodes, 1.0)
+    requests = requests_of(config)
+    slots = solve(requests, nodes, 1.0)
     chosen = choose_devices(slots, {n.id: n.gpus for n in nodes})
     found = {}
-    for a in asks:
+    for a in requests:
         per_node = [
             [f"{slot.node_id}{gpu}" for gpu in devices]
             for slot, devices in zip(slots, chosen, strict=True)
             if slot.group == a.group
         ]
         found[a.group] = " ".join(device for devices in per_node for device in devices)
-        for guest in a.guests:
-            found[guest.group] = " ".join(on[i] for on in per_node[: guest.nnodes] for i in guest.positions)
+        for other in a.colocated:
+            found[other.group] = " ".join(on[i] for on in per_node[: other.nnodes] for i in other.positions)
     return [found[GROUPS.get(section, section)] for section, _ in config.pools()]

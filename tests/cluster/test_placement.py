@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gkd.cluster import nodes as nodes_module
 from gkd.cluster import reserve as reserve_module
-from gkd.cluster.nodes import read_nodes
 from gkd.cluster.placement import place
+from gkd.cluster.reserve import read_nodes
 from gkd.cluster.session import connect
 from gkd.errors import ConfigError, RunFailed
 from tests.cluster.conftest import alive, configuration, device_ids, eventually
@@ -73,14 +72,14 @@ def test_groups_share_gpus_where_the_configuration_says_so(placed):
     assert len({r.pid for r in placement.reports}) == 5
 
 
-def test_guests_follow_their_hosts_over_nodes(placed):
+def test_colocated_groups_are_on_the_gpus_of_their_host_over_nodes(placed):
     host = {"n_gpus_per_node": 5, "nnodes": 2}
     placement = placed(configuration(1, host, {"n_gpus_per_node": 2, "nnodes": 2, "colocate_with": "rollout"}))
-    hosts, guests = placement.groups["rollout"].reports, placement.groups["teacher"].reports
-    assert [guest.gpu_uuids for guest in guests] == [hosts[i].gpu_uuids for i in (0, 1, 5, 6)]
+    hosts, colocated = placement.groups["rollout"].reports, placement.groups["teacher"].reports
+    assert [report.gpu_uuids for report in colocated] == [hosts[i].gpu_uuids for i in (0, 1, 5, 6)]
 
 
-def test_guests_need_their_cpus(cluster, hold):
+def test_colocated_groups_need_cpus_of_their_own(cluster, hold):
     config = configuration(8, {"n_gpus_per_node": 8, "colocate_with": "actor"}, 1)
     with connect(config) as session, pytest.raises(ConfigError, match=r"= 9 GPUs and 17 CPUs.*cpus_per_worker=0.5"):
         place(config, session)
@@ -132,7 +131,7 @@ def test_cpus_are_counted(cluster):
 
 
 def test_waiting_for_gpus_says_so_and_ends_at_the_deadline(cluster, hold, caplog, monkeypatch):
-    monkeypatch.setattr(reserve_module, "SAY_EVERY_S", 0.5)
+    monkeypatch.setattr(reserve_module, "LOG_EVERY_S", 0.5)
     caplog.set_level(logging.INFO, "gkd")
     hold({node.id: 8 for node in read_nodes()})
     config = configuration(1, 1, None, reserve_timeout_s=2.0)
@@ -207,20 +206,18 @@ def test_a_node_that_leaves_while_waiting_is_done_without(cluster, hold):
 
 
 @pytest.mark.parametrize(
-    ("module", "step", "pool"),
+    ("step", "pool"),
     [
-        (reserve_module, "_take", 2),
-        (reserve_module, "_start_workers", 2),
-        (nodes_module, "_ask_indices", {"gpus": [1]}),
+        ("_take", 2),
+        ("_start_workers", 2),
+        ("_read_indices", {"gpus": [1]}),
     ],
 )
-def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(
-    placed, cluster, hold, monkeypatch, module, step, pool
-):
+def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(placed, cluster, hold, monkeypatch, step, pool):
     """The only node with room is gone when this step is done, and the others are free again."""
     hold({node.id: 8 for node in read_nodes()})
     leaving = cluster.add_node(wait=True, num_gpus=2, num_cpus=4)
-    real = getattr(module, step)
+    real = getattr(reserve_module, step)
 
     def leave(*arguments, **more):
         if hold.groups:
@@ -232,7 +229,7 @@ def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(
                 return taken
         return real(*arguments, **more)
 
-    monkeypatch.setattr(module, step, leave)
+    monkeypatch.setattr(reserve_module, step, leave)
     reports = placed(
         configuration(pool, {"n_gpus_per_node": 1, "colocate_with": "actor"}, None, reserve_timeout_s=60.0)
     ).reports

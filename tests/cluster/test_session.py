@@ -1,10 +1,13 @@
 """A private Ray ends with its run, in whatever way that ends; an address that does not answer is one line."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 
 from gkd.cluster import gpu, reaper
 from gkd.cluster import session as session_module
+from gkd.cluster.control_service import VARIABLE
 from gkd.cluster.session import connect
 from gkd.errors import ConfigError, RunFailed
 from tests.cluster.conftest import alive, configuration, eventually
@@ -40,6 +44,9 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     first, second = start(), start(RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
     (directory, pids), (other, other_pids) = told(first), told(second)
     assert len(pids) == 3
+    for pid in pids:  # a terminal that closes sends it to all of them, and the run needs its workers for a checkpoint
+        (blocked,) = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+        assert int(blocked, 16) & 1 << signal.SIGHUP - 1
     assert first.stdout.readline() == second.stdout.readline() == "GPU Assignments: ['6', '4']\n"
     assert all(map(alive, pids + other_pids))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # a launcher and a terminal at the same time
@@ -55,27 +62,76 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     assert eventually(lambda: not Path(other).exists())
 
 
-def control_service(directory):
-    """The pid of the GCS of the Ray that has its files in a directory."""
-    (pid,) = (p for p in reaper.processes_of(directory) if b"gcs_server" in Path(f"/proc/{p}/cmdline").read_bytes())
+def server(directory, name):
+    """The pid of one of the servers of the Ray that has its files in a directory."""
+    (pid,) = (p for p in reaper.processes_of(directory) if Path(f"/proc/{p}/comm").read_text().strip() == name)
     return pid
 
 
 def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_or_hangs():
-    done, hanging = start(), start("impatient")
-    (directory, pids), (other, other_pids) = map(told, (done, hanging))
-    os.kill(control_service(directory), signal.SIGKILL)
-    os.kill(control_service(other), signal.SIGSTOP)
+    done, hanging, waiting = start(), start("impatient"), start("waiting")
+    (directory, pids), (other, other_pids), (third, its_pids) = map(told, (done, hanging, waiting))
+    # The raylet has to reach the service before it can read Ray's settings there.
+    environment = Path(f"/proc/{server(third, 'raylet')}/environ").read_text().split("\0")
+    assert f"{VARIABLE}=3900" in environment
+    for run in (directory, third):
+        os.kill(server(run, "gcs_server"), signal.SIGKILL)
+    os.kill(server(other, "gcs_server"), signal.SIGSTOP)
     hanging.send_signal(signal.SIGTERM)
     assert (done.wait(timeout=60), done.stderr.read()) == (0, "")
     assert hanging.wait(timeout=60) == 143
     first, last = hanging.stderr.read().splitlines()
     assert first == "giving workers and GPUs back: not done after 2 s; the program ends without it"
     assert last == "stopped by SIGTERM"
+    assert waiting.wait(timeout=60) == 1
+    *_, last = waiting.stderr.read().splitlines()
+    assert last.startswith("failed: Ray's control service (GCS) at ")
+    assert last.endswith(" is gone: without it Ray ends every process of the run")
+    shutil.rmtree(third)  # the logs of a run that failed
     assert not Path(directory).exists()
     assert not Path(other).exists()
-    assert not any(map(alive, pids + other_pids))
-    assert not reaper.processes_of(directory) + reaper.processes_of(other)
+    assert not any(map(alive, pids + other_pids + its_pids))
+    assert not reaper.processes_of(directory) + reaper.processes_of(other) + reaper.processes_of(third)
+
+
+def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save():
+    """`ray start --block` would have ended them with it."""
+    directory = tempfile.mkdtemp(prefix="gkd-t-", dir="/tmp")
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("", 0))
+        other.bind(("", 0))
+        ports = one.getsockname()[1], other.getsockname()[1]
+
+    def node(*arguments):
+        command = [sys.executable, "-m", "gkd.launch.node", *arguments]
+        variables = {**os.environ, "GKD_RAY_DIR": directory}
+        return subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    head = ["head", "--port", str(ports[0]), "--dashboard-port", str(ports[1]), "--simulate-gpus", "2"]
+    try:
+        up = node(*head)
+        assert up.returncode == 0, up.stderr
+        address = re.search(r"worker --address (\S+)", up.stdout)[1]
+        run = start("joined", RAY_ADDRESS=address)
+        _, pids = told(run)
+        os.kill(server(directory, "gcs_server"), signal.SIGKILL)
+        time.sleep(3.0)
+        assert all(map(alive, pids))
+        assert run.wait(timeout=60) == 1
+        *_, last = run.stderr.read().splitlines()
+        assert last.startswith(f"failed: Ray's control service (GCS) at {address} is gone")
+        again = node(*head)
+        assert again.returncode == 2
+        assert "runs here without its control service: ./launch/ray_cluster.sh stop ends it" in again.stderr
+    finally:
+        stopped = node("stop")
+        left = reaper.processes_of(directory)
+        shutil.rmtree(directory)
+    assert stopped.stdout.count("stopped the head") == 1, stopped.stdout + stopped.stderr
+    assert not left
+    assert not any(map(alive, pids))
 
 
 def test_no_process_is_left_when_ctrl_c_comes_while_ray_starts():

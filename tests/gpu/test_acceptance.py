@@ -194,7 +194,11 @@ class Recorded:
         (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
         accuracy = {"before": {"val/accuracy": 0.2}, "after": {"val/accuracy": 0.9}, "teacher": {"val/accuracy": 0.95}}
         (output / "summary.json").write_text(json.dumps({**accuracy, "wall_s": 30.0}))
-        ways = {"nccl": "by nccl (", "object_store": "by object_store (", "colocation": "take turns on their GPUs"}
+        ways = {
+            "nccl": "by nccl (",
+            "object_store": "by object_store (",
+            "colocation": "colocated: the actor is offloaded",
+        }
         text = ways.get(name, "by ipc (")
         output.with_suffix(".txt").write_text(text)
         return Run(output, text, steps, 40.0, 60.0)

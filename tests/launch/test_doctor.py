@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
 from gkd.doctor import cluster, devices, node, packages, system
 from gkd.doctor.__main__ import main
@@ -101,7 +103,7 @@ def test_an_extra_of_a_package_is_looked_at(installed, tmp_path: Path) -> None:
 def test_torch_against_driver_and_gpus(
     told: dict[str, object], gpus: devices.Gpus | None, level: str, said: str
 ) -> None:
-    findings = [*devices.judge_torch({**TORCH, **told}, gpus)]  # type: ignore[dict-item]
+    findings = [*devices.compare_torch({**TORCH, **told}, gpus)]  # type: ignore[dict-item]
     assert any(said in f.found for f in of_level(findings, level))
 
 
@@ -207,7 +209,7 @@ def test_disks_shared_memory_and_limits(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ],
 )
 def test_nodes_that_differ(other: dict[str, object], level: str, said: str) -> None:
-    findings = [*cluster.judge([NODE, replace(NODE, **{"name": "10.0.0.2/cd", **other})])]  # type: ignore[arg-type]
+    findings = [*cluster.compare([NODE, replace(NODE, **{"name": "10.0.0.2/cd", **other})])]  # type: ignore[arg-type]
     assert any(said in str(f) for f in of_level(findings, level)), findings
     if level == "ok":
         assert not of_level(findings, "failed")
@@ -240,3 +242,31 @@ def test_it_ends_with_1_when_something_failed_and_with_2_for_an_address(
     out = capfd.readouterr().out
     assert "psutil 4.0.1" in out
     assert "1 failed" in out
+
+
+AS_ON_A_NODE = """
+import importlib.util, json, pickle, sys
+sys.modules["gkd"] = None  # any import of it fails
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "gkd" else real(name, *rest)
+print(json.dumps(pickle.loads(sys.stdin.buffer.read())(("ray",))))
+"""
+
+
+def test_a_node_need_not_have_this_project() -> None:
+    """What is looked at there travels with what it uses."""
+    modules = (node, *node.SENT)
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        sent = cloudpickle.dumps(node.look)
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ON_A_NODE], input=sent, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    facts = json.loads(done.stdout)
+    assert facts["versions"]["gkd"] == "missing"
+    assert facts["versions"]["ray"] == node.look(("ray",))["versions"]["ray"]

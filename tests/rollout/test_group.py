@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.cluster.group import Group, gather
-from gkd.cluster.memory import MemoryReports
+from gkd.cluster.group import Group, MemoryReports, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.errors import RunFailed

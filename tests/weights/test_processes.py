@@ -43,7 +43,7 @@ def worker(group: str, index: int) -> Group:
     """One worker on GPU ``index``, or on a simulated one."""
     started = RemoteWorker.options(num_cpus=0).remote()
     # The Ray of these tests hands out simulated GPUs; this worker is given a real one past it.
-    ray.get(started.see.remote([str(index)], False), timeout=60)
+    ray.get(started.set_visible_devices.remote([str(index)], False), timeout=60)
     return Group(group, (started,), (report(group, 0, GPUS[index] if GPUS else f"SIM-{index}"),))
 
 

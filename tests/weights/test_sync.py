@@ -14,9 +14,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.group import ActorGroup
+from gkd.cluster.colocation import Colocation
 from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
-from gkd.cluster.turns import Turns
 from gkd.config import Config, load
 from gkd.driver.weight_sync import WeightSync
 from gkd.errors import RunFailed
@@ -217,7 +217,9 @@ def test_an_engine_that_hangs_takes_no_time_from_the_others() -> None:
 
     config = settings("ipc", timeout_s=0.5)
     engines = tuple(reports("rollout", *ENGINE_GPUS["ipc"]))
-    rollout: Any = SimpleNamespace(alive=[0, 1], tell=tell, turns=Turns(), group=SimpleNamespace(reports=engines))
+    rollout: Any = SimpleNamespace(
+        alive=[0, 1], tell=tell, colocation=Colocation(), group=SimpleNamespace(reports=engines)
+    )
     ranks = SimpleNamespace(call=call, call_each=call, reports=tuple(reports("actor", "GPU-0")))
     actor: Any = SimpleNamespace(version=3, group=ranks)
     WeightSync(actor, rollout, engines, config).push()

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from gkd.cluster.deadline import within
+from gkd.cluster.shutdown import within
 from gkd.config import Config
 from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError

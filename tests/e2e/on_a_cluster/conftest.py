@@ -60,7 +60,7 @@ class ClusterHere:
     def free_gpus(self) -> int:
         """GPUs that nobody has reserved, as a new connection to the cluster sees it."""
         ask = (
-            "from gkd.cluster.session import join; from gkd.cluster.nodes import read_nodes; "
+            "from gkd.cluster.session import join; from gkd.cluster.reserve import read_nodes; "
             f"join('{self.address}'); print(sum(node.free_gpus for node in read_nodes()))"
         )
         return int(self.run(sys.executable, "-c", ask).stdout.split()[-1])

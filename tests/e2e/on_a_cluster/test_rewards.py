@@ -121,7 +121,7 @@ def test_the_datas_own_answers_are_learned_from_too(start: Any) -> None:
     assert rows[20]["actor/supervised_loss"] < rows[1]["actor/supervised_loss"]
     assert abs(rows[20]["mismatch/kl"]) < 1e-4
     logged = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
-    assert "actor and rollout, teacher take turns on their GPUs" in run.text()  # out of turn nobody computes
+    assert "colocated: the actor is offloaded while rollout, teacher work" in run.text()  # what is not there fails
     assert len(list((run.output / "tensorboard").iterdir())) == 1
     own = [sample for sample in logged if "logprob_mean" not in sample]
     assert len(own) == len(logged) / 2

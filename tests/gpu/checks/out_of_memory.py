@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.group import gather
-from gkd.cluster.placement import laid_out, place
+from gkd.cluster.placement import lay_out, place
 from gkd.cluster.session import connect
 from gkd.config import load
 from tests.actor import models
@@ -61,7 +61,7 @@ def _actor(path: str, budget: int) -> Iterator[ActorGroup]:
         "cluster": {"cpu_threads": 1, "simulate_gpus": "auto", "share_gpus": True},
     }
     with connect(load(wanted)) as session:
-        config = laid_out(load(wanted))
+        config = lay_out(load(wanted))
         placement = place(config, session)
         actor = ActorGroup(placement.groups["actor"], config, path, partial(placement.restart, "actor"))
         gather([actor.submit_build()], 120)

@@ -5,11 +5,10 @@ import json
 
 import pytest
 
-from gkd.cluster.check import faults
+from gkd.cluster.assignment import DeviceReport, Report, assignment_line, faults, print_table
 from gkd.cluster.group import Group
 from gkd.cluster.placement import Placement, PlacementFault
-from gkd.cluster.report import Report
-from gkd.cluster.table import assignment_line, print_table
+from gkd.cluster.reserve import Claim
 
 NO_RANGES = {"actor": None, "rollout": None}
 
@@ -98,6 +97,25 @@ def test_json_has_one_record_a_worker(tmp_path):
         {"group": "actor", "rank": 0, "node": "10.0.0.1", "pid": 100, "cuda_visible_devices": "0",
          "ray_gpu_ids": ["0"], "gpu_uuids": ["GPU-0"]}
     ]  # fmt: skip
+
+
+def test_the_file_has_the_processes_of_workers_that_were_started_again(tmp_path, monkeypatch):
+    """The monitor looks for them there."""
+
+    def started_again(session, claims, cluster):
+        facts = {
+            key: value for key, value in vars(report("", 0, 0, pid=7)).items() if key not in ("group", "rank", "node")
+        }
+        return [Claim(None, None, DeviceReport(**facts), {})]
+
+    monkeypatch.setattr("gkd.cluster.placement.start_again", started_again)
+    placement = Placement(
+        {"actor": Group("actor", (None,), (report("actor", 0, 0),))}, {"actor": []}, {"n1": "10.0.0.1"}
+    )
+    placement.write_json(tmp_path / "placement.json")
+    placement.restart("actor")
+    (record,) = json.loads((tmp_path / "placement.json").read_text())
+    assert (record["group"], record["pid"]) == ("actor", 7)
 
 
 def test_a_fault_is_one_line_with_everything_in_it():

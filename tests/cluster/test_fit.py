@@ -7,9 +7,9 @@ import os
 import pytest
 
 from gkd.cluster import session
-from gkd.cluster.layout import Node, asks_of, idle_nodes, solve
+from gkd.cluster.fit import share_gpus
+from gkd.cluster.layout import Node, idle_nodes, requests_of, solve
 from gkd.cluster.session import _plan_private
-from gkd.cluster.sharing import shared
 from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
@@ -47,7 +47,7 @@ def placed(config: Config) -> dict[str, int]:
 )
 def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, name: str | None) -> None:
     config, nodes = compose(overrides), idle_nodes([n_gpus])
-    result = shared(config, nodes)
+    result = share_gpus(config, nodes)
     if name is None:
         assert result is config
         return
@@ -55,8 +55,8 @@ def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, na
     assert placed(result) == placed(layout)
     assert result.hosts() == layout.hosts()
     assert result.rollout.gpu_memory_utilization == layout.rollout.gpu_memory_utilization
-    assert solve(asks_of(result), nodes, 0.0) is not None
-    assert shared(result, nodes) is result  # a run that is resumed from its own config.yaml
+    assert solve(requests_of(result), nodes, 0.0) is not None
+    assert share_gpus(result, nodes) is result  # a run that is resumed from its own config.yaml
 
 
 @pytest.mark.parametrize(
@@ -65,23 +65,23 @@ def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, na
 )
 def test_who_says_where_groups_go_is_not_overruled(own: str) -> None:
     config = compose([DISTIL, own])
-    assert shared(config, idle_nodes([1])) is config
+    assert share_gpus(config, idle_nodes([1])) is config
 
 
 def test_what_the_user_set_stays() -> None:
     config = compose([DISTIL, "rollout.gpu_memory_utilization=0.4", "rollout.max_num_seqs=7", "trainer.total_steps=3"])
-    result = shared(config, idle_nodes([1]))
+    result = share_gpus(config, idle_nodes([1]))
     assert (result.rollout.gpu_memory_utilization, result.teacher.gpu_memory_utilization) == (0.4, 0.25)
     assert (result.rollout.max_num_seqs, result.trainer.total_steps) == (7, 3)
 
 
 def test_gpus_are_those_that_the_machine_lets_be_seen() -> None:
-    result = shared(compose([DISTIL]), [Node("", "here", (2, 5), 0.0)])
+    result = share_gpus(compose([DISTIL]), [Node("", "here", (2, 5), 0.0)])
     assert (result.trainer.gpus, result.rollout.gpus, result.teacher.gpus) == ([2, 5], [2, 5], [5])
 
 
 def test_two_machines_of_one_gpu_run_what_one_of_them_could() -> None:
-    assert shared(compose([DISTIL]), idle_nodes([1, 1])).hosts() == {"rollout": "actor", "teacher": "actor"}
+    assert share_gpus(compose([DISTIL]), idle_nodes([1, 1])).hosts() == {"rollout": "actor", "teacher": "actor"}
 
 
 @pytest.mark.parametrize(("n_gpus", "workers"), [(0, 3), (1, 3), (2, 5), (3, 3), (8, 3)])
@@ -107,7 +107,7 @@ def test_memory_decides_whether_they_take_turns(size: str | None, turns: bool) -
     """On one card of 24 GB: the built-in task's models beside each other, larger ones by turns."""
     named = [f"model.size={size}", f"teacher.model.size={size}"] if size else []
     files = ["data.train_files=[x]", "data.val_files=[x]"] if size else []
-    config = shared(compose([DISTIL, *named, *files, "actor.gradient_checkpointing=true"]), idle_nodes([1]))
+    config = share_gpus(compose([DISTIL, *named, *files, "actor.gradient_checkpointing=true"]), idle_nodes([1]))
     assert config.cluster.offload == "auto"
     card = dict.fromkeys(("actor", "rollout", "teacher"), 48e9 if size else 24e9)
     assert offload_needed(config, models_of(config), card) == turns

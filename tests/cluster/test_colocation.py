@@ -1,4 +1,4 @@
-"""Who has the memory of shared GPUs, and which groups may start at the same time."""
+"""Who is on shared GPUs, and which groups may start at the same time."""
 
 from __future__ import annotations
 
@@ -8,54 +8,60 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gkd.cluster.assignment import Report
+from gkd.cluster.colocation import Colocation
 from gkd.cluster.group import Group
-from gkd.cluster.report import Report
-from gkd.cluster.turns import Turns
 from gkd.driver.startup import waves
 
 
 @dataclass
-class Party:
-    """Keeps what it was told, and refuses what makes no sense."""
+class Member:
+    """Keeps what it has on its GPU, and refuses what makes no sense."""
 
     held: str = "all"
 
-    def give_back(self) -> None:
+    def sleep(self) -> None:
         assert self.held != "nothing"
         self.held = "nothing"
 
-    def take_back(self, weights_only: bool = False) -> None:
+    def wake(self, weights_only: bool = False) -> None:
         assert self.held != "all"
         self.held = "weights" if weights_only else "all"
+
+    def offload(self) -> None:
+        self.sleep()
+
+    def onload(self) -> None:
+        self.wake()
 
 
 @dataclass
 class Trio:
     """An actor that is not loaded yet, and engines that are."""
 
-    actor: Party = field(default_factory=lambda: Party("nothing"))
-    sampling: Party = field(default_factory=Party)
-    judging: Party = field(default_factory=Party)
+    actor: Member = field(default_factory=lambda: Member("nothing"))
+    sampler: Member = field(default_factory=Member)
+    scorer: Member = field(default_factory=Member)
 
     @property
     def held(self) -> tuple[str, str, str]:
-        return self.actor.held, self.sampling.held, self.judging.held
+        return self.actor.held, self.sampler.held, self.scorer.held
 
 
 WANTED = {
-    "for_engines": ("nothing", "all", "all"),
-    "for_actor": ("all", "nothing", "nothing"),
-    "for_push": ("all", "weights", "nothing"),
+    "wake_engines": ("nothing", "all", "all"),
+    "onload_actor": ("all", "nothing", "nothing"),
+    "prepare_push": ("all", "weights", "nothing"),
 }
 
 
 @given(st.lists(st.sampled_from(sorted(WANTED)), max_size=8))
-def test_whoever_works_has_the_memory_and_nobody_else(asked: list[str]) -> None:
+def test_who_works_is_on_the_gpus_and_nobody_else(calls: list[str]) -> None:
     trio = Trio()
-    turns = Turns(trio.actor, [trio.sampling], [trio.judging])
-    for turn in asked:
-        getattr(turns, turn)()
-        assert trio.held == WANTED[turn]
+    colocation = Colocation(trio.actor, [trio.sampler], [trio.scorer])
+    for call in calls:
+        getattr(colocation, call)()
+        assert trio.held == WANTED[call]
 
 
 def group(name: str, *uuids: str) -> Group:

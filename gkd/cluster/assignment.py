@@ -1,0 +1,143 @@
+"""Which GPU each worker has: what workers report, whether it is right, and how it is shown.
+
+The check is pure functions over reports: whether every worker has the GPU it must have and shares it with nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import IO, Any, Literal
+
+from gkd.cluster.fit import range_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceReport:
+    """What a worker process sees, reported before any model is loaded."""
+
+    node_id: str
+    """Ray's id of the node, hex."""
+    ip: str
+    pid: int
+    cuda_visible_devices: str
+    ray_gpu_ids: list[str]
+    device_count: int
+    gpu_uuids: list[str]
+    gpu_indices: list[int]
+    """The numbers that ``gpus`` ranges call the devices by."""
+    gpu_bytes: int | None = None
+    """Memory of the smallest device; None where they are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(DeviceReport):
+    """A worker's report together with its place."""
+
+    group: str
+    rank: int
+    node: str
+    """The node's name for people: its address, made unique where several Ray nodes share one."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What the worker computes on: the CPU where its GPU is only one of Ray's numbers."""
+        return "cpu" if all(uuid.startswith("SIM-") for uuid in self.gpu_uuids) else "cuda"
+
+    def __str__(self) -> str:
+        return f"{self.group} rank {self.rank} (pid {self.pid} on {self.node})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record of placement.json."""
+        return {
+            "group": self.group,
+            "rank": self.rank,
+            "node": self.node,
+            "pid": self.pid,
+            "cuda_visible_devices": self.cuda_visible_devices,
+            "ray_gpu_ids": self.ray_gpu_ids,
+            "gpu_uuids": self.gpu_uuids,
+        }
+
+
+def faults(
+    reports: Sequence[Report],
+    ranges: Mapping[str, Sequence[Sequence[int]] | None],
+    shared: Collection[frozenset[str]] = (),
+) -> list[str]:
+    """Return everything wrong with an assignment, one line each; empty when it is right.
+
+    ``ranges`` gives the exact indices each group asked for, one list for all of its nodes alike or one for each;
+    ``shared`` the pairs of groups that may be on the same GPU.
+    """
+    return [*_collisions(reports, shared), *_wrong_devices(reports), *_broken_ranges(reports, ranges)]
+
+
+def _collisions(reports: Sequence[Report], shared: Collection[frozenset[str]]) -> list[str]:
+    holders: dict[str, list[Report]] = {}
+    for report in reports:
+        for uuid in dict.fromkeys(report.gpu_uuids):
+            holders.setdefault(uuid, []).append(report)
+    return [
+        f"{one} and {other} share GPU {uuid}"
+        for uuid, sharing in holders.items()
+        for one, other in combinations(sharing, 2)
+        if frozenset((one.group, other.group)) not in shared
+    ]
+
+
+def _wrong_devices(reports: Sequence[Report]) -> list[str]:
+    faulty: list[str] = []
+    for report in reports:
+        if report.cuda_visible_devices.split(",") != report.ray_gpu_ids:
+            ray_ids = ",".join(report.ray_gpu_ids)
+            faulty.append(f"{report} sees CUDA_VISIBLE_DEVICES={report.cuda_visible_devices} but Ray gave it {ray_ids}")
+        elif report.device_count != 1 or len(report.gpu_uuids) != 1:
+            faulty.append(
+                f"{report} sees {report.device_count} GPUs instead of 1 "
+                f"under CUDA_VISIBLE_DEVICES={report.cuda_visible_devices}"
+            )
+    return faulty
+
+
+def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequence[int]] | None]) -> list[str]:
+    faulty: list[str] = []
+    for group, wanted in ranges.items():
+        if wanted is None:
+            continue
+        got: dict[str, list[int]] = {}
+        for report in sorted((r for r in reports if r.group == group), key=lambda r: r.rank):
+            got.setdefault(report.node, []).extend(report.gpu_indices)
+        left = [sorted(one) for one in wanted] if len(wanted) > 1 else [sorted(wanted[0])] * len(got)
+        for node, indices in got.items():
+            if indices in left:
+                left.remove(indices)
+            else:
+                wished = " and ".join(range_text(sorted(one)) for one in wanted)
+                faulty.append(f"{group} asked for GPUs {wished} but has {range_text(indices)} on {node}")
+    return faulty
+
+
+def print_table(reports: Sequence[Report], file: IO[str] | None = None) -> None:
+    """Print one row a worker; rows are never wrapped, so that they can be read and grepped in a log file too."""
+    from rich.box import SIMPLE  # workers report, and print nothing
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for title in ("group", "rank", "node", "pid", "CUDA_VISIBLE_DEVICES", "ray ids", "UUID"):
+        table.add_column(title, no_wrap=True, overflow="ignore")
+    for r in reports:
+        ids, uuids = ",".join(r.ray_gpu_ids), ",".join(r.gpu_uuids)
+        table.add_row(r.group, str(r.rank), r.node, str(r.pid), r.cuda_visible_devices, ids, uuids)
+    console = Console(file=file, highlight=False, markup=False)
+    wanted = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    console.width = max(console.width, wanted)
+    console.print(table)
+
+
+def assignment_line(reports: Sequence[Report]) -> str:
+    """Return ``GPU Assignments: ['0', '1', ...]`` in the order of the reports."""
+    return f"GPU Assignments: {[gpu for report in reports for gpu in report.ray_gpu_ids]}"

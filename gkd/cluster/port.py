@@ -1,0 +1,40 @@
+"""TCP ports of this machine: one that is free, and whether a certain one is."""
+
+from __future__ import annotations
+
+import socket
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago, on every interface of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Return whether a program could listen on ``port``; one that has just been given up counts as free."""
+    return why_taken("0.0.0.0", port) is None
+
+
+def why_taken(host: str, port: int) -> str | None:
+    """Return why nobody can listen at ``host:port`` now, in the system's words; None where one can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def listens(address: str, timeout_s: float) -> bool:
+    """Return whether something takes connections at ``address`` (host:port) within ``timeout_s``."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True

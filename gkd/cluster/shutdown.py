@@ -1,0 +1,151 @@
+"""How a program ends: in order on SIGTERM, SIGHUP and Ctrl-C, whatever Ray does to the handlers, and in bounded time.
+
+Calls that may never return have a deadline (:func:`within`), and :func:`leave` ends the process also where one has not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+from gkd.errors import Stopped
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that end a program."""
+TOGETHER_S = 1.0
+"""Signals that come this close together mean one thing: a terminal and a launcher both send one."""
+
+LOG = logging.getLogger("gkd")
+
+_stuck: list[str] = []
+"""Calls that did not return in time."""
+_received: list[tuple[int, float]] = []
+"""Numbers of the signals that were acted on, and when (``time.monotonic``)."""
+
+
+def exit_on_signals() -> None:
+    """Turn SIGTERM, SIGHUP and SIGINT into Stopped (143, 129, 130), so that what is open is closed. Main thread only.
+
+    One that comes later than :data:`TOGETHER_S` after the first ends what the first has begun to close.
+    """
+    _received.clear()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if _received and now - _received[-1][1] < TOGETHER_S:
+            return
+        _received.append((number, now))
+        raise Stopped(number)
+
+    handle_ending_signals(stop)
+
+
+def handle_ending_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Call ``handler`` for each of :data:`ENDING`. SIGHUP stays ignored where it is, as under nohup."""
+    for number in ENDING:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def keeping_exit_code() -> Iterator[None]:
+    """Leave with 128 + the signal's number also where the signal came during a call into Ray, which makes it 0 or 1."""
+    try:
+        yield
+    except SystemExit:
+        if _received:
+            raise Stopped(_received[0][0]) from None
+        raise
+
+
+@contextlib.contextmanager
+def keeping_sigterm_handler() -> Iterator[None]:
+    """Put the SIGTERM handler back that ``ray.init`` replaces by its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not signal.SIG_DFL:  # Ray's own at least exits in order
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def keeping_children_from_hangups() -> Iterator[None]:
+    """Have what is started meanwhile, and all that it starts, live on when the terminal closes, so that a run can save.
+
+    A closing terminal sends SIGHUP to the whole group of processes. This one's comes after the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def ignoring_signals() -> Iterator[None]:
+    """Let a clean-up of bounded length finish, also when Ctrl-C is pressed again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def within(timeout_s: float, what: str, call: Callable[[], object]) -> bool:
+    """Run ``call`` in a thread of its own for at most ``timeout_s`` seconds; returns whether it came to its end.
+
+    Raises what it raises. One that does not return is named in a warning and left behind: :func:`leave` ends the
+    process without it.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        abandon(what)
+        LOG.warning("%s: not done after %g s; the program ends without it", what, timeout_s)
+        return False
+    if raised:
+        raise raised[0]
+    return True
+
+
+def abandon(what: str) -> None:
+    """Have :func:`leave` end the process at once: ``what`` has not been done and cannot be."""
+    _stuck.append(what)
+
+
+def leave(code: int) -> NoReturn:
+    """End the program with ``code``, at once where a call is stuck: what Python does at its end could wait for it."""
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)  # the code is settled
+    if not _stuck:
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
