@@ -1,4 +1,4 @@
-"""``python -m gkd.export RUN [--step N] OUT``: write a checkpoint of a run as a Hugging Face model directory.
+"""``gkd export RUN [--step N] OUT``: write a checkpoint of a run as a Hugging Face model directory.
 
 RUN is the run's output directory, OUT a directory that holds nothing yet. Without --step it is the newest checkpoint
 that is intact. An adapter is merged into the weights, and written to OUT/adapter as well. Needs neither Ray nor a GPU.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gkd.config import Lora
-from gkd.driver.checkpoint import Damaged, Saved, complete, newest_intact, read_intact, step_of
 from gkd.errors import ConfigError, Parser, guarded
+
+if TYPE_CHECKING:
+    from gkd.driver.checkpoint import Saved
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = Parser("python -m gkd.export", description=__doc__)
+    parser = Parser("gkd export", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="output directory of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write; it must not hold anything")
     parser.add_argument("--step", type=int, metavar="N", help="which checkpoint; the newest unless given")
@@ -40,6 +42,8 @@ def chosen(directory: Path, step: int | None) -> Saved:
 
     Raises ConfigError when there is none, or when the one of that step is damaged.
     """
+    from gkd.driver.checkpoint import Damaged, complete, newest_intact, read_intact, step_of
+
     there = complete(directory)
     if not there:
         raise ConfigError(f"there is no complete checkpoint in {directory}")
@@ -70,6 +74,7 @@ def export(saved: Saved, out: Path) -> None:
     from gkd.actor.model import load
     from gkd.actor.pretrained import write_pretrained
     from gkd.actor.state import load_state
+    from gkd.config import Lora
     from gkd.data.tokenizer import check_causal_lm
 
     base = check_causal_lm(saved.model, "the model that was trained")

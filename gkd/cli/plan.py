@@ -1,4 +1,4 @@
-"""``python -m gkd.plan +recipe=grpo model.path=DIR placement=8gpu [OVERRIDES]``: what a layout needs, before it runs.
+"""``gkd plan +recipe=grpo model.path=DIR placement=8gpu [OVERRIDES]``: what a layout needs, before it runs.
 
 Memory of each group against its card, seconds of each stage and of a step, and the best split of N GPUs, from the
 models' config.json alone (or ``model.size=7b``). Data need not be named. Exit codes: 0 it fits; 1 it does not; 2 what
@@ -14,19 +14,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
-from gkd.cluster.layout import idle_nodes
-from gkd.cluster.sharing import shared
-from gkd.config import Config
-from gkd.config.compose import compose
 from gkd.errors import ConfigError, Parser, guarded
-from gkd.planning import cards
-from gkd.planning.cards import Card
-from gkd.planning.measured import factors_of
-from gkd.planning.result import plan
-from gkd.planning.subject import Subject, models_of, nodes_of
-from gkd.planning.tables import show
+
+if TYPE_CHECKING:
+    from gkd.config import Config
+    from gkd.planning.cards import Card
 
 MOST_GPUS = 65_536  # of which the best splits are found in 6 s; more would take minutes
 
@@ -40,15 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = Parser("python -m gkd.plan", description=__doc__)
+    parser = Parser("gkd plan", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything the tables show")
     parser.add_argument(
         "--from", dest="run", metavar="RUN_DIR", help="take timings from an earlier run's metrics.jsonl"
     )
     parser.add_argument("--best", type=_n_gpus, metavar="N", help="the three best splits of N GPUs")
     parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on cards of other sizes")
-    parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main")
+    parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
+    from gkd.planning.measured import factors_of
+    from gkd.planning.result import plan
+    from gkd.planning.subject import Subject, models_of, nodes_of
+    from gkd.planning.tables import show
+
     config = _as_here(_composed(options.overrides), options.best is not None)
     subject = Subject(config, models_of(config), _card(config, options.best is not None), nodes_of(config))
     factors = None
@@ -73,6 +72,8 @@ def _n_gpus(text: str) -> int:
 
 def _composed(overrides: Sequence[str]) -> Config:
     """The configuration, with data that nobody has named where a model of one's own is."""
+    from gkd.config.compose import compose
+
     named = {override.partition("=")[0].lstrip("+") for override in overrides}
     if {"model.path", "model.size"} & named:
         overrides = [*(f"{key}={value}" for key, value in STAND_INS.items() if key not in named), *overrides]
@@ -82,6 +83,8 @@ def _composed(overrides: Sequence[str]) -> Config:
 
 
 def _without_teacher(overrides: Sequence[str]) -> Config:
+    from gkd.config.compose import compose
+
     try:
         return compose(overrides)
     except ConfigError as error:
@@ -94,6 +97,10 @@ def _as_here(config: Config, best: bool) -> Config:
     """The layout that a run here would take, where it is this machine's GPUs that are planned for."""
     if best or config.plan.card is not None or isinstance(config.cluster.simulate_gpus, int):
         return config
+    from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
+    from gkd.cluster.layout import idle_nodes
+    from gkd.cluster.sharing import shared
+
     return shared(config, idle_nodes([len(real_tokens(os.environ.get(VISIBLE), nvml_uuids()))]))
 
 
@@ -102,6 +109,8 @@ def _card(config: Config, best: bool) -> Card:
 
     A card or its memory that is named is another machine's, unless GPUs are to be simulated here.
     """
+    from gkd.planning import cards
+
     simulated, plan = config.cluster.simulate_gpus, config.plan
     asked = best or plan.card is not None
     if not asked and isinstance(simulated, int):

@@ -1,4 +1,4 @@
-"""A teacher outside the cluster: ``python -m gkd.teacher.serve teacher.model.path=DIR teacher.server_port=15555``.
+"""Serve a teacher outside the cluster: ``gkd serve-teacher teacher.model.path=DIR teacher.server_port=15555``.
 
 Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise. Only
 clients with its key are answered. On loopback that is in ``~/.cache/gkd/teacher.key``; any other address needs
@@ -33,10 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "python -m gkd.teacher.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main, whose --settings lists teacher.*")
+    parser = Parser("gkd serve-teacher", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="as for gkd train; gkd settings teacher lists those of a teacher")
     overrides = parser.parse_args(arguments).overrides
     stop = _Stop()
     return _serve(composed(overrides), stop)

@@ -1,0 +1,85 @@
+"""``gkd COMMAND``: every program is found, its help loads nothing large, and settings are described and searched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gkd import __version__
+from gkd.cli.command import PROGRAMS, main
+from gkd.config import settings
+from gkd.config.describe import described, search
+from gkd.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+LARGE = ("torch", "ray", "hydra", "vllm", "transformers", "pydantic", "numpy")
+HELP = f"""
+import sys
+from gkd.cli.command import PROGRAMS, main
+for name in PROGRAMS:
+    try:
+        main([name, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+    loaded = [package for package in {LARGE!r} if package in sys.modules]
+    assert not loaded, (name, loaded)
+"""
+
+
+def test_help_of_every_program_loads_nothing_large() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name in PROGRAMS:
+        assert f"usage: gkd {name} " in done.stdout
+
+
+def test_the_package_installs_the_command_and_the_typing_marker() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"gkd": "gkd.cli.command:run"}
+    assert (ROOT / "gkd" / "py.typed").is_file()
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gkd {__version__}\n"
+
+
+def test_every_setting_is_described_with_kind_and_default() -> None:
+    found = {setting.name: setting for setting in described()}
+    assert found.keys() == settings().keys()
+    assert all(setting.kind and setting.default and setting.meaning for setting in found.values())
+    assert (found["actor.lr"].kind, found["actor.lr"].default) == ("number > 0 or null", "null")
+    assert found["trainer.total_steps"].kind == "whole number >= 1"
+    assert found["rollout.temperature"].kind == "number >= 0.001 and <= 1000"
+    assert found["actor.lr_decay"].kind == "constant or linear or cosine"
+    assert found["cluster.offload"].kind == "auto or true or false"
+    assert found["data.train_files"].default == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["lr"], {"actor.lr", "actor.lr_decay"}),
+        (["num_generations"], {"rollout.n"}),
+        (["teacher", "key_file"], {"teacher.key_file"}),
+    ],
+)
+def test_settings_are_searched_by_name_and_by_the_names_of_other_systems(words: list[str], names: set[str]) -> None:
+    assert {setting.name for setting in search(words)} == names
+
+
+def test_a_search_without_result_is_an_error() -> None:
+    with pytest.raises(ConfigError):
+        search(["nothing-is-called-so"])
+
+
+@pytest.mark.parametrize("arguments", [["settings", "lr"], ["train", "--settings", "lr"]])
+def test_both_ways_to_list_settings(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert "actor.lr=null  (number > 0 or null)\n    peak learning rate" in capsys.readouterr().out
