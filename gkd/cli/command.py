@@ -53,7 +53,7 @@ PROGRAMS = {
         "gkd.cli.settings", "python -m gkd.main --settings", "[WORD ...]", "every setting, or those about WORD"
     ),
 }
-"""Every program, by the name that ``gkd`` knows it by."""
+"""Every program, by its name as a command of ``gkd``."""
 
 OTHER_NAMES = {"teacher": "serve-teacher", "serve": "serve-teacher", "run": "train", "main": "train"}
 

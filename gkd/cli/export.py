@@ -31,21 +31,21 @@ def _main(arguments: Sequence[str]) -> int:
     out: Path = options.out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
-    saved = chosen(options.run / "checkpoints", options.step)
+    saved = choose_checkpoint(options.run / "checkpoints", options.step)
     export(saved, out)
     print(f"step {saved.state.step} of {options.run} is in {options.out}")
     return 0
 
 
-def chosen(directory: Path, step: int | None) -> Saved:
-    """The checkpoint of ``step`` in ``directory``, or the newest intact one.
+def choose_checkpoint(directory: Path, step: int | None) -> Saved:
+    """Find the checkpoint of ``step`` in ``directory``, or the newest intact one.
 
     Raises ConfigError when there is none, or when the one of that step is damaged.
     """
     from gkd.driver.checkpoint import Damaged, complete, newest_intact, read_intact, step_of
 
-    there = complete(directory)
-    if not there:
+    checkpoints = complete(directory)
+    if not checkpoints:
         raise ConfigError(f"there is no complete checkpoint in {directory}")
     if step is None:
         saved, damaged = newest_intact(directory)
@@ -55,8 +55,8 @@ def chosen(directory: Path, step: int | None) -> Saved:
             raise ConfigError(f"every checkpoint in {directory} is damaged")
         return saved
     path = directory / f"step_{step}"
-    if path not in there:
-        steps = ", ".join(str(step_of(other)) for other in there)
+    if path not in checkpoints:
+        steps = ", ".join(str(step_of(other)) for other in checkpoints)
         raise ConfigError(f"--step {step}: {directory} has no complete checkpoint of it; there are those of {steps}")
     try:
         return read_intact(path)

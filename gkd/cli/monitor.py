@@ -1,7 +1,7 @@
-"""``gkd monitor [RUN_DIR] [--every SECONDS]``: memory of this machine's GPUs, and how a run is doing.
+"""``gkd monitor [RUN_DIR] [--every SECONDS]``: show the memory of this machine's GPUs, and how far a run is.
 
 For each GPU: name, compute capability, total memory, what the run's groups on it have allocated and reserved, what is
-free, how often their allocators had to start over or gave up, and advice. Without a GPU it says so and shows the
+free, how often their allocators had to start over or gave up, and advice. Without a GPU it shows the
 memory of the run's processes by group. What the groups hold is what they reported at the run's last step.
 """
 
@@ -60,7 +60,7 @@ def _follow(run: RunFiles | None, every: float, out: Console) -> None:
 
 
 def view(run: RunFiles | None) -> RenderableType:
-    """Everything there is to show now."""
+    """Lay out everything there is to show now."""
     from rich.console import Group
 
     from gkd.observability.hardware import cards
@@ -94,7 +94,7 @@ def _gpus(present: Sequence[Card], run: RunFiles | None) -> Table:
 
 
 def advice(card: Card, groups: Sequence[str], last: Mapping[str, float]) -> str:
-    """What to change on a GPU that is short of memory; empty where it is not."""
+    """Name what to change on a GPU that is short of memory; empty where it is not."""
     if any(last.get(f"memory/{group}/ooms", 0) for group in groups) and "actor" in groups:
         return "memory ran out: lower actor.max_tokens_per_micro_batch, or actor.gradient_checkpointing=true"
     if any(last.get(f"memory/{group}/alloc_retries", 0) for group in groups):
@@ -123,7 +123,7 @@ def _processes(run: RunFiles) -> Table:
 
 
 def progress_line(run: RunFiles) -> str:
-    """Step, time left, and the figures a user looks at."""
+    """Format step, time left, and the figures a user looks at."""
     from gkd.observability.progress import clock
 
     if run.finished:

@@ -37,17 +37,17 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as for gkd train; gkd settings teacher lists those of a teacher")
     overrides = parser.parse_args(arguments).overrides
     stop = _Stop()
-    return _serve(composed(overrides), stop)
+    return _serve(compose_server(overrides), stop)
 
 
-def composed(overrides: Sequence[str]) -> Config:
-    """The configuration of a server: defaults of its own come below what a file among the overrides says."""
+def compose_server(overrides: Sequence[str]) -> Config:
+    """Compose the configuration of a server, whose own defaults come below those of a file among the overrides."""
     from gkd.config.compose import compose
     from gkd.config.file import read_yaml
 
-    teachers = [read_yaml(o).get("teacher") for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
-    named = any(isinstance(teacher, dict) and teacher.get("server_ip") for teacher in teachers)
-    return compose([*_DEFAULTS, *([] if named else ["teacher.server_ip=127.0.0.1"]), *overrides])
+    sections = [read_yaml(o).get("teacher") for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
+    has_address = any(isinstance(teacher, dict) and teacher.get("server_ip") for teacher in sections)
+    return compose([*_DEFAULTS, *([] if has_address else ["teacher.server_ip=127.0.0.1"]), *overrides])
 
 
 def _serve(config: Config, stop: _Stop) -> int:

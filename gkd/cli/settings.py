@@ -1,7 +1,7 @@
 """``gkd settings [WORD ...]``: every setting with its type or choices, default and meaning, or those about the words.
 
-A word is part of a setting's name, the beginning of a word of its meaning, or what TRL, verl, slime, OpenRLHF or
-prime-rl call it. ``python -m gkd.main --settings [WORD ...]`` prints the same.
+A word is part of a setting's name, a choice, the beginning of a word of its meaning, or what TRL, verl, slime, OpenRLHF
+or prime-rl call it. ``python -m gkd.main --settings [WORD ...]`` prints the same.
 """
 
 from __future__ import annotations

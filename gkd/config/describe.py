@@ -32,12 +32,17 @@ class Setting:
 
 
 def described() -> list[Setting]:
-    """Every setting, in the order of the sections. Settings of classes follow those of the section that names them."""
+    """Describe every setting, in the order of the sections.
+
+    Settings of built-in classes follow those of the section that selects them.
+    """
     return list(_walk(Config, ""))
 
 
 def search(words: Sequence[str]) -> list[Setting]:
-    """Settings that have every word in their name, or begin one in their meaning, or that other systems call so.
+    """Find the settings that every word is about.
+
+    A word is a part of the name, a choice, the beginning of a word of the meaning, or what another system calls it.
 
     Raises ConfigError, naming what may have been meant, where there are none.
     """
@@ -50,7 +55,11 @@ def search(words: Sequence[str]) -> list[Setting]:
 
 
 def _matches(setting: Setting, word: str) -> bool:
-    if word in setting.name or re.search(rf"\b{re.escape(word)}", setting.meaning.lower()):
+    if (
+        word in setting.name
+        or word in setting.kind.split()
+        or re.search(rf"\b{re.escape(word)}", setting.meaning.lower())
+    ):
         return True
     return any(setting.name in _dotted(ours) for theirs, ours in ELSEWHERE.items() if word == theirs.lower())
 
@@ -73,7 +82,7 @@ def _walk(section: type[Settings], prefix: str) -> Iterator[Setting]:
 
 
 def _fields_of_entries(section: type[OpenSettings], prefix: str) -> dict[str, FieldInfo]:
-    """The settings of a registry's built-in classes, in the section itself or in one that is called as the class."""
+    """Collect the settings of a registry's classes, in the section itself or in one with the class' name."""
     found: dict[str, FieldInfo] = {}
     for entry in section.registry.names():
         own = getattr(getattr(section.registry.load(entry), "Config", None), "model_fields", {})
@@ -88,7 +97,7 @@ def _setting(name: str, field: FieldInfo, meaning: str) -> Setting:
 
 
 def _kinds(annotation: Any) -> list[str]:
-    """What values a type has, in words; null comes last."""
+    """Name the values that a type has; null comes last."""
     if get_origin(annotation) is Annotated:
         base, *metadata = get_args(annotation)
         bounds = _bounds(part for item in metadata for part in getattr(item, "metadata", [item]))

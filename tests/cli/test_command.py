@@ -67,6 +67,7 @@ def test_every_setting_is_described_with_kind_and_default() -> None:
     [
         (["lr"], {"actor.lr", "actor.lr_decay"}),
         (["num_generations"], {"rollout.n"}),
+        (["gspo"], {"algorithm.name", "algorithm.policy.clip_low", "algorithm.policy.clip_high"}),
         (["teacher", "key_file"], {"teacher.key_file"}),
     ],
 )

@@ -88,7 +88,7 @@ def error_of(program: str, overrides: tuple[str, ...]) -> str | None:
             keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
             return next((f"unknown setting {key}" for key in keys if key not in KNOWN and key not in groups()), None)
         if program == "serve-teacher" and overrides:
-            serve_teacher.composed(overrides)
+            serve_teacher.compose_server(overrides)
         elif overrides:
             compose(overrides)
     except ConfigError as error:
