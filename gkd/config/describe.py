@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -36,7 +36,7 @@ def described() -> list[Setting]:
 
     Settings of built-in classes follow those of the section that selects them.
     """
-    return list(_walk(Config, ""))
+    return list(describe(Config, ""))
 
 
 def search(words: Sequence[str]) -> list[Setting]:
@@ -68,17 +68,22 @@ def _dotted(text: str) -> list[str]:
     return re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+", text)
 
 
-def _walk(section: type[Settings], prefix: str) -> Iterator[Setting]:
+def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:
+    """Describe the settings of a section whose names begin with ``prefix``."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Settings):
-            yield from _walk(kind, f"{prefix}{name}.")
-        else:
-            yield _setting(f"{prefix}{name}", field, field.description or "")
+            yield from describe(kind, f"{prefix}{name}.")
+            continue
+        setting = _setting(f"{prefix}{name}", field, field.description or "")
+        if issubclass(section, OpenSettings) and name == section.selects:
+            choices = " or ".join([*section.registry.names(), "your own"])
+            setting = replace(setting, kind=setting.kind.replace("text", choices, 1))
+        yield setting
     if issubclass(section, OpenSettings):
         fields = _fields_of_entries(section, prefix)
         for name, meaning in section.settings_of_entries(prefix):
-            yield _setting(name, fields[name], meaning) if name in fields else Setting(name, "", "", meaning)
+            yield _setting(name, fields[name], meaning)
 
 
 def _fields_of_entries(section: type[OpenSettings], prefix: str) -> dict[str, FieldInfo]:
@@ -93,7 +98,8 @@ def _fields_of_entries(section: type[OpenSettings], prefix: str) -> dict[str, Fi
 
 def _setting(name: str, field: FieldInfo, meaning: str) -> Setting:
     kind = " or ".join(_kinds(field.annotation)).replace("number", f"number{_bounds(field.metadata)}", 1)
-    return Setting(name, kind, _yaml(field.default), meaning)
+    default = "" if field.is_required() else _yaml(field.get_default(call_default_factory=True))
+    return Setting(name, kind, default, meaning)
 
 
 def _kinds(annotation: Any) -> list[str]:
