@@ -104,6 +104,13 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
             yield path, anchor
 
 
+def python_files(page: Path) -> list[tuple[str, str]]:
+    """Name and content of the Python files that a page shows, which begin with a comment that names them."""
+    return re.findall(
+        r"^```python\n# (\w+\.py)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
 def anchors(page: Path) -> set[str]:
     """What headings of a page are linked as."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -18,7 +18,7 @@ from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
 from gkd.registry import Registry
 from gkd.rewards.completion import Completion
-from tests.docs.pages import PAGES, ROOT, anchors, commands, links, spans, tables
+from tests.docs.pages import PAGES, ROOT, anchors, commands, links, python_files, spans, tables
 
 ALL = {f"{page.relative_to(ROOT)}: {command.text}": command for page in PAGES for command in commands(page)}
 KNOWN = settings()
@@ -52,8 +52,20 @@ def test_there_are_commands() -> None:
     assert {command.program for command in ALL.values()} >= set(PROGRAMS)
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands are typed: with the recipes and with the files that pages show."""
+    path = tmp_path_factory.mktemp("typed")
+    (path / "recipes").symlink_to(ROOT / "recipes")
+    for page in PAGES:
+        for file, code in python_files(page):
+            (path / file).write_text(code, encoding="utf-8")
+    return path
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_commands_are_accepted(name: str) -> None:
+def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
     command = ALL[name]
     if "/" in command.program:
         script = ROOT / command.program
@@ -146,9 +158,6 @@ def test_every_metric_is_described() -> None:
         assert any(re.fullmatch(pattern, own) for own in described), name
 
 
-def test_the_reward_of_the_page_works(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n# brevity\.py\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "brevity.py").write_text(code, encoding="utf-8")
-    brevity = Registry("reward.functions", {}).load(f"{tmp_path / 'brevity.py'}:brevity")
+def test_the_reward_of_the_page_works(directory: Path) -> None:
+    brevity = Registry("reward.functions", {}).load(f"{directory / 'brevity.py'}:brevity")
     assert brevity(Completion("2 1 =", "1 2", "1 2", n_tokens=3, max_tokens=12, truncated=False)) == 0.75
