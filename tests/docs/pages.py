@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-if not (ROOT / "mkdocs.yml").is_file():  # one folder further down
-    ROOT = Path(__file__).parents[3]
+import gkd
+
+ROOT = Path(gkd.__file__).parents[1]
 PAGES = sorted(
     path
     for pattern in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "recipes/*/README.md")

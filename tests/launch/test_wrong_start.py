@@ -88,6 +88,29 @@ def test_help_installs_nothing(command: list[str], said: str, tmp_path: Path) ->
     assert not (tmp_path / ".venv").exists()
 
 
+LARGE = ("torch", "ray", "hydra", "vllm", "transformers", "pydantic", "numpy")
+HELP = f"""
+import sys
+from gkd.cli.command import PROGRAMS, main
+for name in PROGRAMS:
+    try:
+        main([name, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+    loaded = [package for package in {LARGE!r} if package in sys.modules]
+    assert not loaded, (name, loaded)
+"""
+
+
+def test_help_of_every_program_loads_nothing_large() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name in PROGRAMS:
+        assert f"usage: gkd {name} " in done.stdout
+
+
 def test_the_doctor_works_without_any_package() -> None:
     done = subprocess.run(
         [*BARE, "-m", "gkd.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
