@@ -81,7 +81,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def usage() -> str:
-    """The table of programs: how each is started, what it is for, and how else it can be started."""
+    """Format the table of programs: how each is started, what it is for, and how else it can be started."""
     lines = [f"gkd {name} {program.arguments}".rstrip() for name, program in PROGRAMS.items()]
     left, middle = max(map(len, lines)), max(len(program.meaning) for program in PROGRAMS.values())
     rows = [
@@ -94,7 +94,7 @@ def usage() -> str:
 
 
 def _nearest(arguments: Sequence[str]) -> str:
-    """What may have been meant: a command that is spelt alike, or ``gkd train`` where a setting comes first."""
+    """Suggest a command that is spelt alike, or ``gkd train`` where a setting comes first; else an empty string."""
     name = arguments[0]
     if "=" in name or name.endswith((".yaml", ".yml")):
         return f" (did you mean gkd train {shlex.join(arguments)}?)"

@@ -33,9 +33,9 @@ def show(words: Sequence[str]) -> None:
     Raises ConfigError where there are none.
     """
     from gkd.config.compose import groups
-    from gkd.config.describe import described, search
+    from gkd.config.describe import describe_all, search
 
-    for setting in search(words) if words else described():
+    for setting in search(words) if words else describe_all():
         kind = f"  ({setting.kind})" if setting.kind else ""
         print(f"{setting.name}={setting.default}{kind}")
         print(textwrap.fill(setting.meaning, WIDTH, initial_indent="    ", subsequent_indent="    "))

@@ -31,7 +31,7 @@ class Setting:
     meaning: str
 
 
-def described() -> list[Setting]:
+def describe_all() -> list[Setting]:
     """Describe every setting, in the order of the sections.
 
     Settings of built-in classes follow those of the section that selects them.
@@ -46,7 +46,7 @@ def search(words: Sequence[str]) -> list[Setting]:
 
     Raises ConfigError, naming what may have been meant, where there are none.
     """
-    known = described()
+    known = describe_all()
     matching = [setting for setting in known if all(_matches(setting, word.lower()) for word in words)]
     if not matching:
         names = [setting.name for setting in known]

@@ -14,7 +14,7 @@ from gkd import __version__
 from gkd.cli.command import main
 from gkd.config import settings
 from gkd.config.base import Settings
-from gkd.config.describe import describe, described, search
+from gkd.config.describe import describe, describe_all, search
 from gkd.config.open import OpenSettings
 from gkd.errors import ConfigError
 from gkd.registry import Registry
@@ -34,7 +34,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_setting_is_described_with_kind_and_default() -> None:
-    found = {setting.name: setting for setting in described()}
+    found = {setting.name: setting for setting in describe_all()}
     assert found.keys() == settings().keys()
     assert all(setting.kind and setting.default and setting.meaning for setting in found.values())
     assert (found["actor.lr"].kind, found["actor.lr"].default) == ("number > 0 or null", "null")
