@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Submit a run to a Ray cluster as a job, follow it, stop it: see gkd/launch/submit.py or --help."""
+"""Submit a run to a Ray cluster as a job, follow it, stop it: see gkd/cli/submit.py or --help."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if (ROOT / "gkd").is_dir():  # in a checkout, use its own gkd
     sys.path.insert(0, str(ROOT))
 
-from gkd.launch.submit import main  # noqa: E402
+from gkd.cli.submit import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""``python -m gkd.export RUN [--step N] OUT``: write a checkpoint of a run as a Hugging Face model directory.
+"""``gkd export RUN [--step N] OUT``: write a checkpoint of a run as a Hugging Face model directory.
 
 RUN is the run's output directory, OUT a directory that holds nothing yet. Without --step it is the newest checkpoint
 that is intact. An adapter is merged into the weights, and written to OUT/adapter as well. Needs neither Ray nor a GPU.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gkd.config import Lora
-from gkd.driver.checkpoint import Damaged, Saved, complete, newest_intact, read_intact, step_of
 from gkd.errors import ConfigError, Parser, guarded
+
+if TYPE_CHECKING:
+    from gkd.driver.checkpoint import Saved
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = Parser("python -m gkd.export", description=__doc__)
+    parser = Parser("gkd export", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="output directory of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write; it must not hold anything")
     parser.add_argument("--step", type=int, metavar="N", help="which checkpoint; the newest unless given")
@@ -29,19 +31,21 @@ def _main(arguments: Sequence[str]) -> int:
     out: Path = options.out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
-    saved = chosen(options.run / "checkpoints", options.step)
+    saved = choose_checkpoint(options.run / "checkpoints", options.step)
     export(saved, out)
     print(f"step {saved.state.step} of {options.run} is in {options.out}")
     return 0
 
 
-def chosen(directory: Path, step: int | None) -> Saved:
-    """The checkpoint of ``step`` in ``directory``, or the newest intact one.
+def choose_checkpoint(directory: Path, step: int | None) -> Saved:
+    """Find the checkpoint of ``step`` in ``directory``, or the newest intact one.
 
     Raises ConfigError when there is none, or when the one of that step is damaged.
     """
-    there = complete(directory)
-    if not there:
+    from gkd.driver.checkpoint import Damaged, complete, newest_intact, read_intact, step_of
+
+    checkpoints = complete(directory)
+    if not checkpoints:
         raise ConfigError(f"there is no complete checkpoint in {directory}")
     if step is None:
         saved, damaged = newest_intact(directory)
@@ -51,8 +55,8 @@ def chosen(directory: Path, step: int | None) -> Saved:
             raise ConfigError(f"every checkpoint in {directory} is damaged")
         return saved
     path = directory / f"step_{step}"
-    if path not in there:
-        steps = ", ".join(str(step_of(other)) for other in there)
+    if path not in checkpoints:
+        steps = ", ".join(str(step_of(other)) for other in checkpoints)
         raise ConfigError(f"--step {step}: {directory} has no complete checkpoint of it; there are those of {steps}")
     try:
         return read_intact(path)
@@ -70,6 +74,7 @@ def export(saved: Saved, out: Path) -> None:
     from gkd.actor.loading import load
     from gkd.actor.pretrained import write_pretrained
     from gkd.actor.state import load_state
+    from gkd.config import Lora
     from gkd.data.tokenizer import check_causal_lm
 
     base = check_causal_lm(saved.model, "the model that was trained")

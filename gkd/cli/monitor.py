@@ -1,8 +1,8 @@
-"""``python -m gkd.monitor [RUN_DIR] [--every SECONDS]``: memory of this machine's GPUs, and how a run is doing.
+"""``gkd monitor [RUN_DIR] [--every SECONDS]``: show the memory of this machine's GPUs, and how far a run is.
 
 For each GPU: name, compute capability, total memory, what the run's groups on it have allocated and reserved, what is
-free, how often their allocators had to start over or gave up, and advice. Without a GPU it says so and shows the
-memory of the run's processes by group. What the groups hold is what they themselves said at the run's last step.
+free, how often their allocators had to start over or gave up, and advice. Without a GPU it shows the
+memory of the run's processes by group. What the groups hold is what they reported at the run's last step.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from gkd.errors import ConfigError, Parser, guarded
-from gkd.observability.hardware import Card, cards, host_free_gb, resident_gb
-from gkd.observability.progress import clock, console
-from gkd.observability.run_files import RunFiles
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from gkd.observability.hardware import Card
+    from gkd.observability.run_files import RunFiles
 
 FULL = 0.95  # share of a GPU's memory beyond which there is advice
 FIGURES = ("allocated_gb", "reserved_gb", "peak_gb", "alloc_retries", "ooms")
@@ -31,12 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = Parser("python -m gkd.monitor", description=__doc__)
+    parser = Parser("gkd monitor", description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR", help="output directory of a run")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="show again and again, until Ctrl-C")
     options = parser.parse_args(arguments)
     if options.every is not None and not options.every > 0:
         raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
+    from gkd.observability.progress import console
+    from gkd.observability.run_files import RunFiles
+
     run = None if options.run is None else RunFiles(options.run)
     out = console()
     if options.every is None:
@@ -47,6 +51,8 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _follow(run: RunFiles | None, every: float, out: Console) -> None:
+    from rich.live import Live
+
     with Live(view(run), console=out, auto_refresh=False) as live:
         while run is None or not run.finished:
             time.sleep(every)
@@ -54,35 +60,41 @@ def _follow(run: RunFiles | None, every: float, out: Console) -> None:
 
 
 def view(run: RunFiles | None) -> RenderableType:
-    """Everything there is to show now."""
-    found = cards()
-    parts: list[RenderableType] = [_gpus(found, run)] if found else ["this machine has no GPU"]
+    """Lay out everything there is to show now."""
+    from rich.console import Group
+
+    from gkd.observability.hardware import cards
+
+    present = cards()
+    parts: list[RenderableType] = [_gpus(present, run)] if present else ["this machine has no GPU"]
     if run is not None:
-        if not found:
+        if not present:
             parts.append(_processes(run))
         parts.append(progress_line(run))
     return Group(*parts)
 
 
-def _gpus(found: Sequence[Card], run: RunFiles | None) -> Table:
+def _gpus(present: Sequence[Card], run: RunFiles | None) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for title in ("GPU", "name", "capability", "total", "free", "group", *FIGURES, "advice"):
         table.add_column(title.removesuffix("_gb"), justify="right" if title in FIGURES else "left", no_wrap=True)
     last = {} if run is None else run.last
-    for card in found:
+    for card in present:
         groups = [] if run is None else run.groups_on(card.uuid)
-        told = [{figure: last.get(f"memory/{group}/{figure}") for figure in FIGURES} for group in groups]
+        reported = [{figure: last.get(f"memory/{group}/{figure}") for figure in FIGURES} for group in groups]
         row = [str(card.index), card.name, card.capability, f"{card.total_gb:.1f}", f"{card.free_gb:.1f}"]
         row.append(", ".join(groups))
         for figure in FIGURES:
-            known = [value for one in told if (value := one[figure]) is not None]
+            known = [value for one in reported if (value := one[figure]) is not None]
             row.append(f"{sum(known):.1f}" if known and figure.endswith("_gb") else f"{sum(known):g}" if known else "")
         table.add_row(*row, advice(card, groups, last))
     return table
 
 
 def advice(card: Card, groups: Sequence[str], last: Mapping[str, float]) -> str:
-    """What to change on a GPU that is short of memory; empty where it is not."""
+    """Name what to change on a GPU that is short of memory; empty where it is not."""
     if any(last.get(f"memory/{group}/ooms", 0) for group in groups) and "actor" in groups:
         return "memory ran out: lower actor.max_tokens_per_micro_batch, or actor.gradient_checkpointing=true"
     if any(last.get(f"memory/{group}/alloc_retries", 0) for group in groups):
@@ -94,20 +106,26 @@ def advice(card: Card, groups: Sequence[str], last: Mapping[str, float]) -> str:
 
 
 def _processes(run: RunFiles) -> Table:
+    from rich.table import Table
+
+    from gkd.observability.hardware import host_free_gb, resident_gb
+
     table = Table(box=None, pad_edge=False)
     for title in ("group", "processes here", "memory", "largest at the last step"):
         table.add_column(title, justify="left" if title == "group" else "right")
     for group, pids in run.pids().items():
         held = [gb for pid in pids if (gb := resident_gb(pid)) is not None]
-        told = run.last.get(f"memory/{group}/process_gb")
+        largest = run.last.get(f"memory/{group}/process_gb")
         shown = f"{sum(held):.2f} GB" if held else "ended"
-        table.add_row(group, f"{len(held)} of {len(pids)}", shown, "" if told is None else f"{told:.2f} GB")
+        table.add_row(group, f"{len(held)} of {len(pids)}", shown, "" if largest is None else f"{largest:.2f} GB")
     table.add_row("", "", f"{host_free_gb():.2f} GB free", "")
     return table
 
 
 def progress_line(run: RunFiles) -> str:
-    """Step, time left, and the figures a user looks at."""
+    """Format step, time left, and the figures a user looks at."""
+    from gkd.observability.progress import clock
+
     if run.finished:
         return f"{run.path}: finished, {run.step} steps"
     parts = [f"{run.path}: step {run.step}/{run.total_steps}"]

@@ -1,4 +1,4 @@
-"""``python -m gkd.plan +recipe=grpo model.path=DIR placement=8gpu [OVERRIDES]``: what a layout needs, before it runs.
+"""``gkd plan +recipe=grpo model.path=DIR placement=8gpu [OVERRIDES]``: what a layout needs, before it runs.
 
 Memory of each group against its GPUs, seconds of each stage and of a step, and the best split of N GPUs, from the
 models' config.json alone (or ``model.size=7b``). Data need not be named. Exit codes: 0 it fits; 1 it does not; 2 it
@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = Parser("python -m gkd.plan", description=__doc__)
+    parser = Parser("gkd plan", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything the tables show")
     parser.add_argument(
         "--from", dest="run", metavar="RUN_DIR", help="take timings from an earlier run's metrics.jsonl"
     )
     parser.add_argument("--best", type=_n_gpus, metavar="N", help="the three best splits of N GPUs")
     parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on GPUs of other sizes")
-    parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main")
+    parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
     from gkd.planning.layout import Layout, models_of, nodes_of
     from gkd.planning.measured import factors_of

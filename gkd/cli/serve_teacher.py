@@ -1,4 +1,4 @@
-"""A teacher outside the cluster: ``python -m gkd.teacher.serve teacher.model.path=DIR teacher.server_port=15555``.
+"""Serve a teacher outside the cluster: ``gkd serve-teacher teacher.model.path=DIR teacher.server_port=15555``.
 
 Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise. Only
 clients with its key are answered. On loopback that is in ``~/.cache/gkd/teacher.key``; any other address needs
@@ -33,23 +33,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "python -m gkd.teacher.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", help="as for python -m gkd.main, whose --settings lists teacher.*")
+    parser = Parser("gkd serve-teacher", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="as for gkd train; gkd settings teacher lists those of a teacher")
     overrides = parser.parse_args(arguments).overrides
     stop = _Stop()
-    return _serve(composed(overrides), stop)
+    return _serve(compose_server(overrides), stop)
 
 
-def composed(overrides: Sequence[str]) -> Config:
-    """The configuration of a server: defaults of its own come below what a file among the overrides says."""
+def compose_server(overrides: Sequence[str]) -> Config:
+    """Compose the configuration of a server, whose own defaults come below those of a file among the overrides."""
     from gkd.config.compose import compose
     from gkd.config.file import read_yaml
 
-    teachers = [read_yaml(o).get("teacher") for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
-    named = any(isinstance(teacher, dict) and teacher.get("server_ip") for teacher in teachers)
-    return compose([*_DEFAULTS, *([] if named else ["teacher.server_ip=127.0.0.1"]), *overrides])
+    sections = [read_yaml(o).get("teacher") for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
+    has_address = any(isinstance(teacher, dict) and teacher.get("server_ip") for teacher in sections)
+    return compose([*_DEFAULTS, *([] if has_address else ["teacher.server_ip=127.0.0.1"]), *overrides])
 
 
 def _serve(config: Config, stop: _Stop) -> int:

@@ -1,4 +1,4 @@
-"""``python -m gkd.main +recipe=on_policy_distill [OVERRIDES]``: compose the configuration, connect to Ray, run.
+"""``gkd train +recipe=on_policy_distill [OVERRIDES]``: compose the configuration, connect to Ray, run.
 
 Exit codes: 0 done; 1 the run failed; 2 what was asked cannot run; 130 and 143 ended by Ctrl-C and SIGTERM.
 """
@@ -23,7 +23,7 @@ from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may 
 if TYPE_CHECKING:
     from gkd.config import Config
 
-EPILOG = "--settings lists every setting; --config prints the configuration a command resolves to and ends."
+EPILOG = "--settings (or gkd settings) lists every setting, --settings WORD those about something."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    parser = Parser("python -m gkd.main", description=__doc__, epilog=EPILOG)
-    parser.add_argument("--settings", action="store_true", help="list every setting with its meaning")
+    parser = Parser("gkd train", description=__doc__, epilog=EPILOG)
+    parser.add_argument(
+        "--settings", action="store_true", help="list every setting, or those that the words after it name"
+    )
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
     options, unknown = parser.parse_known_args(arguments)
@@ -49,10 +51,9 @@ def _main(arguments: Sequence[str]) -> int:
         meant = hint(unknown[0].partition("=")[0], settings())
         raise ConfigError(f"unknown option {unknown[0]}: settings are written as section.name=value{meant}")
     if options.settings:
-        for name, meaning in settings().items():
-            print(f"{name:38} {meaning}")
-        for group, choices in groups().items():
-            print(f"{group + '=':38} {', '.join(choices)}")
+        from gkd.cli.settings import show
+
+        show(options.overrides)
         return 0
     config = compose(options.overrides)
     if options.config:

@@ -15,8 +15,7 @@ from typing import Any
 
 from gkd.cluster.layout import GroupRequest, Node, requests_of, solve
 from gkd.config import Config, Engine, load, parse_gpus
-from gkd.config.compose import CONF_DIR
-from gkd.config.file import read_yaml
+from gkd.config.file import CONF_DIR, read_yaml
 from gkd.errors import ConfigError
 
 MOST_MIXES = 100_000  # of smaller groups, looked at in half a second

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -22,14 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.data import TASKS
-from gkd.config.file import read_yaml
+from gkd.config.file import CONF_DIR, read_yaml
 from gkd.config.loading import is_text, open_sections, unknown
 from gkd.errors import ConfigError, one_line
 from gkd.registry import absolute
-
-# An installed package carries conf inside itself; a checkout has it at the top.
-_INSIDE, _TOP = Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf"
-CONF_DIR = _INSIDE if _INSIDE.is_dir() else _TOP
 
 
 def groups() -> dict[str, list[str]]:

@@ -11,6 +11,10 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from gkd.errors import ConfigError
 
+# An installed package carries conf inside itself; a checkout has it at the top.
+_INSIDE, _TOP = Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf"
+CONF_DIR = _INSIDE if _INSIDE.is_dir() else _TOP
+
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """What a configuration file says, unchecked. Raises ConfigError for a file that holds no names and values."""

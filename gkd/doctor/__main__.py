@@ -1,93 +1,12 @@
-"""Check what this machine, or a cluster, has against what runs need; each line says what to do.
-
-    python -m gkd.doctor                         # this machine, and the cluster that a run started here would join
-    python -m gkd.doctor --address HOST:6379     # every node of that cluster as well
-
-Exit codes: 0 nothing failed (there may be warnings), 1 something did, 2 the address does not answer.
-"""
+"""``python -m gkd.doctor``; the program is :mod:`gkd.cli.doctor`."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 
-from gkd.doctor.finding import Finding, failed, ok
-from gkd.errors import Parser, guarded
+from gkd.cli.doctor import main
 
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the findings as they come; returns the exit code."""
-    return guarded(lambda: _main(arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
-    parser = Parser("python -m gkd.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", metavar="HOST:PORT", help="a node of the cluster to check")
-    address = parser.parse_args(arguments).address
-    counted: Counter[str] = Counter()
-    for finding in _findings(address):
-        counted[finding.level] += 1
-        print(finding, flush=True)
-    print(f"{counted['ok']} ok, {counted['warning']} warnings, {counted['failed']} failed")
-    return 1 if counted["failed"] else 0
-
-
-def _findings(address: str | None) -> Iterator[Finding]:
-    if find_spec("packaging") is None or find_spec("ray") is None:
-        yield failed(
-            "python",
-            f"{sys.executable} has none of this project's packages",
-            "./launch/quickstart.sh installs them; then .venv/bin/python -m gkd.doctor",
-        )
-        return
-    from gkd.cluster import local
-    from gkd.doctor import devices, packages, system
-
-    gpus = devices.read_gpus()
-    n_gpus = 0 if gpus is None else len(gpus.names)
-    yield from packages.check_python()
-    yield from packages.check_packages()
-    yield from packages.check_build(n_gpus)
-    yield from devices.check_gpus(gpus)
-    yield from devices.check_compiler(gpus)
-    yield from devices.check_torch(gpus)
-    yield from system.check_ports(bool(local.nodes()))
-    yield from system.check_disks(_places())
-    yield from system.check_shared_memory(n_gpus)
-    yield from system.check_limits()
-    yield from _cluster(address)
-
-
-def _places() -> dict[str, Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/") / ".cache") / "gkd"
-    return {
-        "outputs": Path.cwd() / "outputs",
-        "Ray": Path(os.environ.get("RAY_TMPDIR") or "/tmp"),
-        "cache": cache,
-    }
-
-
-def _cluster(asked: str | None) -> Iterator[Finding]:
-    import ray
-
-    from gkd.cluster.session import cluster_address, join
-    from gkd.doctor.cluster import check_cluster
-
-    address = cluster_address(asked)
-    if address is None:
-        yield ok("cluster", "none is named and none was started here: a run starts a private Ray")
-        return
-    join(address, "RAY_ADDRESS" if asked is None and "RAY_ADDRESS" in os.environ else "--address")
-    try:
-        yield from check_cluster()
-    finally:
-        ray.shutdown()
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

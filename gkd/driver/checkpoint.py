@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gkd import __version__
 from gkd.durable import Sum, flush, reason, replace, sum_of
 
 STATE = "state.json"
@@ -61,7 +62,8 @@ class Saved:
     """A checkpoint, as ``state.json`` describes it.
 
     ``config`` is the run's configuration; ``model`` the directory of the model that was trained, ``dtype`` what was
-    computed in; ``data`` fingerprints of its prompts; ``files`` the sums of all other files, by name within ``path``.
+    computed in; ``data`` fingerprints of its prompts; ``files`` the sums of all other files, by name within ``path``;
+    ``version`` that of the gkd that wrote it.
     """
 
     path: Path
@@ -72,6 +74,7 @@ class Saved:
     dtype: str
     data: Mapping[str, str]
     files: Mapping[str, Sum]
+    version: str = __version__
 
     @property
     def rank_files(self) -> list[Path]:
@@ -98,6 +101,7 @@ def read(path: Path) -> Saved:
             raise Damaged(f"{STATE} cannot be read: it has no sum; an earlier version of this program wrote none")
         if content.pop("sha256") != _sum(content):
             raise Damaged(f"{STATE} is not what was written: its sum differs")
+        content.setdefault("version", "0.1.0")  # the last that did not write its own
         content["state"] = State(**content["state"])
         content["files"] = {name: Sum(**found) for name, found in content["files"].items()}
         found = Saved(path, **content)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gkd import __version__
 from gkd.config import Config
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoint import Saved, complete, newest_intact, step_of
@@ -92,9 +93,13 @@ def find(config: Config, output: Path) -> Saved:
 
 
 def differences(saved: Saved, config: Config) -> str:
-    """Settings with other values than in the run's earlier part, in one line; empty where there are none."""
+    """Settings with other values than in the run's earlier part, in one line; empty where there are none.
+
+    Another version of gkd counts as one of them.
+    """
     here, there = _flat(config.model_dump(mode="json")), _flat(saved.config)
-    changed = [
+    changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
+    changed += [
         f"{key} {_shown(there.get(key))} -> {_shown(here.get(key))}"
         for key in sorted({*here, *there})
         if not _is_of(key, _OWN) and here.get(key) != there.get(key)

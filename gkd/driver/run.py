@@ -11,6 +11,7 @@ import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from gkd import __version__
 from gkd.cluster.assignment import print_table
 from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
 from gkd.cluster.session import Session
@@ -82,7 +83,8 @@ def drive(
 
 
 def _write(config: Config, output: Path) -> None:
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), encoding="utf-8")
+    text = OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
+    (output / "config.yaml").write_text(f"# gkd {__version__}\n{text}", encoding="utf-8")
 
 
 def _first_step(saved: Saved | None) -> int:

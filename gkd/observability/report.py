@@ -10,18 +10,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from gkd import __version__
+
 Values = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """val/* metrics of the student before and after and of the teacher; steps trained; wall-clock seconds."""
+    """val/* metrics of the student before and after and of the teacher; steps trained; wall-clock seconds; version."""
 
     before: Values
     after: Values
     teacher: Values
     steps: int
     wall_s: float
+    version: str = __version__
 
 
 def line(values: Values) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from gkd.cli import verify_gpus
 from tests.cluster.conftest import configuration
 
 REAL = ["cluster.simulate_gpus=null", "cluster.cpus_per_worker=0.5"]
@@ -128,9 +129,7 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
     ],
 )
 def test_what_cannot_be_placed_ends_in_one_line(capfd, arguments, said, monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    verify_gpus = __import__("verify_gpus")
     monkeypatch.setattr(verify_gpus, "exit_on_signals", lambda: None)
     assert verify_gpus.main(arguments) == 2
     out, err = capfd.readouterr()

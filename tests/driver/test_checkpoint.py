@@ -5,6 +5,7 @@ Real ranks are in tests/actor/test_state.py, whole runs that go on in tests/e2e.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import ray
 
+from gkd import __version__
 from gkd.actor.applied import Applied
 from gkd.cluster.group import Pending
 from gkd.config import Config, load
@@ -255,7 +257,10 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
     assert differences(saved, changed) == (
         "goes on with other settings: actor.lr 1e-05 -> 1e-06, rollout.temperature 1 -> 0.5"
     )
-    assert differences(saved, load({**resumed, "actor": {"lr": 1e-5}})) == ""
+    same = load({**resumed, "actor": {"lr": 1e-5}})
+    assert differences(saved, same) == ""
+    assert saved.version == __version__
+    assert differences(dataclasses.replace(saved, version="0.0.1"), same).endswith(f": gkd 0.0.1 -> {__version__}")
 
 
 def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from gkd import __version__
 from gkd.config.compose import compose
 from tests.e2e.conftest import ROOT, SMALL, environment
 
@@ -83,6 +84,8 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples if s["step"] == 7} == {6}  # sampled with the weights of the step before
     assert all({"prompt", "response", "answer", "teacher_logprob_mean"} <= s.keys() for s in samples)
+    assert (output / "config.yaml").read_text().startswith(f"# gkd {__version__}\n")
+    assert json.loads((output / "summary.json").read_text())["version"] == __version__
     config = compose([str(output / "config.yaml")])
     assert config.trainer.total_steps == STEPS
     assert (config.weights.transfer, config.cluster.offload) == ("object_store", False)  # as the run decided

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from gkd.cli.submit import FIND_PYTHON, main
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.launch import jobs as jobs_module
 from gkd.launch import package as package_module
 from gkd.launch.package import pack
 from gkd.launch.paths import settle
-from gkd.launch.submit import FIND_PYTHON, main
 from tests.e2e.on_a_cluster.conftest import free_port
 
 
@@ -219,7 +219,7 @@ def test_without_an_address_the_head_started_here_is_meant(monkeypatch: pytest.M
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
     monkeypatch.setenv("GKD_RAY_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match="no --address"):
-        from gkd.launch.submit import _address
+        from gkd.cli.submit import _address
 
         _address(None)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gkd.cli.command import PROGRAMS
 from tests.e2e.conftest import ROOT
 
 BARE = (sys.executable, "-S", "-E")  # the interpreter without any installed package
@@ -26,13 +27,16 @@ NO_PACKAGE = "./launch/quickstart.sh installs what is needed into .venv"
         ([*BARE, "launch/submit.py", "+recipe=grpo"], NO_PACKAGE),
         ([*BARE, "launch/verify_gpus.py"], NO_PACKAGE),
         ([*BARE, "gkd/main.py", "+recipe=grpo"], "python -m gkd.main +recipe=NAME"),
+        ([*BARE, "-m", "gkd", "train", "+recipe=grpo"], NO_PACKAGE),
         (
             [*BARE, "-m", "gkd", "+recipe=grpo", "data.train_files=[a b]"],
-            "-m gkd.main +recipe=grpo 'data.train_files=[a b]'",
+            "did you mean gkd train +recipe=grpo 'data.train_files=[a b]'?",
         ),
+        ([*BARE, "-m", "gkd", "trian"], "did you mean gkd train?"),
+        ([*BARE, "-m", "gkd", "serve_teacher"], "did you mean gkd serve-teacher?"),
         ([sys.executable, "-m", "gkd.main"], "name a recipe: python -m gkd.main +recipe={"),
         ([sys.executable, "launch/submit.py"], "name a recipe: python launch/submit.py"),
-        ([sys.executable, "-m", "gkd.launch.submit"], "name a recipe: python launch/submit.py"),
+        ([sys.executable, "-m", "gkd", "submit"], "name a recipe: python launch/submit.py"),
         ([sys.executable, "-m", "gkd.launch.node", "worker"], "--address"),
         (["sh", "launch/ray_cluster.sh", "worker"], "--address"),
         (["bash", "launch/slurm.sbatch", "+recipe=grpo"], "sbatch launch/slurm.sbatch +recipe=NAME"),
@@ -49,22 +53,15 @@ def test_one_line_names_the_right_command(command: list[str], said: str) -> None
     assert done.stderr.count("\n") == 1
 
 
-def programs() -> set[str]:
-    """Modules of gkd that read a command line of users."""
-    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "gkd").rglob("*.py")]
-    return {name for text in texts for name in re.findall(r'Parser\(\s*"python -m (gkd[\w.]*)"', text)}
-
-
 def test_gkd_alone_names_its_programs() -> None:
     done = subprocess.run([*BARE, "-m", "gkd"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert {"gkd.main", "gkd.plan", "gkd.doctor", "gkd.monitor", "gkd.teacher.serve"} <= programs()
-    for program in programs():
-        assert f"  python -m {program} " in done.stderr
-    asked = subprocess.run(
+    for name, program in PROGRAMS.items():
+        assert re.search(rf"^  gkd {name} .*{program.elsewhere}$", done.stderr, re.MULTILINE)
+    helped = subprocess.run(
         [*BARE, "-m", "gkd", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert "python -m gkd.plan" in asked.stdout
+    assert "python -m gkd.plan" in helped.stdout
 
 
 @pytest.mark.parametrize(
@@ -90,6 +87,29 @@ def test_help_installs_nothing(command: list[str], said: str, tmp_path: Path) ->
     assert said in done.stdout
     assert "installing" not in done.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+LARGE = ("torch", "ray", "hydra", "vllm", "transformers", "pydantic", "numpy")
+HELP = f"""
+import sys
+from gkd.cli.command import PROGRAMS, main
+for name in PROGRAMS:
+    try:
+        main([name, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+    loaded = [package for package in {LARGE!r} if package in sys.modules]
+    assert not loaded, (name, loaded)
+"""
+
+
+def test_help_of_every_program_loads_nothing_large() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name in PROGRAMS:
+        assert f"usage: gkd {name} " in done.stdout
 
 
 def test_the_doctor_works_without_any_package() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.cli.serve_teacher import composed
+from gkd.cli.serve_teacher import compose_server
 from gkd.config import Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
@@ -81,10 +81,10 @@ def test_bad_input_is_told_in_one_line(arguments: list[str], message: str) -> No
 def test_where_a_file_says_a_server_listens(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("teacher: {model: {path: x}, server_ip: 10.0.0.1}\n")
     (tmp_path / "b.yaml").write_text("teacher: {model: {path: x}, server_ip: null}\n")
-    assert composed([str(tmp_path / "a.yaml")]).teacher.server_ip == "10.0.0.1"
-    assert composed([str(tmp_path / "a.yaml"), "teacher.server_ip=10.0.0.2"]).teacher.server_ip == "10.0.0.2"
-    assert composed([str(tmp_path / "b.yaml")]).teacher.server_ip == "127.0.0.1"
-    assert composed(["teacher.model.path=x"]).teacher.server_ip == "127.0.0.1"
+    assert compose_server([str(tmp_path / "a.yaml")]).teacher.server_ip == "10.0.0.1"
+    assert compose_server([str(tmp_path / "a.yaml"), "teacher.server_ip=10.0.0.2"]).teacher.server_ip == "10.0.0.2"
+    assert compose_server([str(tmp_path / "b.yaml")]).teacher.server_ip == "127.0.0.1"
+    assert compose_server(["teacher.model.path=x"]).teacher.server_ip == "127.0.0.1"
 
 
 @pytest.mark.vllm

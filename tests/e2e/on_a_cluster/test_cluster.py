@@ -185,7 +185,7 @@ def test_another_version_of_ray_is_one_line(cluster: ClusterHere, small: list[st
     run = [sys.executable, "-c", OTHER_RAY.format(module="gkd.main"), *small]
     joined = cluster.run(*run, f"cluster.address={cluster.address}", f"trainer.output_dir={tmp_path / 'run'}")
     job = cluster.run(
-        sys.executable, "-c", OTHER_RAY.format(module="gkd.launch.submit"), "--address", cluster.dashboard, "--status"
+        sys.executable, "-c", OTHER_RAY.format(module="gkd.cli.submit"), "--address", cluster.dashboard, "--status"
     )
     for done, where in ((joined, f"cluster.address={cluster.address}"), (job, f"--address {cluster.dashboard}")):
         assert done.returncode == 2, done.stderr

@@ -1,9 +1,9 @@
 """Submit a run to a Ray cluster as a job, follow it, stop it.
 
-    python launch/submit.py --address http://HOST:8265 --follow +recipe=grpo trainer.total_steps=50
-    python launch/submit.py --address http://HOST:8265 --status [JOB]
-    python launch/submit.py --address http://HOST:8265 --attach JOB      # follow a job that runs already
-    python launch/submit.py --address http://HOST:8265 --stop JOB
+    gkd submit --address http://HOST:8265 --follow +recipe=grpo trainer.total_steps=50
+    gkd submit --address http://HOST:8265 --status [JOB]
+    gkd submit --address http://HOST:8265 --attach JOB      # follow a job that runs already
+    gkd submit --address http://HOST:8265 --stop JOB
 
 The directory it is started in goes with the job, without names that begin with a dot, virtual environments, linked
 directories, and outputs, data, build, dist, runs and wandb at its top; what is left out is said. Paths are made
@@ -42,9 +42,9 @@ FIND_PYTHON = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(arguments))
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
 
 
 def _main(arguments: Sequence[str]) -> int:
@@ -69,13 +69,13 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("launch/submit.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("gkd submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", metavar="http://HOST:8265", help="the dashboard of the cluster's head")
     parser.add_argument("--follow", action="store_true", help="print the job's log and end with its exit code")
     parser.add_argument("--status", nargs="?", const="", metavar="JOB", help="how a job, or every job, is")
     parser.add_argument("--attach", metavar="JOB", help="follow a job that was submitted before")
     parser.add_argument("--stop", metavar="JOB", help="end a job")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m gkd.main")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for gkd train")
     return parser
 
 
@@ -167,7 +167,3 @@ def _line(job: JobDetails) -> str:
     if job.driver_exit_code is None:
         return f"FAILED{'' if job.driver_node_id else ' before it started'}: {' '.join(str(job.message).split())[:300]}"
     return f"FAILED with exit code {job.driver_exit_code}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

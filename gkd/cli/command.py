@@ -1,0 +1,109 @@
+"""``gkd COMMAND``, and ``python -m gkd COMMAND``: finds the program that is meant and hands the arguments over.
+
+Only the program that is named is imported, and each parses its arguments before it imports anything large, so that
+``--help`` answers at once, also without the project's dependencies.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from gkd import __version__
+from gkd.cluster.shutdown import leave
+from gkd.errors import ConfigError, guarded
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program: ``module`` has its ``main``, ``elsewhere`` is how it is started without ``gkd`` on the path."""
+
+    module: str
+    elsewhere: str
+    arguments: str
+    meaning: str
+
+
+PROGRAMS = {
+    "train": Program("gkd.cli.train", "python -m gkd.main", "+recipe=on_policy_distill", "a run"),
+    "plan": Program(
+        "gkd.cli.plan", "python -m gkd.plan", "+recipe=grpo model.path=DIR", "what a layout needs, before it runs"
+    ),
+    "doctor": Program("gkd.cli.doctor", "python -m gkd.doctor", "", "is this machine, or this cluster, ready?"),
+    "monitor": Program("gkd.cli.monitor", "python -m gkd.monitor", "RUN_DIR", "how a run is doing, and its GPUs"),
+    "export": Program(
+        "gkd.cli.export", "python -m gkd.export", "RUN_DIR [--step N] OUT", "a checkpoint as a Hugging Face model"
+    ),
+    "serve-teacher": Program(
+        "gkd.cli.serve_teacher",
+        "python -m gkd.teacher.serve",
+        "teacher.model.path=DIR",
+        "a teacher outside the cluster",
+    ),
+    "verify-gpus": Program(
+        "gkd.cli.verify_gpus", "python launch/verify_gpus.py", "placement=8gpu", "which worker gets which GPU"
+    ),
+    "submit": Program("gkd.cli.submit", "python launch/submit.py", "+recipe=grpo", "a run as a job of a cluster"),
+    "settings": Program(
+        "gkd.cli.settings", "python -m gkd.main --settings", "[WORD ...]", "every setting, or those about WORD"
+    ),
+}
+"""Every program, by its name as a command of ``gkd``."""
+
+OTHER_NAMES = {"teacher": "serve-teacher", "serve": "serve-teacher", "run": "train", "main": "train"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program that the first argument names; returns its exit code."""
+    return guarded(lambda: _main(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    match arguments:
+        case []:
+            print(f"error: name a command\n{usage()}", file=sys.stderr)
+            return 2
+        case ["-h" | "--help"]:
+            print(usage())
+            return 0
+        case ["--version"]:
+            print(f"gkd {__version__}")
+            return 0
+        case [name, *rest] if name in PROGRAMS:
+            program = importlib.import_module(PROGRAMS[name].module)
+            return int(program.main(rest))
+    raise ConfigError(f"gkd {arguments[0]}: there is no such command{_nearest(arguments)}; gkd --help lists them")
+
+
+def usage() -> str:
+    """Format the table of programs: how each is started, what it is for, and how else it can be started."""
+    lines = [f"gkd {name} {program.arguments}".rstrip() for name, program in PROGRAMS.items()]
+    left, middle = max(map(len, lines)), max(len(program.meaning) for program in PROGRAMS.values())
+    rows = [
+        f"  {line:{left}}  {program.meaning:{middle}}  {program.elsewhere}"
+        for line, program in zip(lines, PROGRAMS.values(), strict=True)
+    ]
+    return "\n".join(
+        ["usage: gkd COMMAND [ARGUMENTS]", "", *rows, "", "each has --help; gkd --version prints the version"]
+    )
+
+
+def _nearest(arguments: Sequence[str]) -> str:
+    """Suggest a command that is spelt alike, or ``gkd train`` where a setting comes first; else an empty string."""
+    name = arguments[0]
+    if "=" in name or name.endswith((".yaml", ".yml")):
+        return f" (did you mean gkd train {shlex.join(arguments)}?)"
+    plain = name.lower().lstrip("-").replace("_", "-")
+    longer = [command for command in PROGRAMS if plain and command.startswith(plain)]
+    alike = longer or difflib.get_close_matches(plain, [*PROGRAMS, *OTHER_NAMES], n=1)
+    return f" (did you mean gkd {OTHER_NAMES.get(alike[0], alike[0])}?)" if alike else ""
+
+
+def run() -> NoReturn:
+    """End the process with the exit code of :func:`main`, also where a call never returned."""
+    leave(main())

@@ -1,0 +1,43 @@
+"""``gkd settings [WORD ...]``: every setting with its type or choices, default and meaning, or those about the words.
+
+A word is part of a setting's name, a choice, the beginning of a word of its meaning, or what TRL, verl, slime, OpenRLHF
+or prime-rl call it. ``python -m gkd.main --settings [WORD ...]`` prints the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from gkd.errors import Parser, guarded
+
+WIDTH = 110
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("gkd settings", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="show settings that are about all of these")
+    show(parser.parse_args(arguments).words)
+    return 0
+
+
+def show(words: Sequence[str]) -> None:
+    """Print settings about all of ``words``; without words every one, and the choices of recipe, placement and task.
+
+    Raises ConfigError where there are none.
+    """
+    from gkd.config.compose import groups
+    from gkd.config.describe import describe_all, search
+
+    for setting in search(words) if words else describe_all():
+        kind = f"  ({setting.kind})" if setting.kind else ""
+        print(f"{setting.name}={setting.default}{kind}")
+        print(textwrap.fill(setting.meaning, WIDTH, initial_indent="    ", subsequent_indent="    "))
+    for group, choices in groups().items() if not words else ():
+        print(f"{group}=  ({' or '.join(choices)})")

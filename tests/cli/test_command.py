@@ -1,0 +1,87 @@
+"""``gkd COMMAND``, and the settings that it describes and searches."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from pydantic import Field
+
+import gkd
+from gkd import __version__
+from gkd.cli.command import main
+from gkd.config import settings
+from gkd.config.base import Settings
+from gkd.config.describe import describe, describe_all, search
+from gkd.config.open import OpenSettings
+from gkd.errors import ConfigError
+from gkd.registry import Registry
+
+ROOT = Path(gkd.__file__).parents[1]
+
+
+def test_the_package_installs_the_command_and_the_typing_marker() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"gkd": "gkd.cli.command:run"}
+    assert (ROOT / "gkd" / "py.typed").is_file()
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gkd {__version__}\n"
+
+
+def test_every_setting_is_described_with_kind_and_default() -> None:
+    found = {setting.name: setting for setting in describe_all()}
+    assert found.keys() == settings().keys()
+    assert all(setting.kind and setting.default and setting.meaning for setting in found.values())
+    assert (found["actor.lr"].kind, found["actor.lr"].default) == ("number > 0 or null", "null")
+    assert found["trainer.total_steps"].kind == "whole number >= 1"
+    assert found["rollout.temperature"].kind == "number >= 0.001 and <= 1000"
+    assert found["actor.lr_decay"].kind == "constant or linear or cosine"
+    assert found["cluster.offload"].kind == "auto or true or false"
+    assert found["data.train_files"].default == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["lr"], {"actor.lr", "actor.lr_decay"}),
+        (["num_generations"], {"rollout.n"}),
+        (["cosine"], {"actor.lr_decay"}),
+        (["teacher", "key_file"], {"teacher.key_file"}),
+    ],
+)
+def test_settings_are_searched_by_name_and_by_the_names_of_other_systems(words: list[str], names: set[str]) -> None:
+    matching = {setting.name for setting in search(words)}
+    assert names <= matching
+    assert len(matching) < len(settings()) / 4
+
+
+class Scaled:
+    class Config(Settings):
+        scale: float = Field(2.0, gt=0, description="a factor")
+
+
+class Section(OpenSettings):
+    registry: ClassVar[Registry] = Registry("section.name", {"scaled": f"{__name__}:Scaled"})
+    name: str = Field("scaled", description="which")
+
+
+def test_settings_of_classes_are_described_with_the_section_that_selects_them() -> None:
+    selects, scale = describe(Section, "section.")
+    assert (selects.name, selects.kind) == ("section.name", "scaled or your own")
+    assert (scale.name, scale.kind, scale.default) == ("section.scale", "number > 0", "2.0")
+
+
+def test_a_search_without_result_is_an_error() -> None:
+    with pytest.raises(ConfigError):
+        search(["nothing-is-called-so"])
+
+
+@pytest.mark.parametrize("arguments", [["settings", "lr"], ["train", "--settings", "lr"]])
+def test_both_ways_to_list_settings(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert "actor.lr=null  (number > 0 or null)\n    peak learning rate" in capsys.readouterr().out

@@ -1,0 +1,125 @@
+"""What the documentation holds: pages, links, code, and the commands of this project among it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gkd
+
+ROOT = Path(gkd.__file__).parents[1]
+PAGES = sorted(
+    path
+    for pattern in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "recipes/*/README.md")
+    for path in ROOT.glob(pattern)
+)
+MODULES = {
+    "python -m gkd.main": "train",
+    "python -m gkd.plan": "plan",
+    "python -m gkd.doctor": "doctor",
+    "python -m gkd.monitor": "monitor",
+    "python -m gkd.export": "export",
+    "python -m gkd.teacher.serve": "serve-teacher",
+    "python launch/verify_gpus.py": "verify-gpus",
+    "python launch/submit.py": "submit",
+}
+SCRIPT = re.compile(r"^(?:python |bash |sh |sbatch )?(?:\./)?((?:launch|recipes|tests)/[\w/.-]+\.(?:py|sh|sbatch))\b")
+VARIABLE = re.compile(r'^ {4}([A-Z]+)="(.*)"$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the documentation: ``program`` is a command of ``gkd`` or a script's path."""
+
+    page: Path
+    text: str
+    program: str
+    arguments: tuple[str, ...]
+
+    @property
+    def options(self) -> list[str]:
+        return [part.partition("=")[0] for part in self.arguments if part.startswith("--")]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [part for part in self.arguments if "=" in part and not part.startswith("-")]
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Lines of fenced and indented code, continued ones joined."""
+    code = re.sub(r"^```.*?$(.*?)^```$", lambda found: indent(found[1]), text, flags=re.MULTILINE | re.DOTALL)
+    lines = re.sub(r"\\\n\s*", " ", code).splitlines()
+    yield from (line[4:] for line in lines if line.startswith("    "))
+
+
+def indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def spans(text: str) -> Iterator[str]:
+    """Inline code, outside of blocks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = "\n".join("" if line.startswith("    ") else line for line in prose.splitlines())
+    yield from (found[1].replace("\n", " ") for found in re.finditer(r"`([^`]+)`", prose))
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Commands of this project in a page, in blocks and in the text."""
+    text = page.read_text(encoding="utf-8")
+    variables = dict(VARIABLE.findall(text))
+    for code in (*blocks(text), *spans(text)):
+        line = re.sub(r"\$([A-Z]+)", lambda found: variables.get(found[1], found[0]), code.removeprefix("$ ").strip())
+        program = _program(line)
+        if program is None:
+            continue
+        line = re.sub(r"(?<=\s)\[(--[^\]]*?)( \.\.\.)?\]", r"\1", line)  # [--option] is one that there is
+        line = re.sub(r"(?<=\s)\[[^\]]*\]", "", line)  # [OVERRIDES] may be left out
+        words = shlex.split(line, comments=True)
+        ends = [i for i, word in enumerate(words) if word in ("|", "&&", ";", "...")]
+        words = words[: min(ends, default=len(words))]
+        skip = 2 if line.startswith("gkd ") else 3 if line.startswith("python -m") else 1 + line.startswith("python ")
+        yield Command(page, line, program, tuple(word for word in words[skip:] if not re.fullmatch(r"[A-Z_]+", word)))
+
+
+def _program(line: str) -> str | None:
+    for start, program in MODULES.items():
+        if re.match(rf"{re.escape(start)}(?![\w./])", line):
+            return program
+    if found := re.match(r"gkd ([a-z][a-z-]*)(?= |$)", line):
+        return found[1]
+    if found := SCRIPT.match(line):
+        return found[1]
+    return None
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Path and anchor of every relative link of a page."""
+    text = re.sub(r"`[^`\n]+`", "", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http:", "https:", "mailto:")):
+            path, _, anchor = target.partition("#")
+            yield path, anchor
+
+
+def python_files(page: Path) -> list[tuple[str, str]]:
+    """Name and content of the Python files that a page shows, which begin with a comment that names them."""
+    return re.findall(
+        r"^```python\n# (\w+\.py)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings of a page are linked as."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
+    return {re.sub(r"\s+", "-", heading.strip()) for heading in plain}
+
+
+def tables(text: str) -> Iterator[list[str]]:
+    """Cells of every row of every table, without heads."""
+    for line in text.splitlines():
+        if line.startswith("|") and not re.fullmatch(r"[|\s:-]+", line):
+            yield [cell.strip() for cell in line.strip("|").split("|")]

@@ -1,0 +1,163 @@
+"""README, docs and recipes: links lead somewhere, commands are accepted, names exist, every metric is described."""
+
+from __future__ import annotations
+
+import re
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gkd.cli import serve_teacher
+from gkd.cli.command import PROGRAMS, main
+from gkd.config import Config, hint, settings
+from gkd.config.compose import compose, groups
+from gkd.errors import ConfigError
+from gkd.registry import Registry
+from gkd.rewards.completion import Completion
+from tests.docs.pages import PAGES, ROOT, anchors, commands, links, python_files, spans, tables
+
+ALL = {f"{page.relative_to(ROOT)}: {command.text}": command for page in PAGES for command in commands(page)}
+KNOWN = settings()
+METRIC = re.compile(
+    r'"((?:timing_s|actor|distill|reward|advantage|response|staleness|mismatch|perf|memory|val)/[a-z_{}/]+)"'
+)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    site = ROOT / "docs"
+    for path, anchor in links(page):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert page.parent != site or site in target.parents, f"{path} is not on the site"
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    text = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    named = re.findall(r"[\w]+\.md", str(text["nav"]))
+    assert sorted(named) == sorted(page.name for page in ROOT.glob("docs/*.md"))
+
+
+def test_there_are_commands() -> None:
+    assert len(ALL) > 60
+    assert {command.program for command in ALL.values()} >= set(PROGRAMS)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands are typed: with the recipes and with the files that pages show."""
+    path = tmp_path_factory.mktemp("typed")
+    (path / "recipes").symlink_to(ROOT / "recipes")
+    for page in PAGES:
+        for file, code in python_files(page):
+            (path / file).write_text(code, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    command = ALL[name]
+    if "/" in command.program:
+        script = ROOT / command.program
+        assert script.is_file()
+        if script.suffix == ".py":
+            assert all(option in script.read_text(encoding="utf-8") for option in command.options)
+        return
+    assert command.program in PROGRAMS, f"gkd {command.program}"
+    assert all(option in usage_of(command.program) for option in command.options)
+    if (error := error_of(command.program, tuple(command.overrides))) is not None:
+        assert f"error: {error}" in command.page.read_text(encoding="utf-8")
+
+
+@cache
+def usage_of(program: str) -> str:
+    """What ``gkd PROGRAM --help`` prints."""
+    with pytest.raises(SystemExit) as end, redirect_stdout(StringIO()) as printed:
+        main([program, "--help"])
+    assert end.value.code == 0
+    return printed.getvalue()
+
+
+@cache
+def error_of(program: str, overrides: tuple[str, ...]) -> str | None:
+    """The error that composing a command's configuration ends with; None where it is accepted.
+
+    A plan needs no data, so of its settings only the names are looked up.
+    """
+    assert not overrides or program in ("train", "plan", "verify-gpus", "submit", "serve-teacher")
+    try:
+        if program == "plan":
+            keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+            return next((f"unknown setting {key}" for key in keys if key not in KNOWN and key not in groups()), None)
+        if program == "serve-teacher" and overrides:
+            serve_teacher.compose_server(overrides)
+        elif overrides:
+            compose(overrides)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_settings_that_are_named_exist(page: Path) -> None:
+    if page.name in ("CHANGELOG.md", "migrating.md"):  # which name those of others and of earlier versions
+        return
+    name = re.compile(rf"(?<![\w./])(?:{'|'.join(Config.model_fields)})\.[a-z_][a-z0-9_.]*(?<!\.)(?![\w/])")
+    for span in spans(page.read_text(encoding="utf-8")):
+        if _program_like(span):
+            continue  # checked as a command
+        for found in name.findall(span):
+            if not found.endswith((".md", ".py", ".json", ".jsonl", ".yaml")):
+                assert found in KNOWN or any(key.startswith(f"{found}.") for key in KNOWN), found
+
+
+def _program_like(span: str) -> bool:
+    return span.startswith(("gkd ", "python ", "./", "error: ", "unknown setting"))
+
+
+def test_names_of_other_systems_are_answered_as_the_page_says() -> None:
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = [row for row in tables(text.partition("## Names of earlier versions")[0]) if row[0] != "gkd"]
+    assert len(rows) > 50
+    for ours, *theirs, _ in rows:
+        wanted = re.findall(r"`([^`]+)`", ours)
+        assert all(name.removesuffix(".*") in KNOWN for name in wanted), ours
+        for cell in theirs:
+            for name in re.findall(r"`([^`]+)`", cell):
+                answer = hint(name, KNOWN)
+                assert name in wanted or any(own in answer for own in wanted), f"{name}: {answer}"
+
+
+def test_names_of_earlier_versions_are_answered() -> None:
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = [row for row in tables(text.partition("## Names of earlier versions")[2]) if "`" in row[1]]
+    assert rows
+    for new, old in rows:
+        (wanted,), (name,) = re.findall(r"`([^`]+)`", new), re.findall(r"`([^`]+)`", old)
+        assert wanted in hint(name, KNOWN), f"{name}: {hint(name, KNOWN)}"
+
+
+def test_every_metric_is_described() -> None:
+    described = set(re.findall(r"`([a-z_]+/[\w/]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    written: set[str] = set()
+    for file in (ROOT / "gkd").rglob("*.py"):
+        written |= set(METRIC.findall(file.read_text(encoding="utf-8")))
+    assert len(written) > 30
+    for name in written:
+        pattern = re.sub(r"\{[^}]*\}", "[A-Za-z_]+", name)
+        assert any(re.fullmatch(pattern, own) for own in described), name
+
+
+def test_the_reward_of_the_page_works(directory: Path) -> None:
+    brevity = Registry("reward.functions", {}).load(f"{directory / 'brevity.py'}:brevity")
+    assert brevity(Completion("2 1 =", "1 2", "1 2", n_tokens=3, max_tokens=12, truncated=False)) == 0.75
