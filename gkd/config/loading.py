@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -63,7 +63,8 @@ def load(tree: Mapping[str, Any]) -> Config:
         if first["type"] == OWN:
             context = first["ctx"]
             if context["unknown"]:
-                raise unknown(f"{key}.{context['key']}", context["value"]) from None
+                known = [f"{key}.{name}" for name in context["known"]]
+                raise unknown(f"{key}.{context['key']}", context["value"], known) from None
             shown = f"={context['value']}" if context["value"] else ""
             raise ConfigError(f"{key}.{context['key']}{shown}: {context['why']}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
@@ -92,12 +93,15 @@ def is_text(text: str) -> bool:
         return False
 
 
-def unknown(key: str, value: Any) -> ConfigError:
-    """What to raise for a setting that there is not; of a section that is none, for its first setting."""
+def unknown(key: str, value: Any, own: Iterable[str] = ()) -> ConfigError:
+    """Return the error of an unknown setting; of an unknown section that of its first setting.
+
+    ``own``: settings of a user's class, one of which may be meant.
+    """
     while isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
     known = settings()
     if key in known:  # of another class than the one that its section names
         return ConfigError(f"{key}={value}: is no setting of what is named, but of {known[key]}")
-    return ConfigError(f"unknown setting {key}{hint(key, known)}")
+    return ConfigError(f"unknown setting {key}{hint(key, [*known, *own])}")

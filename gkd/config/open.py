@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, ValidationError, model_validator
@@ -75,10 +75,12 @@ class OpenSettings(Settings):
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))
                 why = str(first["msg"]).removeprefix("Value error, ")
-                raise _refused(key, first["input"], why, first["type"] == "extra_forbidden") from None
+                known = [f"{prefix}{name}" for name in kind.model_fields]
+                raise _refused(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
             if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them
                 for name in given.keys() - kind.model_fields:
-                    raise _refused(f"{prefix}{name}", given[name], "", unknown=True)
+                    known = [f"{prefix}{field}" for field in kind.model_fields]
+                    raise _refused(f"{prefix}{name}", given[name], "", unknown=True, known=known)
         if "" not in owners:
             for name, value in (self.model_extra or {}).items():
                 if name not in owners:
@@ -141,10 +143,14 @@ class OpenSections(OpenSettings):
         return self
 
 
-def _refused(key: str, value: Any, why: str, unknown: bool = False) -> PydanticCustomError:
-    """Return the error of one setting: of an unknown section its first setting, of a known one without its value."""
+def _refused(key: str, value: Any, why: str, unknown: bool = False, known: Sequence[str] = ()) -> PydanticCustomError:
+    """Return the error of one setting: of an unknown section its first setting, of a known one without its value.
+
+    ``known``: settings beside it that its class takes, one of which may be meant.
+    """
     while unknown and isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
     shown = "" if isinstance(value, Mapping) else str(value)
-    return PydanticCustomError(OWN, "{why}", {"key": key.rstrip("."), "value": shown, "unknown": unknown, "why": why})
+    context = {"key": key.rstrip("."), "value": shown, "unknown": unknown, "known": list(known), "why": why}
+    return PydanticCustomError(OWN, "{why}", context)

@@ -17,7 +17,7 @@ MAX_MB = 100  # Ray keeps the package in the memory of the cluster's head
 
 
 def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
-    """Zip ``directory`` into ``target``, with this gkd, its conf and recipes where it has no gkd of its own.
+    """Zip ``directory`` into ``target``, with this gkd, its conf and task where it has no gkd of its own.
 
     Returns the number of files, and which directories were left out besides hidden ones and caches. Raises ConfigError
     when there is more than :data:`MAX_MB`, or for a name that no zip file can have.
@@ -27,7 +27,9 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
     folders = [(directory, directory, LEFT_OUT_AT_TOP)]
     if not (directory / "gkd" / "__init__.py").is_file():
         own = Path(gkd.__file__).parent
-        folders += [(folder, own.parent, set()) for folder in (own, own.parent / "conf", own.parent / "recipes")]
+        folders += [
+            (folder, own.parent, set()) for folder in (own, own.parent / "conf", own.parent / "recipes" / "sort_digits")
+        ]
     n_bytes: Counter[str] = Counter()
     for folder, top, left_out in folders:
         for path in _files(folder, left_out, without):

@@ -132,7 +132,7 @@ def test_a_users_class_has_settings_and_properties_of_its_own(tmp_path: Path) ->
     assert configured(name).model_dump()["Brevity"] == {"limit": 10}  # as config.yaml has it
     for section, message in (
         ({"limit": "long"}, r"reward\.Brevity\.limit=long: "),
-        ({"limt": 4}, r"unknown setting reward\.Brevity\.limt"),
+        ({"limt": 4}, r"unknown setting reward\.Brevity\.limt \(did you mean reward\.Brevity\.limit\?\)"),
         (4, r"reward\.Brevity=4: a section with the settings of Brevity is expected"),
     ):
         with pytest.raises(ConfigError, match=message):
