@@ -238,7 +238,7 @@ class Actor(Settings):
         None,
         gt=0,
         description="peak learning rate of AdamW; null: 2e-5 where a teacher's divergence is learned from, 1e-6 where "
-        "rewards alone are, ten times that with actor.lora.r (TRL: learning_rate)",
+        "rewards alone are, ten times that with actor.lora.r",
     )
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to its peak")
     lr_decay: Literal["constant", "linear", "cosine"] = Field(
@@ -246,19 +246,12 @@ class Actor(Settings):
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     betas: list[Beta] = Field([0.9, 0.999], min_length=2, max_length=2, description="AdamW's betas")
-    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient (TRL: max_grad_norm)")
-    max_tokens_per_micro_batch: int = Field(
-        8192,
-        ge=1,
-        description="tokens packed into one micro-batch on one rank (verl: ppo_max_token_len_per_gpu)",
-    )
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    max_tokens_per_micro_batch: int = Field(8192, ge=1, description="tokens packed into one micro-batch on one rank")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    epochs: int = Field(1, ge=1, description="times a batch is learned from (TRL: num_iterations; verl: ppo_epochs)")
+    epochs: int = Field(1, ge=1, description="times a batch is learned from")
     mini_batch_size: int | None = Field(
-        None,
-        ge=1,
-        description="samples of a batch that make one optimizer step; null: all of them (verl: "
-        "ppo_mini_batch_size, in prompts)",
+        None, ge=1, description="samples of a batch that make one optimizer step; null: all of them"
     )
     offload_optimizer: bool = Field(
         False, description="optimizer state in the host's memory; the optimizer's step is done by the CPU there"
