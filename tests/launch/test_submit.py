@@ -111,7 +111,7 @@ def test_a_rewards_file_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.Mo
         settle(compose(["+recipe=grpo", "reward.functions=[none.py:f]"]), here, here / "out")
 
 
-def test_other_code_of_the_users_goes_with_the_job_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_and_an_advantage_go_with_the_job_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file, of in (("divergence.py", "losses.forward_kl:ForwardKL"), ("own.py", "algorithms.group_mean:GroupMean")):
         module, _, name = of.partition(":")
         (tmp_path / file).write_text(f"from gkd.{module} import {name}\nclass Mine({name}):\n    pass\n")
