@@ -263,7 +263,7 @@ class Actor(Settings):
         None,
         gt=0,
         description="peak learning rate of AdamW; null: 2e-5 where a teacher's divergence is learned from, 1e-6 where "
-        "rewards alone are, ten times that with actor.lora.r (TRL: learning_rate)",
+        "rewards alone are, ten times that with actor.lora.r",
     )
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to its peak")
     lr_decay: Literal["constant", "linear", "cosine"] = Field(

@@ -28,7 +28,7 @@ class Clip(Surrogate):
         clip_low: float | None = Field(
             None,
             ge=0,
-            description="lower clip range; null: 0.2, of a sequence's ratio 3e-4 (TRL: epsilon; verl: clip_ratio_low; "
+            description="lower clip range; null: 0.2, of a sequence's ratio 3e-4 (TRL: epsilon; verl: clip_ratio_low, "
             "cliprange)",
         )
         clip_high: float | None = Field(None, ge=0, description=UPPER)

@@ -269,7 +269,7 @@ def test_a_step_of_distillation_is_trls(
         ids = np.broadcast_to(np.arange(models.VOCAB, dtype=np.int32), teachers.shape)
         chosen = teachers[np.arange(len(one.ids)), one.ids]
         batch.append(ScoredSample(sample(i, one, rows), Target(chosen, ids, teachers, temperature)))
-    loss = {"name": name, "beta": beta if name == "jsd" else 0.5, "temperature": temperature}
+    loss = {"name": name, "temperature": temperature} | ({"beta": beta} if name == "jsd" else {})
     compare(
         own_steps({"name": "on_policy_distill", "loss": loss}, processes[1], paths["student"], batch, drawn, 1), theirs
     )

@@ -63,7 +63,8 @@ def test_a_class_in_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     own = Section.model_validate({"name": f"{file}:Mine", "width": 5})
     with pytest.raises(ValidationError) as refused:  # also where the class' own model would let it pass
         Section.model_validate({"name": f"{file}:Mine", "wdith": 5})
-    assert refused.value.errors()[0]["ctx"] == {"key": "wdith", "value": "5", "unknown": True, "why": ""}
+    context = refused.value.errors()[0]["ctx"]
+    assert context["key"] == "wdith" and context["unknown"]
     assert own.own().width == 5 and own.model_dump() == {"name": f"{file}:Mine", "width": 5}
     monkeypatch.chdir(tmp_path)
     assert absolute("mine.py:Mine") == f"{file}:Mine" and absolute("mine:Mine") == "mine:Mine"

@@ -120,7 +120,7 @@ def test_trackers_and_tasks_of_the_users_go_with_the_job(tmp_path: Path, monkeyp
     assert {"trainer.trackers=['tensorboard','own.py:T']", "data.task='own.py:T'"} <= set(settled)
 
 
-def test_other_code_of_the_users_goes_with_the_job_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_and_an_advantage_go_with_the_job_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file, of in (("divergence.py", "losses.forward_kl:ForwardKL"), ("own.py", "algorithms.group_mean:GroupMean")):
         module, _, name = of.partition(":")
         (tmp_path / file).write_text(f"from gkd.{module} import {name}\nclass Mine({name}):\n    pass\n")
