@@ -23,9 +23,9 @@ def settle(config: Config, here: Path, output: Path) -> list[str]:
     for name, value in _paths(config.model_dump(), ""):
         if name == "trainer.output_dir":
             continue
-        absolute = [_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
-        if absolute != (value if isinstance(value, list) else [value]):
-            overrides.append(_override(name, absolute if isinstance(value, list) else absolute[0]))
+        found = [_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
+        if found != (value if isinstance(value, list) else [value]):
+            overrides.append(_override(name, found if isinstance(value, list) else found[0]))
     rewards = config.reward.functions
     if any(map(file_of, rewards)):
         overrides.append(_override("reward.functions", [_reward(name, here) for name in rewards]))
