@@ -26,6 +26,8 @@ KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
 LOOK_EVERY_S = 1.0
 """How often a wait looks whether Ray's control service is there."""
+GET_S = 20.0
+"""How often it looks while it gets a result, which may be large and would be begun anew."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def _get(ref: Any, deadline: float, services: Collection[ControlService]) -> Any
     deadline = max(deadline, time.monotonic() + LOOK_EVERY_S)
     while True:
         try:
-            return ray.get(ref, timeout=_until_next_look(deadline))
+            return ray.get(ref, timeout=min(GET_S, max(0.0, deadline - time.monotonic())))
         except GetTimeoutError:
             if time.monotonic() >= deadline:
                 raise
@@ -276,9 +278,8 @@ class MemoryReports:
         """Return memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
         reports = {worker: str(r) for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
         calls = {worker: worker.control.remote("memory") for worker in reports if not self._waits(worker)}
-        ready = (
-            set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=MEMORY_TIMEOUT_S)[0]) if calls else set()
-        )
+        refs = list(calls.values())
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=MEMORY_TIMEOUT_S)[0]) if refs else set()
         for worker, ref in calls.items():
             if ref not in ready:
                 self._late[worker] = ref
