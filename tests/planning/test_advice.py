@@ -176,11 +176,11 @@ def test_a_reference_of_its_own_excludes_adapters(tmp_path: Path) -> None:
 
 
 def test_what_others_leave_no_room_for_is_told_as_that() -> None:
-    crowded = layout_of("+recipe=on_policy_distill", "model.size=14b", "teacher.model.size=7b", "placement=single_gpu",
+    shared = layout_of("+recipe=on_policy_distill", "model.size=14b", "teacher.model.size=7b", "placement=single_gpu",
                       "plan.gpu_type=a100-40gb")  # fmt: skip
-    assert not _memory(crowded, "teacher").fits
-    assert advise(crowded, "teacher") == []
-    assert explain_shortage(crowded, "teacher").endswith("smaller groups on its GPUs, or GPUs of its own, would")
+    assert not _memory(shared, "teacher").fits
+    assert advise(shared, "teacher") == []
+    assert explain_shortage(shared, "teacher").endswith("smaller groups on its GPUs, or GPUs of its own, would")
 
 
 def test_a_run_is_told_what_groups_that_share_gpus_can_do_together() -> None:

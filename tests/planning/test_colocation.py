@@ -62,11 +62,11 @@ def test_a_reward_model_is_near_the_measured_peak(
         num_key_value_heads=kv_heads, vocab_size=500, num_labels=1,
     ))  # fmt: skip
     model.save_pretrained(tmp_path)
-    asked = ("reward.functions=[reward_model]", f"reward_model.model.path={tmp_path}",
+    settings = ("reward.functions=[reward_model]", f"reward_model.model.path={tmp_path}",
              f"reward_model.max_num_seqs={n}", f"reward_model.max_model_len={length}")  # fmt: skip
     numbers = sum(p.numel() for name, p in model.named_parameters() if "score" not in name)
-    assert planned(*asked)["reward_model"].items["weights"] == 2 * numbers  # bfloat16
-    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *asked])
+    assert planned(*settings)["reward_model"].items["weights"] == 2 * numbers  # bfloat16
+    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *settings])
     on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
     items = next(group.items for group in on_cpu if group.group == "reward_model")
     engine = ClassifierEngine(str(tmp_path), config.reward_model, "cpu", torch.float32)

@@ -60,5 +60,5 @@ def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
         planned = pool_memory(s, "teacher", s.config.teacher).items["top K of prompt rows"]
         assert planned == pytest.approx(24 * (k + 1) * (tokens or 16_384), rel=1e-3)
     reference = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=a100-80gb", "algorithm.kl.coef=0.1")
-    asked = pool_memory(reference, "reference", reference.config.reference).items["top K of prompt rows"]
-    assert asked == 24 * 16_384
+    top_k_rows = pool_memory(reference, "reference", reference.config.reference).items["top K of prompt rows"]
+    assert top_k_rows == 24 * 16_384

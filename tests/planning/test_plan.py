@@ -70,7 +70,7 @@ def test_importing_loads_neither_torch_nor_ray_nor_hydra(module: str) -> None:
 
 def test_a_plan_needs_no_data(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(tmp_path, "+recipe=grpo", f"model.path={model}", "placement=8gpu")
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     actor, rollout = found["memory"]
     assert (actor["group"], rollout["group"], rollout["n_gpus"]) == ("actor", "rollout", 3)
     assert actor["items"]["weights"] == 4 * 1_543_714_304
@@ -78,8 +78,8 @@ def test_a_plan_needs_no_data(model: str, tmp_path: Path, capsys: pytest.Capture
     assert actor["total"] == pytest.approx(sum(actor["items"].values()))
     assert [step["staleness"] for step in found["pipeline"]] == [0, 1, 2]
     for group in found["memory"]:
-        assert f"{group['total'] / 1e9:.1f}" in told
-    assert f"{found['pipeline'][0]['seconds']:.2f}" in told
+        assert f"{group['total'] / 1e9:.1f}" in printed
+    assert f"{found['pipeline'][0]['seconds']:.2f}" in printed
 
 
 def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

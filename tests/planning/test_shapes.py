@@ -149,10 +149,10 @@ def test_what_describes_no_model_is_one_error(case: str, tmp_path: Path) -> None
 def test_the_language_model_of_one_that_sees() -> None:
     """Gemma 3's own config.json leaves out the numbers of heads."""
     config = transformers.Gemma3TextConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-    told = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    text_config = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shape = shape_of({"model_type": "gemma3", "text_config": told, "vision_config": {"hidden_size": 32}})
+    shape = shape_of({"model_type": "gemma3", "text_config": text_config, "vision_config": {"hidden_size": 32}})
     assert shape.n_parameters == sum(p.numel() for p in model.parameters())
     assert shape.note == "only the language model is counted"
 
