@@ -16,7 +16,7 @@ from gkd.cluster.group import Group, Pending, gather, settle
 from gkd.cluster.turns import Turns
 from gkd.config import Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
-from gkd.inference.vllm_engine import environment
+from gkd.inference.vllm_environment import environment
 from gkd.types import Lesson, Record
 from gkd.weights.object_store import Push
 

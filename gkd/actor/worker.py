@@ -31,7 +31,7 @@ from gkd.cluster.fetch import fetch_samples, places_of
 from gkd.config import Algorithm, Config, Loss
 from gkd.durable import Sum
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed
-from gkd.inference.vllm_engine import Device
+from gkd.inference.engine import Device
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets

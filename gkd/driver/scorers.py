@@ -16,7 +16,7 @@ from gkd.cluster.turns import SLACK_S
 from gkd.config import Config, RewardModel, Scorer
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.inputs import Inputs
-from gkd.inference.vllm_engine import environment
+from gkd.inference.vllm_environment import environment
 from gkd.scoring.address import Key, external_addresses, external_key
 from gkd.scoring.worker import JudgeSpec
 

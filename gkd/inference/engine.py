@@ -1,79 +1,163 @@
-"""What a sampling engine is, whichever library does the sampling."""
+"""What an inference engine is, whichever library runs the model, and whether it samples, scores or rates.
+
+The settings ``rollout.engine``, ``teacher.engine``, ``reference.engine`` and ``reward_model.engine`` name a class that
+derives from :class:`InferenceEngine`. Its class attributes say what it can do, so the configuration and the plan ask
+the class and nothing else asks for a name. The modules of such classes import torch, vLLM and transformers within
+functions alone.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from gkd.data.model_info import ModelInfo
-from gkd.inference.vllm_engine import Device
-from gkd.types import Float32, Int32, Request
+from gkd.inference.requests import Limits, Refused
+from gkd.types import Float32, Int32
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gkd.config import Config
+    from gkd.data.model_info import ModelInfo
     from gkd.weights.pieces import Piece
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a part of an engine that spans nodes stands; the fields are arguments of vLLM's engines."""
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Where an engine stands among those of its group, ``rank``, and the model that it begins with.
+    """Everything an engine is built from.
 
-    ``model`` describes the one in ``model_path``; sequences have up to ``max_length`` tokens.
+    ``model`` describes the model in ``model_path``. ``settings`` is the section of the engine's pool, and
+    ``settings.own()`` the settings of the engine's class. ``max_length`` is the longest sequence in tokens, None for
+    the model's own. ``rank`` is the engine's place in its group. ``sleeps``: the engine frees its memory at times.
+    ``transfer`` is the value of weights.transfer, None for an engine whose weights never change. ``span``: which part
+    of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
+    engine's own rule.
     """
 
     model_path: str
     model: ModelInfo
-    max_length: int
-    rank: int
+    settings: Any
     device: Device
+    dtype: Dtype
+    max_length: int | None = None
+    rank: int = 0
+    seed: int = 0
+    sleeps: bool = False
+    transfer: str | None = None
+    span: Span | None = None
+    max_num_batched_tokens: int | None = None
+
+    @staticmethod
+    def for_rollout(
+        config: Config, model_path: str, model: ModelInfo, max_length: int, rank: int, device: Device
+    ) -> EngineSpec:
+        """The spec of the rollout group's engine ``rank``, which samples from the student."""
+        return EngineSpec(
+            model_path,
+            model,
+            config.rollout,
+            device,
+            config.model.dtype_on(device),
+            max_length,
+            rank,
+            seed=config.trainer.seed + rank,
+            sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
+            transfer=config.weights.transfer,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A response that is complete: ``key`` as given to :meth:`SamplingEngine.add`, arrays of R tokens."""
+    """A response that is complete; arrays of R tokens."""
 
-    key: int
     response_ids: Int32
     logprobs: Float32
     finish_reason: Literal["stop", "length"]
 
 
-class SamplingEngine(Protocol):
-    """Samples responses. All methods are called from one thread."""
+class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
+    """Answers requests. One thread builds it and calls all methods.
 
-    forward_passes: int
-    """Passes through the model so far; grows while the engine works. Read from other threads."""
+    An engine that samples takes :class:`gkd.types.Request` and answers with :class:`Finished`. An engine that scores
+    takes ``Score`` and ``Generate`` of :mod:`gkd.inference.requests`; one that rates takes ``Rate``; both state their
+    ``limits``, and are given only what ``limits.check`` passes. A nested pydantic model ``Config`` holds settings of
+    the class' own.
+    """
 
-    def add(self, key: int, request: Request) -> None:
-        """Take a request on. Raises ValueError when the engine cannot serve it."""
+    can_sample: ClassVar[bool] = False
+    can_score: ClassVar[bool] = False
+    can_rate: ClassVar[bool] = False
+    needs_vllm: ClassVar[bool] = False
+    """Whether vLLM has to know the model, and be built for the device."""
+    tensor_parallel: ClassVar[bool] = False
+    """Whether an engine may span GPUs (``tensor_parallel_size``) and nodes."""
+    managed_memory: ClassVar[bool] = False
+    """Whether the engine takes ``gpu_memory_utilization`` of a GPU, and captures graphs and keeps a cache in it."""
+    gpu_transfers: ClassVar[bool] = False
+    """Whether :meth:`load_piece` takes weights from other processes' GPUs. Tensors on the host go to every engine."""
 
-    def step(self) -> list[Finished]:
-        """Work for a moment; return what became finished."""
+    limits: Limits
+    forward_passes: int = 0
+    """Passes through the model so far; grows while the engine works. Other threads read it."""
 
+    @abstractmethod
+    def __init__(self, spec: EngineSpec) -> None:
+        """Load the model. Raises ConfigError or RunFailed where that cannot be done."""
+
+    @classmethod
+    def follow(cls, spec: EngineSpec) -> Any:
+        """The part on a further node of the engine with ``spec``; its ``serve()`` waits until that engine ends."""
+        raise NotImplementedError(f"{cls.__name__} runs on one node")
+
+    @abstractmethod
+    def add(self, key: int, request: RequestT) -> None:
+        """Queue a request. Raises ValueError when the engine cannot serve it."""
+
+    @abstractmethod
     def busy(self) -> bool:
         """Whether requests are unfinished."""
 
-    def sleep(self) -> None:
-        """Give memory back while idle."""
+    @abstractmethod
+    def step(self) -> Iterable[tuple[int, AnswerT | Refused]]:
+        """Work for a moment; the keys and answers of requests that it finished, or could not take on after all."""
 
-    def wake(self, weights_only: bool) -> None:
-        """Take it again; ``weights_only``: as far as :meth:`load_weights` needs."""
+    def sleep(self) -> None:
+        """Free the GPU's memory while idle."""
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Allocate the memory again; ``weights_only``: as far as new weights need."""
 
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Replace the weights while idle."""
-
-
-@runtime_checkable
-class GpuReceiver(Protocol):
-    """An engine that takes weights from other processes' GPUs, piece by piece while idle."""
+        """Replace the weights while idle, by tensors on the host under the names of the model's files."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights")
 
     def join(self, unique_id: str, offset: int, world: int) -> None:
-        """Meet the actor in an NCCL group of ``world`` ranks, with this engine's from ``offset`` on."""
+        """Join the actor's NCCL group of ``world`` ranks, with this engine's processes from ``offset`` on."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights from GPUs")
 
     def take(self, piece: Piece) -> None:
         """Load the next piece."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights from GPUs")
 
     def finish(self, version: int) -> None:
-        """All pieces of ``version`` are loaded: serve it."""
+        """Serve ``version``, all pieces of which are loaded."""
+
+    def close(self) -> None:
+        """Free memory and end processes."""

@@ -16,14 +16,14 @@ from gkd.cluster.failure import WorkerHangs, one_line
 from gkd.config import REWARD_MODEL, Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, Finished, GpuReceiver, SamplingEngine
-from gkd.inference.vllm_engine import Follower, Span, engine_arguments, start_llm
+from gkd.inference.engine import EngineSpec, Finished, InferenceEngine, Span
+from gkd.inference.requests import Refused
 from gkd.observability.memory import memory_here
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
 from gkd.scoring.client import Rate, Score, TeacherClient
-from gkd.types import Job, Record, Sample, Scored, Target, teacher_of
+from gkd.types import Job, Record, Request, Sample, Scored, Target, teacher_of
 from gkd.weights import object_store
 from gkd.weights.pieces import Piece
 
@@ -36,7 +36,8 @@ class RolloutWorker:
 
     def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
         self.config, self.rank, self.device = config, spec.rank, spec.device
-        self.engine, self._eos_ids = _engine(config, spec, span), spec.model.eos_ids
+        self.engine: InferenceEngine[Request, Finished] = config.rollout.engine_class(replace(spec, span=span))
+        self._eos_ids = spec.model.eos_ids
         self.judges: dict[str, TeacherClient] = {}
         self.tokenizer = load_tokenizer(spec.model_path)
         self.rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
@@ -76,11 +77,11 @@ class RolloutWorker:
     def join_actor(self, unique_id: str, engines: Sequence[int], workers: int) -> None:
         """Meet the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a new NCCL group."""
         offset, world = 1 + workers * engines.index(self.rank), 1 + workers * len(engines)
-        self._between_steps(lambda: self._receiver.join(unique_id, offset, world), "meet the actor over NCCL")
+        self._between_steps(lambda: self.engine.join(unique_id, offset, world), "meet the actor over NCCL")
 
     def take(self, piece: Piece) -> None:
         """Load the next piece of the weights that the engine was halted for. Raises WorkerHangs past the deadline."""
-        self._between_steps(lambda: self._receiver.take(piece), f"load {piece}")
+        self._between_steps(lambda: self.engine.take(piece), f"load {piece}")
 
     def serve_version(self, version: int) -> int:
         """All pieces are loaded: sample from them. Returns the version."""
@@ -172,7 +173,7 @@ class RolloutWorker:
             if job.request.own_answer and ids is not None:
                 unknown = np.full(len(ids), np.nan, dtype=np.float32)
                 ended = int(ids[-1]) in self._eos_ids
-                self._finish(job, Finished(job.key, ids, unknown, "stop" if ended else "length"))
+                self._finish(job, Finished(ids, unknown, "stop" if ended else "length"))
                 continue
             self._jobs[job.key] = job
             try:
@@ -183,8 +184,10 @@ class RolloutWorker:
                 ) from None
 
     def _step(self) -> None:
-        for finished in self.engine.step():
-            self._finish(self._jobs.pop(finished.key), finished)
+        for key, finished in self.engine.step():
+            if isinstance(finished, Refused):
+                raise RunFailed(f"rollout rank {self.rank} cannot sample: {finished.message}")
+            self._finish(self._jobs.pop(key), finished)
 
     def _finish(self, job: Job, finished: Finished) -> None:
         sample = Sample(job.request, finished.response_ids, finished.logprobs, self.version, finished.finish_reason)
@@ -306,7 +309,7 @@ class RolloutWorker:
         return self._serve(push.version)
 
     def _finish_pieces(self, version: int) -> int:
-        self._receiver.finish(version)
+        self.engine.finish(version)
         return self._serve(version)
 
     def _serve(self, version: int) -> int:
@@ -314,46 +317,7 @@ class RolloutWorker:
         self.version = version
         return version
 
-    @property
-    def _receiver(self) -> GpuReceiver:
-        assert isinstance(self.engine, GpuReceiver), "the configuration allows other engines the object store alone"
-        return self.engine
 
-
-def rollout_follower(config: Config, spec: EngineSpec, span: Span) -> Follower:
+def rollout_follower(config: Config, spec: EngineSpec, span: Span) -> Any:
     """The part on a further node of the engine that a RolloutWorker with these arguments leads."""
-    return Follower(_arguments(config, spec, span))
-
-
-def _engine(config: Config, spec: EngineSpec, span: Span | None) -> SamplingEngine:
-    """Start the engine that the configuration names."""
-    if config.rollout.engine == "hf":
-        import torch
-
-        from gkd.inference.hf import HFEngine
-
-        dtype = getattr(torch, config.model.dtype_on(spec.device))
-        return HFEngine(spec.model_path, spec.model, spec.device, dtype, config.rollout.max_num_seqs)
-    from gkd.inference.vllm import VLLMEngine
-
-    return VLLMEngine(start_llm(_arguments(config, spec, span), spec.device), spec.model, spec.device)
-
-
-def _arguments(config: Config, spec: EngineSpec, span: Span | None) -> dict[str, Any]:
-    """Arguments of vLLM's engine, and its weight backend made known to this process."""
-    from gkd.weights import vllm_plugin
-
-    arguments = engine_arguments(
-        spec.model_path,
-        spec.device,
-        config.rollout,
-        dtype=config.model.dtype_on(spec.device),
-        max_model_len=spec.max_length,
-        logprobs_mode="processed_logprobs",
-        prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
-        seeded=True,
-        seed=config.trainer.seed + spec.rank,
-        sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
-        span=span,
-    )
-    return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register(config.weights.transfer)}}
+    return config.rollout.engine_class.follow(replace(spec, span=span))

@@ -5,18 +5,15 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from gkd.config import RewardModel, Scorer
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
-from gkd.inference.vllm_engine import Device, Follower, Span
+from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine, Span
 from gkd.observability.memory import memory_here
 from gkd.scoring.address import Key
-from gkd.scoring.requests import Engine
-
-Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class JudgeWorker:
     others. Raises ConfigError when there is no usable model, RunFailed when the engine does not start.
     """
 
-    def __init__(self, engine: Engine, spec: JudgeSpec) -> None:
+    def __init__(self, engine: InferenceEngine[Any, Any], spec: JudgeSpec) -> None:
         from gkd.scoring.server import TeacherServer
 
         self._engine = engine
@@ -77,38 +74,29 @@ class JudgeWorker:
 
 
 class TeacherWorker(JudgeWorker):
-    """Scores tokens with the model in ``model_path``, on vLLM."""
+    """Scores tokens with the model in ``model_path``."""
 
     def __init__(self, settings: Scorer, spec: JudgeSpec, span: Span | None = None) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
-        from gkd.inference.vllm_scorer import VllmEngine
-
-        path, device = spec.model_path, spec.device
-        found = _checkpoint(path)
-        engine = VllmEngine(path, found, settings, device, dtype=spec.dtype, sleeps=spec.sleeps, span=span)
-        super().__init__(engine, spec)
+        super().__init__(settings.engine_class(_engine_spec(settings, spec, span)), spec)
 
 
-def teacher_follower(settings: Scorer, spec: JudgeSpec, span: Span) -> Follower:
+def teacher_follower(settings: Scorer, spec: JudgeSpec, span: Span) -> Any:
     """The part on a further node of the engine that a TeacherWorker with these arguments leads."""
-    from gkd.inference.vllm_scorer import scoring_arguments
+    return settings.engine_class.follow(_engine_spec(settings, spec, span))
 
+
+def _engine_spec(settings: Scorer, spec: JudgeSpec, span: Span | None) -> EngineSpec:
     path = spec.model_path
-    arguments = scoring_arguments(path, _checkpoint(path), settings, spec.device, spec.dtype, spec.sleeps, span)
-    return Follower(arguments)
-
-
-def _checkpoint(model_path: str) -> ModelInfo:
-    return ModelInfo.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path"))
+    model = ModelInfo.read(path, "teacher.model.path", load_tokenizer(path, "teacher.model.path"))
+    return EngineSpec(path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps, span=span)
 
 
 class RewardModelWorker(JudgeWorker):
-    """Rates responses with the classification model in ``model_path``, on transformers."""
+    """Rates responses with the model in ``model_path``."""
 
     def __init__(self, settings: RewardModel, spec: JudgeSpec) -> None:
-        import torch
-
-        from gkd.inference.classifier import ClassifierEngine
-
-        engine = ClassifierEngine(spec.model_path, settings, spec.device, getattr(torch, spec.dtype))
-        super().__init__(engine, spec)
+        model = ModelInfo.read(spec.model_path, "reward_model.model.path")
+        super().__init__(
+            settings.engine_class(EngineSpec(spec.model_path, model, settings, spec.device, spec.dtype)), spec
+        )

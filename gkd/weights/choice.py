@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from gkd.cluster.report import Report
+from gkd.config import Rollout
 from gkd.errors import ConfigError
 
 Way = Literal["object_store", "ipc", "nccl"]
@@ -13,9 +14,7 @@ WAYS: tuple[Way, ...] = ("ipc", "nccl", "object_store")
 """The fastest first."""
 
 
-def choose(
-    wanted: Literal["auto"] | Way, engine: Literal["vllm", "hf"], actor: Sequence[Report], rollout: Sequence[Report]
-) -> Way:
+def choose(wanted: Literal["auto"] | Way, engine: Rollout, actor: Sequence[Report], rollout: Sequence[Report]) -> Way:
     """The way for ``weights.transfer=wanted``.
 
     ``actor`` and ``rollout`` are the reports of all workers in rank order, also those of an engine that spans several
@@ -31,11 +30,11 @@ def choose(
     return wanted
 
 
-def _why_not(way: Way, engine: str, actor: Sequence[Report], rollout: Sequence[Report]) -> str | None:
+def _why_not(way: Way, engine: Rollout, actor: Sequence[Report], rollout: Sequence[Report]) -> str | None:
     if way == "object_store":
         return None
-    if engine == "hf":
-        return "rollout.engine=hf takes weights from the object store alone"
+    if not engine.engine_class.gpu_transfers:
+        return f"rollout.engine={engine.engine} takes no weights from GPU to GPU"
     for report in (*actor, *rollout):
         if report.device == "cpu":
             return f"{report} computes on a CPU"

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gkd.actor.model import Student, load, write_model
-from gkd.config import Lora
+from gkd.config import Lora, Rollout
 from gkd.data.model_info import ModelInfo
-from gkd.inference.hf import HFEngine
+from gkd.inference.engine import EngineSpec
+from gkd.inference.hf import HFSampler
 from gkd.losses.micro_batch import collate
 from gkd.types import Sample, Sampling, Scored
 from gkd.weights.file_names import FileNames
@@ -122,7 +123,7 @@ def test_tensors_that_are_converted_together_wait_for_each_other(monkeypatch: py
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "falcon_h1", "mamba"])
 def test_sampling_with_transformers_follows_the_actor(family: str, tmp_path: Path) -> None:
     student, model = student_of(family, tmp_path)
-    engine = HFEngine(str(tmp_path), DESCRIBED, "cpu", torch.float32, 64)
+    engine = HFSampler(EngineSpec(str(tmp_path), DESCRIBED, Rollout(max_num_seqs=64), "cpu", "float32"))
     wanted = requests(Sampling(8), n=4)
     for version in (0, 1, 2):
         if version:

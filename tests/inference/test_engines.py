@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from gkd.config import Rollout
 from gkd.data.model_info import ModelInfo
-from gkd.inference.engine import Finished, SamplingEngine
-from gkd.inference.vllm_engine import engine_arguments, environment
+from gkd.inference.engine import EngineSpec, Finished, InferenceEngine
+from gkd.inference.vllm_environment import environment
 from gkd.planning.engine_memory import engine_memory, kv_bytes
 from gkd.types import Prompt, Request, Sampling
 from tests.planning.subjects import subject
@@ -49,45 +49,31 @@ def make(tied: bool, seed: int) -> torch.nn.Module:
     return model.float().eval()
 
 
-def small_engine(path: str) -> dict[str, Any]:
+def small_spec(path: str, *, transfer: str = "object_store", stateful: bool = False) -> EngineSpec:
     """Few tokens a step, so that prompts compete for them: on a CPU a seeded prompt must never be split."""
-    return engine_arguments(
-        path,
-        "cpu",
-        Rollout(),
-        dtype="float32",
-        max_model_len=64,
-        max_num_batched_tokens=128,
-        logprobs_mode="processed_logprobs",
-        seeded=True,
-    )
+    model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS, stateful)
+    return EngineSpec(path, model, Rollout(), "cpu", "float32", 64, transfer=transfer, max_num_batched_tokens=128)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, SamplingEngine]]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A vLLM and an hf engine of the same model."""
     os.environ.update(environment("cpu"))
-    from vllm import LLM
-
-    from gkd.inference.hf import HFEngine
-    from gkd.inference.vllm import VLLMEngine
-    from gkd.weights import vllm_plugin
+    from gkd.inference.hf import HFSampler
+    from gkd.inference.vllm_sampler import VLLMSampler
 
     path = str(tmp_path_factory.mktemp("model"))
     model = make(request.param, seed=0)
     model.save_pretrained(path)
-    llm = LLM(**small_engine(path), weight_transfer_config={"backend": vllm_plugin.register()})
-    described = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+    vllm = VLLMSampler(small_spec(path))
     yield {
-        "vllm": VLLMEngine(llm, described),
-        "hf": HFEngine(path, described, "cpu", torch.float32, 64),
+        "vllm": vllm,
+        "hf": HFSampler(small_spec(path)),
         "model": model,
         "tied": request.param,
         "path": path,
     }
-    del llm
+    vllm.close()
 
 
 def requests(sampling: Sampling, n: int = 9) -> list[Request]:
@@ -98,13 +84,13 @@ def requests(sampling: Sampling, n: int = 9) -> list[Request]:
     ]
 
 
-def run(engine: SamplingEngine, wanted: list[Request]) -> list[Finished]:
+def run(engine: InferenceEngine[Request, Finished], wanted: list[Request]) -> list[Finished]:
     for key, request in enumerate(wanted):
         engine.add(key, request)
-    found: list[Finished] = []
+    found: dict[int, Finished] = {}
     while engine.busy():
-        found += engine.step()
-    return sorted(found, key=lambda f: f.key)
+        found |= dict(engine.step())
+    return [found[key] for key in sorted(found)]
 
 
 def worst_difference(model: torch.nn.Module, wanted: list[Request], found: list[Finished]) -> float:

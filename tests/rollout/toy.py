@@ -12,16 +12,18 @@ import numpy as np
 
 from gkd.config import Config
 from gkd.data.model_info import ModelInfo
-from gkd.inference.engine import EngineSpec, Finished
+from gkd.inference.engine import EngineSpec, Finished, InferenceEngine
 from gkd.rollout import worker as rollout_worker
 from gkd.types import Request
 
 
-class ToyEngine:
+class ToyEngine(InferenceEngine[Request, Finished]):
     """Needs 20 passes of 50 ms for all that it has, and hangs for good in the next one once ``stuck``."""
 
-    def __init__(self) -> None:
-        self.forward_passes, self.stuck = 0, False
+    can_sample = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.stuck = False
         self.jobs: dict[int, Request] = {}
         self.left = 0
 
@@ -32,7 +34,7 @@ class ToyEngine:
     def busy(self) -> bool:
         return bool(self.jobs)
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[tuple[int, Finished]]:
         if self.stuck:
             threading.Event().wait()
         time.sleep(0.05)
@@ -40,18 +42,17 @@ class ToyEngine:
         self.left -= 1
         if self.left:
             return []
-        done = [Finished(key, np.ones(2, np.int32), np.zeros(2, np.float32), "stop") for key in self.jobs]
+        done = [(key, Finished(np.ones(2, np.int32), np.zeros(2, np.float32), "stop")) for key in self.jobs]
         self.jobs.clear()
         return done
 
 
 class ToyRollout(rollout_worker.RolloutWorker):
-    """The real worker around a :class:`ToyEngine`."""
+    """The real worker, whose configuration names :class:`ToyEngine`."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        rollout_worker._engine = lambda *_: ToyEngine()
         rollout_worker.load_tokenizer = lambda *_: None
-        super().__init__(config, EngineSpec("", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
+        super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
         self.sends_half = False
 
     def pid(self) -> int:

@@ -49,6 +49,7 @@ def settings(transfer: str, **weights: object) -> Config:
     return load(
         {
             "weights": {"transfer": transfer, "bucket_mb": 1, "timeout_s": 60.0, **weights},
+            "rollout": {"engine": "tests.weights.wire:Keeper", "gpus_of_engines": ENGINE_GPUS[transfer]},
             "cluster": {"cpu_threads": 1, "start_timeout_s": 120.0},
         }
     )
@@ -106,7 +107,7 @@ def start(actors: Group, engines: Group, config: Config) -> System:
 
 def make_engines(config: Config, n: int) -> Group:
     gpus = ENGINE_GPUS[config.weights.transfer][:n]
-    return group("rollout", gpus, "tests.weights.wire:CpuRollout", [(config, rank, gpus) for rank in range(n)])
+    return group("rollout", gpus, "tests.weights.wire:CpuRollout", [(config, rank) for rank in range(n)])
 
 
 def end(found: Group) -> None:

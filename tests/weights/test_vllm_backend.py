@@ -7,19 +7,18 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
-from gkd.inference.engine import GpuReceiver
-from gkd.inference.vllm_engine import environment
+from gkd.inference.vllm_environment import environment
 from gkd.types import Sampling
 from gkd.weights import ipc, nccl
 from gkd.weights.pieces import Packer, Piece
-from tests.inference.test_engines import EOS, N_TOKENS, SHAPE, make, requests, run, small_engine, worst_difference
+from tests.inference.test_engines import make, requests, run, small_spec, worst_difference
 
 pytestmark = pytest.mark.vllm
 
@@ -42,19 +41,16 @@ def _by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuReceiver]:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An engine with the backend of a way; its embeddings are tied to its head."""
     os.environ.update(environment("cpu"))
-    from vllm import LLM
-
-    from gkd.inference.vllm import VLLMEngine
-    from gkd.weights import vllm_plugin
+    from gkd.inference.vllm_sampler import VLLMSampler
 
     path: Path = tmp_path_factory.mktemp("model")
     make(True, seed=0).save_pretrained(path)
-    llm = LLM(**small_engine(str(path)), weight_transfer_config={"backend": vllm_plugin.register(request.param)})
-    yield VLLMEngine(llm, ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS))
-    del llm
+    found = VLLMSampler(small_spec(str(path), transfer=request.param))
+    yield found
+    found.close()
 
 
 def pieces(model: nn.Module, version: int) -> Iterator[Piece]:
@@ -66,8 +62,7 @@ def pieces(model: nn.Module, version: int) -> Iterator[Piece]:
 
 
 @pytest.mark.parametrize("engine", ["ipc"], indirect=True)
-def test_the_engine_becomes_the_pushed_model_piece_by_piece(engine: GpuReceiver) -> None:
-    assert isinstance(engine, GpuReceiver)
+def test_the_engine_becomes_the_pushed_model_piece_by_piece(engine: Any) -> None:
     wanted = requests(Sampling(12))
     run(engine, wanted)  # fills the prefix cache with the old weights
     for version, seed in ((1, 7), (2, 8)):
@@ -84,7 +79,7 @@ def test_the_engine_becomes_the_pushed_model_piece_by_piece(engine: GpuReceiver)
 
 
 @pytest.mark.parametrize("engine", ["ipc"], indirect=True)
-def test_a_damaged_piece_is_not_loaded(engine: GpuReceiver) -> None:
+def test_a_damaged_piece_is_not_loaded(engine: Any) -> None:
     piece = next(pieces(make(True, 9), 3))
     piece.handles["cpu"][0][5] ^= 1
     with pytest.raises(RunFailed, match=r"weights version 3, piece 1 differs from what was sent"):
@@ -92,7 +87,7 @@ def test_a_damaged_piece_is_not_loaded(engine: GpuReceiver) -> None:
 
 
 @pytest.mark.parametrize("engine", ["nccl"], indirect=True)
-def test_by_nccl_an_engine_needs_the_group_and_asks_vllm_for_it(engine: GpuReceiver) -> None:
+def test_by_nccl_an_engine_needs_the_group_and_asks_vllm_for_it(engine: Any) -> None:
     """As far as a CPU goes: vLLM takes the id, and fails where it would load NCCL."""
     with pytest.raises(RunFailed, match=r"weights version 3, piece 1: this engine is in no NCCL group"):
         engine.take(next(pieces(make(True, 9), 3)))

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor
 
 from gkd.actor.worker import ActorWorker
 from gkd.config import Config
+from gkd.config.base import Settings
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, Finished
+from gkd.inference.engine import EngineSpec, Finished, InferenceEngine
 from gkd.rollout import worker as rollout_worker
 from gkd.types import Request
 from gkd.weights import ipc, nccl
@@ -96,11 +98,18 @@ class CpuActor(ActorWorker):
         return {name: t.clone() for name, t in self.student.full_tensors(self.dtype)}
 
 
-class Keeper:
+class Keeper(InferenceEngine[Request, Finished]):
     """An engine that keeps what it is given."""
 
-    def __init__(self, gpu: str) -> None:
-        self.gpu, self.group = gpu, None
+    can_sample = gpu_transfers = True
+
+    class Config(Settings):
+        gpus_of_engines: list[str] = Field(
+            [], description="by rank, the UUID of the GPU that an engine believes to be on"
+        )
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.gpu, self.group = spec.settings.own().gpus_of_engines[spec.rank], None
         self.tensors: dict[str, Tensor] = {}
         self.groups: list[tuple[int, int]] = []
         self.pieces = 0
@@ -112,7 +121,7 @@ class Keeper:
     def busy(self) -> bool:
         return False
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[tuple[int, Finished]]:
         return []
 
     def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
@@ -155,10 +164,9 @@ class Keeper:
 class CpuRollout(rollout_worker.RolloutWorker):
     """A real rollout worker around a :class:`Keeper`."""
 
-    def __init__(self, config: Config, rank: int, gpus: list[str]) -> None:
-        rollout_worker._engine = lambda *_: Keeper(gpus[rank])
+    def __init__(self, config: Config, rank: int) -> None:
         rollout_worker.load_tokenizer = lambda *_: None
-        super().__init__(config, EngineSpec("", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
+        super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
 
     def use(self, config: Config, gpus: list[str]) -> None:
         """Have other settings from now on, and believe to be on another GPU."""

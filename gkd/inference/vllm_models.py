@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from gkd.errors import ConfigError
-from gkd.inference.vllm_engine import installed_device
+from gkd.inference.vllm_environment import installed_device
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of attention with keys and values."""

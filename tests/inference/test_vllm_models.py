@@ -12,7 +12,7 @@ from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs import _require_engines_run
 from gkd.errors import ConfigError
-from gkd.inference.vllm_support import CPU_HEAD_SIZES, CPU_LATENT_SIZES, why_not_on_a_cpu
+from gkd.inference.vllm_models import CPU_HEAD_SIZES, CPU_LATENT_SIZES, why_not_on_a_cpu
 from tests.families import FAMILIES, STATEFUL, config_of
 
 NOT_HERE = {"mamba", "qwen3_5", "minimax_m2", "qwen3_next", "lfm2"}
@@ -62,7 +62,7 @@ def test_a_state_has_no_heads_to_be_refused_for() -> None:
 def test_what_has_no_kernel_is_named(
     kind: str, changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gkd.inference.vllm_support.find_spec", lambda _: None)
+    monkeypatch.setattr("gkd.inference.vllm_models.find_spec", lambda _: None)
     found = why_not_on_a_cpu(AutoConfig.for_model(kind, **SMALL | changed))
     assert found is not None
     assert __import__("re").search(reason, found), found
