@@ -72,6 +72,7 @@ def _serve(config: Config, stop: _Stop) -> int:
     path_of_key = key_path(teacher, [host])
     key = Key.load_or_create(path_of_key)
     _require_free(host, port)
+    from gkd.data.answers import template_end, with_turn_end
     from gkd.data.model_info import ModelInfo
     from gkd.data.rendering import Rendering
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
@@ -84,6 +85,7 @@ def _serve(config: Config, stop: _Stop) -> int:
         require_vllm_runs(directory, "teacher.model.path", SCORER_REMEDY)
     tokenizer = load_tokenizer(directory, "teacher.model.path")
     model = ModelInfo.read(directory, "teacher.model.path", tokenizer)
+    model = with_turn_end(model, template_end(tokenizer))
     digest = tokenizer_hash(tokenizer)
     device = installed_device()
     os.environ.update(environment(device, config.cluster.cpu_threads))

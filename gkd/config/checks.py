@@ -98,7 +98,7 @@ def _turns_can_be_taken(config: Config) -> None:
 
 def _the_engine_takes_the_weights(config: Config) -> None:
     transfer, engine = config.weights.transfer, config.rollout
-    if transfer not in ("auto", "object_store") and not engine.engine_class.gpu_transfers:
+    if config.weights.transfer_class.gpu_to_gpu and not engine.engine_class.gpu_transfers:
         raise ValueError(
             f"weights.transfer={transfer}: rollout.engine={engine.engine} takes no weights from GPU to GPU; "
             "weights.transfer=object_store or auto would work"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -338,20 +339,43 @@ class Builtin(Settings):
     cache_dir: str | None = Field(None, description="where trained models are kept; null: ~/.cache/gkd")
 
 
-class Weights(Settings):
+TRANSFERS = Registry(
+    "weights.transfer",
+    {
+        "ipc": "gkd.weights.ipc:Ipc",
+        "nccl": "gkd.weights.nccl:Nccl",
+        "object_store": "gkd.weights.object_store:ObjectStore",
+    },
+)
+"""The fastest first; the last one works everywhere."""
+
+
+class Weights(OpenSettings):
     """From the actor to the rollout engines, after every step."""
 
-    transfer: Literal["auto", "object_store", "ipc", "nccl"] = Field(
+    registry: ClassVar[Registry] = TRANSFERS
+    selects: ClassVar[str] = "transfer"
+
+    transfer: Annotated[str, AfterValidator(absolute)] = Field(
         "auto",
         description="way of the weights: ipc: CUDA memory shared by the processes on one GPU; nccl: broadcast from "
         "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of them that the "
-        "placement allows",
+        f"placement allows; or {OWN_CLASS}",
     )
     timeout_s: float = Field(300.0, gt=0, description="time one push may take")
     checksum: bool = Field(
         False, description="verify every piece: SHA-256 in the object store, sums of its words by ipc and nccl"
     )
     bucket_mb: int = Field(512, ge=1, description="weights travel in pieces of this size")
+
+    @property
+    def transfer_class(self) -> Any:
+        """The class of the transfer; for ``auto``, before the placement decides it, the one that works everywhere."""
+        return self.registry.load("object_store" if self.transfer == "auto" else self.transfer)
+
+    def owners(self) -> Mapping[str, Any]:
+        """The class that further settings of the section belong to; ``auto`` has none."""
+        return {"": self.transfer_class}
 
 
 class Cluster(Settings):

@@ -48,7 +48,7 @@ class Config(Settings):
     builtin: Builtin = Builtin()
     algorithm: Algorithm = Algorithm()
     reward: Reward = Reward()
-    weights: Weights = Weights()
+    weights: Weights = Field(default_factory=Weights)
     cluster: Cluster = Cluster()
     watch: Watch = Watch()
     plan: Plan = Plan()

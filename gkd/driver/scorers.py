@@ -77,6 +77,7 @@ class Judges:
                     "127.0.0.1" if self.local else report.ip,
                     self.key,
                     name in self.sleeping(),
+                    () if name == "reward_model" else tuple(self.inputs.model.eos_ids),
                 ),
             )
             for rank, report in enumerate(group.reports)

@@ -107,7 +107,7 @@ def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:
 def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     """The configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that cannot."""
     wanted = config.weights.transfer
-    way = choose(wanted, config.rollout, groups["actor"].reports, groups["rollout"].reports)
+    way = choose(config.weights, config.rollout, groups["actor"].reports, groups["rollout"].reports)
     log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
     return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
 

@@ -19,9 +19,9 @@ from gkd.types import Float32, Int32
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gkd.config import Config
+    from gkd.config import Config, Weights
     from gkd.data.model_info import ModelInfo
-    from gkd.weights.pieces import Piece
+    from gkd.weights.transfer import Piece
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -46,7 +46,7 @@ class EngineSpec:
     ``model`` describes the model in ``model_path``. ``settings`` is the section of the engine's pool, and
     ``settings.own()`` the settings of the engine's class. ``max_length`` is the longest sequence in tokens, None for
     the model's own. ``rank`` is the engine's place in its group. ``sleeps``: the engine frees its memory at times.
-    ``transfer`` is the value of weights.transfer, None for an engine whose weights never change. ``span``: which part
+    ``weights`` is the section of that name, None for an engine whose weights never change. ``span``: which part
     of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
     engine's own rule.
     """
@@ -60,7 +60,7 @@ class EngineSpec:
     rank: int = 0
     seed: int = 0
     sleeps: bool = False
-    transfer: str | None = None
+    weights: Weights | None = None
     span: Span | None = None
     max_num_batched_tokens: int | None = None
 
@@ -79,7 +79,7 @@ class EngineSpec:
             rank,
             seed=config.trainer.seed + rank,
             sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
-            transfer=config.weights.transfer,
+            weights=config.weights,
         )
 
 
@@ -111,7 +111,7 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     managed_memory: ClassVar[bool] = False
     """Whether the engine takes ``gpu_memory_utilization`` of a GPU, and captures graphs and keeps a cache in it."""
     gpu_transfers: ClassVar[bool] = False
-    """Whether :meth:`load_piece` takes weights from other processes' GPUs. Tensors on the host go to every engine."""
+    """Whether :meth:`receive_weights` takes weights from other processes' GPUs. All engines take them from the host."""
 
     limits: Limits
     forward_passes: int = 0
@@ -144,20 +144,20 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     def wake(self, weights_only: bool = False) -> None:
         """Allocate the memory again; ``weights_only``: as far as new weights need."""
 
-    def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Replace the weights while idle, by tensors on the host under the names of the model's files."""
+    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
+        """Load the next piece of new weights while idle; with the last one the engine serves them.
+
+        ``tensors`` are those of ``piece``, on the host, under the names of the model's files.
+        """
         raise NotImplementedError(f"{type(self).__name__} takes no weights")
 
-    def join(self, unique_id: str, offset: int, world: int) -> None:
-        """Join the actor's NCCL group of ``world`` ranks, with this engine's processes from ``offset`` on."""
+    def receive_weights(self, piece: Piece) -> None:
+        """As :meth:`load_weights`, with tensors that each of the engine's processes receives on its own GPU."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights from GPUs")
 
-    def take(self, piece: Piece) -> None:
-        """Load the next piece."""
+    def join(self, address: str, offset: int, world: int) -> None:
+        """Join the actor's group of ``world`` ranks, with this engine's processes from ``offset`` on."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights from GPUs")
-
-    def finish(self, version: int) -> None:
-        """Serve ``version``, all pieces of which are loaded."""
 
     def close(self) -> None:
         """Free memory and end processes."""

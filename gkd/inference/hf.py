@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from gkd.types import Request, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gkd.weights.transfer import Piece
 
 
 class _Draw:
@@ -158,19 +160,27 @@ class HFSampler(InferenceEngine[Request, Finished]):
         """Move it back. There is nothing but weights."""
         self.model.to(self.device)
 
-    def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Copy the weights into the model, which come by the names that its files have; RuntimeError unless they fit.
+    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
+        """Collect the pieces of the weights, and with the last one copy them into the model.
 
-        transformers reads them as it would read the files, so that what it converts while loading is converted.
+        Raises RuntimeError unless they fit. transformers reads them as it would read the files, so that what it
+        converts while loading is converted.
         """
-        state = {name: tensor for piece in pieces for name, tensor in piece.items()}
+        if piece.number == 0:
+            self._incoming: dict[str, Tensor] = {}
+        self._incoming |= tensors
+        if not piece.last:
+            return
+        state, self._incoming = self._incoming, {}
         with _quietly():
             loaded, found = type(self.model).from_pretrained(
                 None, config=self.model.config, state_dict=state, dtype=self.model.dtype, output_loading_info=True
             )
         for problem in ("unexpected", "missing", "mismatched"):
             if names := sorted(map(str, found[f"{problem}_keys"])):
-                raise RuntimeError(f"weights version {version}: {names[0]} is {problem} ({len(names)} tensors in all)")
+                raise RuntimeError(
+                    f"weights version {piece.version}: {names[0]} is {problem} ({len(names)} tensors in all)"
+                )
         self.model.load_state_dict(loaded.state_dict())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from gkd.types import Request
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gkd.weights.pieces import Piece
+    from gkd.weights.transfer import Piece
 
 
 class VLLMSampler(InferenceEngine[Request, Finished]):
@@ -29,6 +28,11 @@ class VLLMSampler(InferenceEngine[Request, Finished]):
     def __init__(self, spec: EngineSpec) -> None:
         self.llm = start_llm(_arguments(spec), spec.device)
         self.engine, self.device, self._eos_ids = self.llm.llm_engine, spec.device, spec.model.eos_ids
+        self.weights = spec.weights
+        if spec.weights is not None and spec.weights.transfer_class.gpu_to_gpu:
+            from gkd.weights import vllm_backend
+
+            vllm_backend.prepare(self.llm, spec.weights)
         if 0 < spec.model.n_tokens < spec.model.vocabulary:
             # A padded row has some probability, however small, and no teacher and no tokenizer knows its id.
             self.llm.apply_model(SetShape(Shape(rows=spec.model.n_tokens)))
@@ -87,29 +91,24 @@ class VLLMSampler(InferenceEngine[Request, Finished]):
         """Be as before; ``weights_only``: without a cache, as far as new weights need."""
         wake(self.engine, self.device, weights_only)
 
-    def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Replace the weights while idle and forget every cached prefix."""
+    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
+        """Load the next piece while idle; with the last one forget every cached prefix."""
         from gkd.weights import vllm_backend
 
-        vllm_backend.load(self.llm, pieces, version)
+        vllm_backend.load(self.llm, piece, tensors)
 
-    def join(self, unique_id: str, offset: int, world: int) -> None:
-        """Join the actor's NCCL group of ``world`` ranks, with this engine's processes from ``offset`` on."""
+    def receive_weights(self, piece: Piece) -> None:
+        """Load the next piece, which each of the engine's processes receives, as :meth:`load_weights`."""
         from gkd.weights import vllm_backend
 
-        vllm_backend.join(self.llm, unique_id, offset, world)
+        vllm_backend.load(self.llm, piece)
 
-    def take(self, piece: Piece) -> None:
-        """Load the next piece while idle."""
+    def join(self, address: str, offset: int, world: int) -> None:
+        """Join the actor's group of ``world`` ranks, with this engine's processes from ``offset`` on."""
         from gkd.weights import vllm_backend
 
-        vllm_backend.take(self.llm, piece)
-
-    def finish(self, version: int) -> None:
-        """Serve ``version`` and forget every cached prefix."""
-        from gkd.weights import vllm_backend
-
-        vllm_backend.finish(self.llm, version)
+        assert self.weights is not None, "an engine whose weights change has their settings"
+        vllm_backend.join(self.llm, self.weights, address, offset, world)
 
     def close(self) -> None:
         """Free memory and end processes."""
@@ -127,6 +126,6 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
         seeded=True,
     )
-    if spec.transfer is None:
+    if spec.weights is None:
         return arguments
-    return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register(spec.transfer)}}
+    return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register()}}

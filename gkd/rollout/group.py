@@ -19,7 +19,6 @@ from gkd.errors import RunFailed
 from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import RecordStream
 from gkd.types import Job, Judging, Record, Request, Scored
-from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
@@ -195,13 +194,6 @@ class RolloutGroup:
     def fetch(self, records: Sequence[Record]) -> list[Scored]:
         """The samples behind records, with the arrays. For the few that the driver looks at."""
         return fetch_samples(places_of(records), FETCH_TIMEOUT_S)
-
-    def receive(self, push: Push, timeout_s: float) -> None:
-        """Have every living engine load a version of the weights before it samples again."""
-        what = f"loading weights version {push.version}"
-        for engine, version in self.tell("receive", push, timeout_s=timeout_s, what=what).items():
-            if version != push.version:
-                raise RunFailed(f"{self.group.reports[engine]} serves weights {version} instead of {push.version}")
 
     def give_back(self) -> None:
         """Have every living engine leave its GPU to others."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gkd.cluster.failure import WorkerHangs, one_line
-from gkd.config import REWARD_MODEL, Config
+from gkd.config import REWARD_MODEL, Config, Weights
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, Finished, InferenceEngine, Span
@@ -24,8 +24,7 @@ from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
 from gkd.scoring.client import Rate, Score, TeacherClient
 from gkd.types import Job, Record, Request, Sample, Scored, Target, teacher_of
-from gkd.weights import object_store
-from gkd.weights.pieces import Piece
+from gkd.weights.transfer import Piece, Receiver
 
 IDLE_POLL_S = 0.5
 Result = TypeVar("Result")
@@ -37,6 +36,7 @@ class RolloutWorker:
     def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
         self.config, self.rank, self.device = config, spec.rank, spec.device
         self.engine: InferenceEngine[Request, Finished] = config.rollout.engine_class(replace(spec, span=span))
+        self._receiver = _receiver(config.weights)
         self._eos_ids = spec.model.eos_ids
         self.judges: dict[str, TeacherClient] = {}
         self.tokenizer = load_tokenizer(spec.model_path)
@@ -66,26 +66,21 @@ class RolloutWorker:
         """Hand over requests; their records come out of :meth:`records`."""
         self._commands.put(lambda: self._add(jobs))
 
-    def receive(self, push: object_store.Push) -> int:
-        """Load a version of the weights once the engine is idle; returns it. Raises WorkerHangs past the deadline."""
-        return self._between_steps(lambda: self._load(push), f"load weights version {push.version}")
+    def pause(self, version: int) -> None:
+        """Finish what is being sampled; sample no more until all pieces of ``version`` are loaded."""
+        self._between_steps(self._pause, f"become idle for weights version {version}")
 
-    def halt(self, version: int) -> None:
-        """Finish what is being sampled; nothing more until :meth:`serve_version`, while weights come in pieces."""
-        self._between_steps(self._halt, f"become idle for weights version {version}")
+    def receive(self, piece: Piece) -> int:
+        """Load the next piece of new weights once the engine is idle; returns the version that it serves then.
 
-    def join_actor(self, unique_id: str, engines: Sequence[int], workers: int) -> None:
-        """Meet the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a new NCCL group."""
+        From the first piece to the last the engine does not sample. Raises WorkerHangs past the deadline.
+        """
+        return self._between_steps(lambda: self._receive(piece), f"load {piece}")
+
+    def join_group(self, address: str, engines: Sequence[int], workers: int) -> None:
+        """Join the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a group for weights."""
         offset, world = 1 + workers * engines.index(self.rank), 1 + workers * len(engines)
-        self._between_steps(lambda: self.engine.join(unique_id, offset, world), "meet the actor over NCCL")
-
-    def take(self, piece: Piece) -> None:
-        """Load the next piece of the weights that the engine was halted for. Raises WorkerHangs past the deadline."""
-        self._between_steps(lambda: self.engine.take(piece), f"load {piece}")
-
-    def serve_version(self, version: int) -> int:
-        """All pieces are loaded: sample from them. Returns the version."""
-        return self._between_steps(lambda: self._finish_pieces(version), f"serve weights version {version}")
+        self._between_steps(lambda: self.engine.join(address, offset, world), "join the actor's group")
 
     def _between_steps(self, run: Callable[[], Result], what: str) -> Result:
         """Have the engine's thread do something, and wait for it at most ``weights.timeout_s``."""
@@ -286,10 +281,6 @@ class RolloutWorker:
             return future.result()
         return one_line(error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}")
 
-    def _halt(self) -> None:
-        self._become_idle()
-        self._intact = False
-
     def _sleep(self) -> None:
         self._become_idle()
         self._asleep = True
@@ -303,21 +294,30 @@ class RolloutWorker:
         while self.engine.busy():
             self._step()
 
-    def _load(self, push: object_store.Push) -> int:
-        self._halt()
-        self.engine.load_weights(object_store.receive(push, self.config.weights.timeout_s), push.version)
-        return self._serve(push.version)
+    def _pause(self) -> None:
+        self._become_idle()
+        self._intact = False
 
-    def _finish_pieces(self, version: int) -> int:
-        self.engine.finish(version)
-        return self._serve(version)
-
-    def _serve(self, version: int) -> int:
-        self._intact = True
-        self.version = version
-        return version
+    def _receive(self, piece: Piece) -> int:
+        if piece.number == 0:
+            self._pause()
+        if self._receiver is None:
+            self.engine.receive_weights(piece)
+        else:
+            self.engine.load_weights(piece, self._receiver.receive(piece))
+        if piece.last:
+            self._intact, self.version = True, piece.version
+        return self.version
 
 
 def rollout_follower(config: Config, spec: EngineSpec, span: Span) -> Any:
     """The part on a further node of the engine that a RolloutWorker with these arguments leads."""
     return config.rollout.engine_class.follow(replace(spec, span=span))
+
+
+def _receiver(weights: Weights) -> Receiver | None:
+    """What receives weights in this process; None where the engine's own processes do, on their GPUs."""
+    import torch
+
+    transfer = weights.transfer_class
+    return None if transfer.gpu_to_gpu else transfer.receiver(weights, torch.device("cpu"))

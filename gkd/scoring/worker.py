@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.config import RewardModel, Scorer
@@ -27,6 +27,7 @@ class JudgeSpec:
     bind_ip: str
     key: Key
     sleeps: bool = False
+    eos_ids: tuple[int, ...] = ()
 
 
 class JudgeWorker:
@@ -89,6 +90,7 @@ def teacher_follower(settings: Scorer, spec: JudgeSpec, span: Span) -> Any:
 def _engine_spec(settings: Scorer, spec: JudgeSpec, span: Span | None) -> EngineSpec:
     path = spec.model_path
     model = ModelInfo.read(path, "teacher.model.path", load_tokenizer(path, "teacher.model.path"))
+    model = replace(model, eos_ids=sorted({*model.eos_ids, *spec.eos_ids}))
     return EngineSpec(path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps, span=span)
 
 

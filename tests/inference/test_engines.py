@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from gkd.config import Rollout
+from gkd.config import Rollout, Weights
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, Finished, InferenceEngine
 from gkd.inference.vllm_environment import environment
 from gkd.planning.engine_memory import engine_memory, kv_bytes
 from gkd.types import Prompt, Request, Sampling
 from tests.planning.subjects import subject
+from tests.weights.received import load_in_pieces
 
 pytestmark = pytest.mark.vllm
 EOS = 1
@@ -52,7 +53,8 @@ def make(tied: bool, seed: int) -> torch.nn.Module:
 def small_spec(path: str, *, transfer: str = "object_store", stateful: bool = False) -> EngineSpec:
     """Few tokens a step, so that prompts compete for them: on a CPU a seeded prompt must never be split."""
     model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS, stateful)
-    return EngineSpec(path, model, Rollout(), "cpu", "float32", 64, transfer=transfer, max_num_batched_tokens=128)
+    weights = Weights(transfer=transfer)
+    return EngineSpec(path, model, Rollout(), "cpu", "float32", 64, weights=weights, max_num_batched_tokens=128)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -162,8 +164,7 @@ def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
     for version, seed in ((1, 7), (2, 8)):
         pushed = make(pair["tied"], seed)
         state = {n: t for n, t in pushed.state_dict().items() if not (pair["tied"] and n == "lm_head.weight")}
-        pieces = [{n: t} for n, t in state.items()]
-        pair[name].load_weights(pieces, version)
+        load_in_pieces(pair[name], state.items(), version)
         found = run(pair[name], wanted)
         assert worst_difference(pushed, wanted, found) < 2e-4
         assert worst_difference(pair["model"], wanted, found) > 0.1  # the old weights would not have passed

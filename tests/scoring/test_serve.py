@@ -101,7 +101,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
         def __init__(self, spec: EngineSpec) -> None:
             assert (spec.dtype, spec.sleeps, spec.span) == ("float32", False, None)
             assert (spec.model_path, spec.device) == (str(model), "cpu")
-            assert (spec.model.vocabulary, spec.model.n_tokens, spec.model.eos_ids) == (96, 96, [2, 95])
+            assert (spec.model.vocabulary, spec.model.n_tokens, spec.model.eos_ids) == (96, 96, [2, 7, 95])
             self.limits, self.busy, self.step = vllm_engine.limits, vllm_engine.busy, vllm_engine.step
             self.broken = False
 
@@ -116,7 +116,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     monkeypatch.setattr(scoring, "VLLMScorer", Lent)
     settings = Teacher(max_model_len=VLLM_LENGTH)
     key = Key.generate()
-    worker = TeacherWorker(settings, JudgeSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key))
+    worker = TeacherWorker(settings, JudgeSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key, eos_ids=(7,)))
     failures: list[RunFailed] = []
 
     def serve_until_it_fails() -> None:

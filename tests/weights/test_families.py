@@ -21,9 +21,9 @@ from gkd.actor.model import load
 from gkd.inference.vllm_environment import environment
 from gkd.inference.vllm_models import why_not_on_a_cpu
 from gkd.types import Sampling
-from gkd.weights.pieces import buckets
 from tests.families import FAMILIES, STATEFUL, make
 from tests.inference.test_engines import requests, run, small_spec, worst_difference
+from tests.weights.received import load_in_pieces
 
 pytestmark = pytest.mark.vllm
 
@@ -38,8 +38,6 @@ MECHANISMS = {
 }
 OWN_WAY = {"deepseek_v2", "deepseek_v3", "apertus"}
 """vLLM on a CPU computes them a little otherwise than transformers, whatever is pushed: compared with a new engine."""
-
-FAIL = {"phimoe": "vLLM runs transformers' own layers and puts experts into them that do not fit"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,8 +81,6 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
         make(family, seed).save_pretrained(tmp_path / str(seed))
     if why_not_on_a_cpu(models[0].config) is not None:
         pytest.skip("refused before it is started")
-    if family in FAIL:
-        pytest.skip(FAIL[family])
     pushes = [sent(tmp_path / "0", model.state_dict()) for model in models]
     wanted = requests(Sampling(12))
     if family in OWN_WAY:
@@ -93,7 +89,7 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
     engine = started(tmp_path / "0", family in STATEFUL)
     run(engine, wanted)
     for version in (1, 2):
-        engine.load_weights(buckets(pushes[version].items(), 20_000), version)
+        load_in_pieces(engine, pushes[version].items(), version)
         found = run(engine, wanted)
         if family not in OWN_WAY:
             assert worst_difference(models[version], wanted, found) < 2e-4
