@@ -1,4 +1,4 @@
-"""An engine that rates: a sequence classification model with one output, on transformers."""
+"""Rating with a sequence classification model of one output, on transformers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Classifier(InferenceEngine[Rate, float]):
         """The model's output for each sequence of token ids [L]."""
         import torch
 
-        padding = self._unused(sequences)
+        padding = self._padding_id(sequences)
         if padding is None and len(sequences) > 1:
             return [value for sequence in sequences for value in self.rate([sequence])]
         longest = max(map(len, sequences))
@@ -83,8 +83,8 @@ class Classifier(InferenceEngine[Rate, float]):
         values: list[float] = logits[:, 0].float().tolist()
         return values
 
-    def _unused(self, sequences: list[Int32]) -> int | None:
-        """The smallest id that occurs in no sequence, None when all do."""
+    def _padding_id(self, sequences: list[Int32]) -> int | None:
+        """Find the smallest id that occurs in no sequence; None when all do."""
         used = np.unique(np.concatenate(sequences))
         free = np.setdiff1d(np.arange(min(len(used) + 1, self.limits.vocabulary)), used)
         return int(free[0]) if len(free) else None

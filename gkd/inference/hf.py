@@ -172,7 +172,7 @@ class HFSampler(InferenceEngine[Request, Finished]):
         if not piece.last:
             return
         state, self._incoming = self._incoming, {}
-        with _quietly():
+        with _without_messages():
             loaded, found = type(self.model).from_pretrained(
                 None, config=self.model.config, state_dict=state, dtype=self.model.dtype, output_loading_info=True
             )
@@ -185,8 +185,8 @@ class HFSampler(InferenceEngine[Request, Finished]):
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without transformers' bar of progress and its report of keys, which are for a person who loads a model once."""
+def _without_messages() -> Iterator[None]:
+    """Silence transformers' bar of progress and its report of keys, which are for a person who loads a model once."""
     from transformers.utils.logging import (
         disable_progress_bar,
         enable_progress_bar,

@@ -19,7 +19,7 @@ Code = Literal[
     "bad_request", "too_long", "out_of_vocabulary", "k_too_large", "expired", "engine", "busy", "stopping"
 ]  # fmt: skip
 SAMPLE_CODES: frozenset[Code] = frozenset({"bad_request", "too_long", "out_of_vocabulary", "k_too_large"})
-"""Codes that say something about the sample; another replica would answer the same."""
+"""Codes that concern the sample; another replica would answer the same."""
 
 
 class TeacherUnavailable(RunFailed):

@@ -20,9 +20,9 @@ def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; 38 s to start become 5
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
-        # Its warnings tell of things chosen here on purpose, with a traceback for the chat template it cannot warm up.
+        # It warns of things chosen here on purpose, with a traceback for the chat template it cannot warm up.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # Scoring needs room for one token more than the longest sequence (see teacher.scoring); it is never computed.
+        # Scoring needs room for one token more than the longest sequence; it is never computed (vllm_scorer).
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Threads that spin while they wait take the cores from whoever has work: with one other program on two cores a
@@ -53,7 +53,7 @@ def compile_apart(device: Device) -> None:
         from vllm import envs
 
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
-        # Not from vLLM alone: a process that has had an engine is told what the variable was then.
+        # Not from vLLM alone: in a process that has had an engine it is what the variable was then.
         root, own = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"gpu-{gpus}"
         os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
 

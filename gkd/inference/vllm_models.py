@@ -73,11 +73,11 @@ def why_not_on_a_cpu(config: Any) -> str | None:
         size = config.kv_lora_rank + config.qk_rope_head_dim
         if size in CPU_LATENT_SIZES:
             return None
-        return f"vLLM on a CPU has no attention over a latent vector of {size}, only of {_listed(CPU_LATENT_SIZES)}"
+        return f"vLLM on a CPU has no attention over a latent vector of {size}, only of {_join(CPU_LATENT_SIZES)}"
     lacking = [size for size in _head_sizes(config) if size not in CPU_HEAD_SIZES]
     if not lacking:
         return None
-    return f"vLLM on a CPU has no attention with heads of {lacking[0]}, only of {_listed(CPU_HEAD_SIZES)}"
+    return f"vLLM on a CPU has no attention with heads of {lacking[0]}, only of {_join(CPU_HEAD_SIZES)}"
 
 
 def _head_sizes(config: Any) -> list[int]:
@@ -90,5 +90,5 @@ def _head_sizes(config: Any) -> list[int]:
     return [config.hidden_size // heads]
 
 
-def _listed(sizes: tuple[int, ...]) -> str:
+def _join(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))

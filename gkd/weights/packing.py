@@ -67,15 +67,15 @@ class PackedLayout:
             dtype: torch.dtype = getattr(torch, kind)
             end = start + math.prod(shape) * dtype.itemsize
             yield name, dtype, shape, start, end
-            start = _aligned(end)
+            start = _align(end)
 
     @property
     def n_bytes(self) -> int:
         """Size of the packed buffer."""
-        return max((_aligned(end) for *_, end in self.places()), default=0)
+        return max((_align(end) for *_, end in self.places()), default=0)
 
 
-def _aligned(position: int) -> int:
+def _align(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
