@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from transformers import AutoTokenizer
 
 from gkd.actor.model import Student, write_model
 from gkd.config import Lora
+from gkd.data.answers import template_end
+from gkd.data.model_info import ModelInfo
 from gkd.durable import reason, replace_directory
 from gkd.errors import RunFailed
 
@@ -34,7 +37,9 @@ def write_pretrained(
     try:
         new.mkdir(parents=True)
         write_model(student.lm, model_path, state, source, str(new))
-        AutoTokenizer.from_pretrained(model_path, local_files_only=True).save_pretrained(new)
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        tokenizer.save_pretrained(new)
+        _stop_at(template_end(tokenizer), new)
         if student.has_adapter:
             from gkd.actor.lora import save_adapter
 
@@ -43,3 +48,16 @@ def write_pretrained(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
         raise RunFailed(f"the student could not be written: {reason(error, new)}") from None
+
+
+def _stop_at(end: int | None, directory: Path) -> None:
+    """Have generation_config.json name the token that ends a turn, as samples end there: a base model's need not."""
+    if end is None:
+        return
+    known = ModelInfo.read(str(directory), "model").eos_ids
+    file = directory / "generation_config.json"
+    settings: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    named = settings.get("eos_token_id")
+    if end not in (named if isinstance(named, list) else [named]):
+        settings["eos_token_id"] = sorted({*known, end})
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

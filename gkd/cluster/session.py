@@ -27,7 +27,7 @@ from gkd.cluster.sharing import shared
 from gkd.cluster.signals import ignoring_signals, keeping_exit_code, keeping_sigterm_handler
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.errors import ConfigError, RunFailed
-from gkd.inference.vllm_engine import installed_device
+from gkd.inference.vllm_environment import installed_device
 
 CONNECT_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 15.0

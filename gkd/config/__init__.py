@@ -9,6 +9,7 @@ from __future__ import annotations
 from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, user_path
 from gkd.config.groups import (
     MAX_AUTO_SIMULATED_GPUS,
+    TRANSFERS,
     Actor,
     Builtin,
     Cluster,
@@ -49,6 +50,7 @@ __all__ = [
     "MAX_AUTO_SIMULATED_GPUS",
     "NEED_ANSWERS",
     "REWARD_MODEL",
+    "TRANSFERS",
     "Actor",
     "Algorithm",
     "Builtin",

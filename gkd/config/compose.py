@@ -144,12 +144,12 @@ def _check(overrides: Sequence[str]) -> None:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
         if key in choices:
             _check_choice(override, choices[key])
-        elif key.startswith(("teacher.models.", *(f"{section}." for section in open_sections()))):
-            continue  # what a class of the user's own takes is known once it is loaded
-        elif key not in known and not any(k.startswith(f"{key}.") for k in known):
+        elif key in known or any(k.startswith(f"{key}.") for k in known):
+            if override.is_sweep_override():
+                raise ConfigError(f"{override.input_line}: one value is expected; write a list as '[a,b]' or quote it")
+        elif not key.startswith(("teacher.models.", *(f"{section}." for section in open_sections()))):
+            # What a class of the user's own takes is known once it is loaded.
             raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
-        elif override.is_sweep_override():
-            raise ConfigError(f"{override.input_line}: one value is expected; write a list as '[a,b]' or quote it")
 
 
 def _check_choice(override: Override, choices: list[str]) -> None:

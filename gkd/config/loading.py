@@ -63,7 +63,7 @@ def load(tree: Mapping[str, Any]) -> Config:
         if first["type"] == OWN:
             context = first["ctx"]
             if context["unknown"]:
-                raise unknown(f"{key}.{context['key']}", None) from None
+                raise unknown(f"{key}.{context['key']}", context["value"]) from None
             raise ConfigError(f"{key}.{context['key']}={context['value']}: {context['why']}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
         message = message[0].lower() + message[1:]

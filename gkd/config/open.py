@@ -59,7 +59,7 @@ class OpenSettings(Settings):
             except ValidationError as error:
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))
-                context = {"key": key, "value": str(first["input"]), "unknown": first["type"] == "extra_forbidden"}
+                context = {"key": key, "value": first["input"], "unknown": first["type"] == "extra_forbidden"}
                 why = str(first["msg"]).removeprefix("Value error, ")
                 raise PydanticCustomError(OWN, "{why}", {**context, "why": why}) from None
         if "" not in owners:

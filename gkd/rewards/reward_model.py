@@ -1,6 +1,6 @@
 """The reward ``reward_model``: what is put before the model that gives it.
 
-It is asked like the teacher, over ZeroMQ (:class:`gkd.scoring.requests.Rate`), so requests have deadlines and go to
+It is asked like the teacher, over ZeroMQ (:class:`gkd.inference.requests.Rate`), so requests have deadlines and go to
 another replica when one does not answer.
 """
 

@@ -9,6 +9,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from gkd.config.base import Settings
+from gkd.config.compose import compose
 from gkd.config.open import OWN, OpenSettings
 from gkd.errors import ConfigError
 from gkd.registry import Registry, absolute
@@ -68,3 +69,27 @@ def test_a_class_in_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_name_that_stands_for_nothing_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"section\.name"):
         Section.registry.load(name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["rollout.engine=sglang"], "rollout.engine"),
+        (["rollout.engine=pathlib:Path"], "rollout: engine=pathlib:Path cannot sample"),
+        (["rollout.engine=gkd.inference.vllm_scorer:VLLMScorer"], "cannot sample"),
+        (["teacher.engine=hf"], "teacher.engine"),
+        (["reference.engine=gkd.inference.hf:HFSampler"], "reference: .* cannot score"),
+        (["reward_model.engine=vllm"], "reward_model.engine"),
+        (
+            ["rollout.engine=hf", "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2"],
+            "tensor_parallel_size=2",
+        ),
+        (["weights.transfer=gloo"], "weights.transfer"),
+        (["weights.directory=/tmp"], "weights.directory"),
+        (["weights.transfer=nccl", "rollout.engine=hf"], "weights.transfer=nccl: rollout.engine=hf"),
+    ],
+)
+def test_an_engine_or_a_transfer_that_cannot_do_it_is_refused(overrides: list[str], setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting) as refused:
+        compose(overrides)
+    assert "\n" not in str(refused.value)
