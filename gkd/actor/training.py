@@ -107,7 +107,7 @@ class Training:
                     out_of_memory_text(self.config, self.world, None, self.budget, one_line(error))
                 ) from None
             raise
-        self.optimizer.zero_grad(set_to_none=True)  # their memory is of use to whoever works next
+        self.optimizer.zero_grad(set_to_none=True)  # their memory is of use to the next on this GPU
         row = {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
         self.staging.end(step, row, final)
         return row

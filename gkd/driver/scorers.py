@@ -91,8 +91,8 @@ class Scorers:
 
     def sleeping(self) -> list[str]:
         """Groups that give their memory to the actor while it works."""
-        turns = self.config.cluster.offload is True
-        return [name for name in self.groups if turns and name in self.config.on_the_actors_gpus()]
+        offloads = self.config.cluster.offload is True
+        return [name for name in self.groups if offloads and name in self.config.on_the_actors_gpus()]
 
     def give_back(self) -> None:
         """Have the engines on the actor's GPUs leave these to it."""

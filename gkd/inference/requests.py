@@ -49,11 +49,11 @@ class Refused(Exception):
 class Score:
     """Ask for the log-probabilities of the tokens of ``token_ids`` [L] at the N positions in ``spans``.
 
-    Each is that of the token at its position, given all before it. ``top_k``: how many of the most likely tokens at
+    Each is that of the token at its position, after all before it. ``top_k``: how many of the most likely tokens at
     each position come with them; 0 is none, ``FULL_VOCABULARY`` (or any number past the vocabulary) all. All are of
     softmax(logits / ``temperature``).
     ``vocabulary``: ids from there on are left out and the rest normalised, so that a student with fewer (padded) rows
-    than the teacher is never given an id it does not have; None: the teacher's own vocabulary.
+    than the scorer never gets an id that it does not have; None: the scorer's own vocabulary.
     """
 
     token_ids: Int32

@@ -33,7 +33,7 @@ class RolloutGroup:
     When an engine dies while others live, what it was doing is done again by these; when none is left the run fails.
     One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died. What an engine had finished is
     not lost: samples belong to this process and stay in the object store of their node.
-    So it is with teachers and references, ``serving`` by group: their clients ask another replica, and without any the
+    So it is with teachers and references, ``serving`` by group: their clients try another replica, and without any the
     run fails at once instead of after a deadline. ``require`` raises what else ends the run while it waits here.
     """
 
@@ -55,7 +55,9 @@ class RolloutGroup:
             for ref, worker in zip(calls.refs, calls.workers, strict=True)
         }
         # Parts of engines on further nodes. When one fails, its leader ends, and this is the reason.
-        self._followers = {ref: who for call in followers for ref, who in zip(call.refs, call.workers, strict=True)}
+        self._followers = {
+            ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
+        }
         self.alive = list(range(len(group)))
         self._next_key = 0
         self._serving = group.submit("serve")  # what it raises comes out of the streams
@@ -209,7 +211,7 @@ class RolloutGroup:
         self.tell("take_back", weights_only, timeout_s=limit, what="taking memory again")
 
     def tell(self, method: str, *args: Any, timeout_s: float, what: str) -> dict[int, Any]:
-        """Call ``method`` of every living engine's worker; what it gave, by engine, without those that died of it.
+        """Call ``method`` of every living engine's worker; the results, by engine, without those that died of it.
 
         One that has not answered after ``timeout_s`` hangs, and is ended.
         Raises RunFailed when no engine is left.

@@ -18,7 +18,7 @@ LONGEST_TURN_S = 5.0
 
 @dataclass
 class _Beat:
-    """What is known of one engine."""
+    """How long one engine has shown no progress."""
 
     silent_s: float = 0.0
     progress: tuple[int, int] | None = None
@@ -27,10 +27,10 @@ class _Beat:
 
 
 class Heartbeat:
-    """Asks engines for their progress, on their workers' other threads.
+    """Watches engines' progress, on their workers' other threads.
 
     An engine hangs that has had work for ``timeout_s`` and either has not answered in that time or has made no forward
-    pass with responses unfinished. Waiting for those who judge its samples is no hanging.
+    pass with responses unfinished. Waiting for the scorers of its samples is no hanging.
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
@@ -67,7 +67,7 @@ class Heartbeat:
             return
         try:
             progress: tuple[int, int] = ray.get(ready[0], timeout=1.0)
-        except RayError:  # it died, which its stream says as well
+        except RayError:  # it died, which its stream reports as well
             return
         finally:
             beat.pending = None

@@ -35,7 +35,7 @@ class _Pending:
 
 
 class ScoringPipeline:
-    """Has each sample scored by whom its request names, and puts it into ``scored`` when the last of them is done.
+    """Has each sample scored by the scorers of its request, and puts it into ``scored`` when all of them are done.
 
     ``scored`` also holds the errors of models that could not score, each in place of its sample. The student's
     tokenizer, in ``model_path``, decodes responses for the reward functions. ``rank`` is that of the engine.

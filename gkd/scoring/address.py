@@ -20,7 +20,7 @@ from gkd.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A CURVE key pair, Z85 text, that server and clients share; whoever has it is served."""
+    """A CURVE key pair, Z85 text, that server and clients share; peers that have it are served."""
 
     public: bytes
     secret: bytes = field(repr=False)

@@ -26,7 +26,7 @@ from gkd.scoring.replica import Call
 from gkd.scoring.wire import PROTOCOL, Welcome
 from gkd.types import Int32, Target
 
-MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client does not know how many it will ask for
+MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client does not know its largest request
 
 __all__ = [
     "FULL_VOCABULARY",
@@ -41,11 +41,11 @@ __all__ = [
 
 
 class ScoringClient:
-    """Sends every request to the replica with the fewest; asks another one when it does not answer.
+    """Sends every request to the replica with the fewest, and to another one when it does not answer.
 
-    ``addresses`` are ``tcp://host:port``. ``tokenizer_hash`` is the student's; ``top_k`` the largest K that will be
-    asked for (``FULL_VOCABULARY`` for all); ``max_length`` the longest prompt and response together, tokens;
-    ``vocabulary`` the student's rows of logits, put into every request that names none; ``n_clients`` how many ask the
+    ``addresses`` are ``tcp://host:port``. ``tokenizer_hash`` is the student's; ``top_k`` the largest K of
+    its requests (``FULL_VOCABULARY`` for all); ``max_length`` the longest prompt and response together, tokens;
+    ``vocabulary`` the student's rows of logits, put into every request that names none; ``n_clients`` how many use the
     same servers at the same time, each its share of what they can hold; ``key`` that of the servers. The times are
     those of config.Teacher; ``scorer`` is the model's name in messages, with that of its section before a colon, if
     any. Raises ConfigError for an address that is none.
@@ -83,24 +83,24 @@ class ScoringClient:
         return dict(self._dispatcher.counts)
 
     def connect(self, timeout_s: float | None = None) -> dict[str, Welcome]:
-        """Wait until every replica has answered a greeting; returns what each said of itself, by address.
+        """Wait until every replica has answered a greeting; returns the welcome of each, by address.
 
         Raises ConfigError when one does not fit the student, ScorerUnavailable when one has not answered within
         ``timeout_s`` (None: the time of one request).
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
-        found: dict[str, Welcome] = {}
+        welcomes: dict[str, Welcome] = {}
         for address, future in self._dispatcher.greeted.items():
             try:
-                found[address] = future.result(max(0.0, end - time.monotonic()))
+                welcomes[address] = future.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
                 silent = ", ".join(a for a, f in self._dispatcher.greeted.items() if not f.done())
                 raise ScorerUnavailable(
                     f"no answer from the {self._scorer} at {silent} within {timeout_s:g} s: it is not running, "
                     "cannot be reached, or has another key"
                 ) from None
-        return found
+        return welcomes
 
     @overload
     def submit(self, request: Score) -> Future[Target]: ...
@@ -109,7 +109,7 @@ class ScoringClient:
     @overload
     def submit(self, request: Rate) -> Future[float]: ...
     def submit(self, request: Request) -> Future[Target] | Future[Int32] | Future[float]:
-        """Ask; never blocks. The arrays of the answer cannot be written to.
+        """Send a request; never blocks. The arrays of the answer cannot be written to.
 
         The future fails with ScorerRefused when the model cannot answer this request (too long, a token it does
         not know, ...), with ScorerUnavailable when no replica answered, with ConfigError when a replica that has

@@ -17,8 +17,8 @@ CHATTER_BYTES = MIB  # answers to greetings and heartbeats, and refusals, that o
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request in the queue: who asked, under which id, and until when (``time.monotonic``) the answer is of use.
+class QueuedRequest:
+    """A request in the queue: whose it is, under which id, and until when (``time.monotonic``) the answer is of use.
 
     ``request_bytes`` and ``answer_bytes``: memory that the one takes and the other is going to.
     """
@@ -31,20 +31,22 @@ class Job:
     answer_bytes: int
 
     @staticmethod
-    def of(client: bytes, id: int, deadline: float, request: Request, request_bytes: int, limits: Limits) -> Job:
-        """A job for an engine with ``limits``."""
+    def of(
+        client: bytes, id: int, deadline: float, request: Request, request_bytes: int, limits: Limits
+    ) -> QueuedRequest:
+        """Queue ``request`` for an engine with ``limits``."""
         rows, width = 0, 0
         if isinstance(request, Score):
             rows, width = request.n_positions, limits.width(request)
-        return Job(client, id, deadline, request, request_bytes + 1024, 1024 + rows * (8 + 8 * width))
+        return QueuedRequest(client, id, deadline, request, request_bytes + 1024, 1024 + rows * (8 + 8 * width))
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """``owed``: bytes of the answers that the engine works on; ``handed``: of all that ZeroMQ was given for it."""
+    """``owed``: bytes of the answers that the engine works on; ``handed``: of all messages handed to ZeroMQ for it."""
 
     connection: Connection
-    queue: deque[Job] = field(default_factory=deque)
+    queue: deque[QueuedRequest] = field(default_factory=deque)
     queued: int = 0
     owed: int = 0
     handed: int = 0
@@ -62,26 +64,26 @@ class _Client:
         acked = self.connection.acked
         if acked is None:
             acked = self.handed
-        if acked >= self.handed:  # its own protocol sends a little more than it is given
+        if acked >= self.handed:  # its own protocol adds a little
             self.handed, self.chatter = acked, 0
         if acked > self.acked or acked >= self.handed:
             self.acked, self.moved = acked, now
 
 
 class Clients:
-    """Every client's queue, in turns. The engine's thread takes, the socket's thread does everything else.
+    """Every client's queue, one after the other. The engine's thread takes, the socket's thread does everything else.
 
     ``expired`` is called with jobs whose time is over, from within :meth:`take`.
     """
 
-    def __init__(self, bounds: Bounds, expired: Callable[[Job], None]) -> None:
+    def __init__(self, bounds: Bounds, expired: Callable[[QueuedRequest], None]) -> None:
         self._bounds, self._expired = bounds, expired
         self._clients: dict[bytes, _Client] = {}
         self._order: deque[bytes] = deque()  # clients with requests
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
 
-    def meet(self, id: bytes, connection: Connection) -> None:
+    def add(self, id: bytes, connection: Connection) -> None:
         """Take a client on, if it is new."""
         with self._changed:
             if id not in self._clients:
@@ -100,7 +102,7 @@ class Clients:
             self._failure = error
             self._changed.notify_all()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: QueuedRequest) -> None:
         """Queue a request. Raises Refused ("busy") where the client has too much in the queue already."""
         bounds = self._bounds
         with self._changed:
@@ -116,7 +118,7 @@ class Clients:
             client.queued = queued
             self._changed.notify_all()
 
-    def take(self, room: int, timeout_s: float) -> list[Job]:
+    def take(self, room: int, timeout_s: float) -> list[QueuedRequest]:
         """Up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first.
 
         Clients that do not read their answers are passed over. Raises RunFailed after :meth:`fail`.
@@ -132,8 +134,8 @@ class Clients:
                     return jobs
                 self._changed.wait(left)
 
-    def _take(self, room: int) -> list[Job]:
-        jobs: list[Job] = []
+    def _take(self, room: int) -> list[QueuedRequest]:
+        jobs: list[QueuedRequest] = []
         passed, now = 0, time.monotonic()
         in_all = sum(client.owed + client.unread for client in self._clients.values())
         while len(jobs) < room and passed < len(self._order):
@@ -160,7 +162,7 @@ class Clients:
             passed = 0
         return jobs
 
-    def handing(self, id: bytes, size: int, job: Job | None) -> bool:
+    def handing(self, id: bytes, size: int, job: QueuedRequest | None) -> bool:
         """A message of ``size`` bytes goes out, the answer to ``job`` where there is one. False: there is no client."""
         with self._changed:
             client = self._clients.get(id)
@@ -174,7 +176,7 @@ class Clients:
             return True
 
     def measure(self, now: float) -> Iterator[tuple[Connection, str]]:
-        """See who has read how much; connections of those who do not read, with what they do."""
+        """Measure how much each client has read; yields connections of those that do not read, and the reason."""
         with self._changed:
             clients = list(self._clients.values())
             for client in clients:
@@ -184,7 +186,7 @@ class Clients:
             if (client.unread and now - client.moved > self._bounds.unread_s) or client.chatter > CHATTER_BYTES:
                 yield client.connection, "unread"
 
-    def drain(self) -> list[Job]:
+    def drain(self) -> list[QueuedRequest]:
         """Take out everything."""
         with self._changed:
             jobs = [job for client in self._clients.values() for job in client.queue]

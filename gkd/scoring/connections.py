@@ -151,7 +151,7 @@ class Connections:
         except OSError:  # it has gone again
             return
         if len(self._by_fd) > self._most:
-            # Whoever has said nothing yet goes before whoever has, as clients greet at once and then keep on.
+            # A peer that has sent nothing yet goes before one that has: clients greet at once and then keep on.
             others = [c for other, c in self._by_fd.items() if other != fd and not c.is_cut]
             if others:
                 min(others, key=lambda c: (c.client is not None, c.heard)).cut()

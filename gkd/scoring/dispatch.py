@@ -40,7 +40,7 @@ class Patience:
 class Dispatcher:
     """Owns the sockets. ``check`` raises ConfigError for a welcome that does not fit the student.
 
-    Every future that :meth:`submit` is given ends: with an answer, or with ScorerRefused, ScorerUnavailable,
+    Every future handed to :meth:`submit` ends: with an answer, or with ScorerRefused, ScorerUnavailable,
     ConfigError (a replica does not fit) or RunFailed (the thread died, or the client was closed).
     """
 
@@ -168,7 +168,7 @@ class Dispatcher:
             answer = wire.decode_target(body, arrays)
             wanted = (call.request.n_positions, replica.limits.width(call.request))
             if answer.ids.shape != wanted:
-                raise wire.WireError(f"scores of shape {answer.ids.shape} where {wanted} were asked for")
+                raise wire.WireError(f"scores of shape {answer.ids.shape} where {wanted} were requested")
             if answer.tail_logprobs is None and 0 < wanted[1] < replica.limits.rows(call.request):
                 raise wire.WireError(f"scores of the top {wanted[1]} without their tail")
         elif isinstance(body, wire.Generated) and isinstance(call.request, Generate):
@@ -212,7 +212,7 @@ class Dispatcher:
             self._waiting.remove(call)
 
     def _lose(self, replica: Replica, reason: str) -> None:
-        """Put a replica out; what it was asked goes to the others at once."""
+        """Put a replica out; its requests go to the others at once."""
         calls = list(replica.outstanding.values())
         self.counts["lost"] += replica.welcome is not None
         replica.reset(time.monotonic())
@@ -226,8 +226,8 @@ class Dispatcher:
             self._again(call, "no answer")
 
     def _again(self, call: Call, reason: str) -> None:
-        assert call.last is not None, "a call that was never sent cannot fail"
-        call.history.append(f"{call.last.address} {reason} ({time.monotonic() - call.sent:.1f} s)")
+        assert call.replica is not None, "a call that was never sent cannot fail"
+        call.history.append(f"{call.replica.address} {reason} ({time.monotonic() - call.sent:.1f} s)")
         if call.attempts < self._patience.max_attempts:
             self.counts["retried"] += 1
             self._waiting.appendleft(call)
@@ -238,8 +238,10 @@ class Dispatcher:
         self._finish(call)
         waited = time.monotonic() - call.submitted
         history = "; ".join(call.history) or "never sent"
-        who = f"the {self._patience.scorer}"
-        call.future.set_exception(ScorerUnavailable(f"no answer from {who} after {waited:.1f} s, {why}: {history}"))
+        scorer = self._patience.scorer
+        call.future.set_exception(
+            ScorerUnavailable(f"no answer from the {scorer} after {waited:.1f} s, {why}: {history}")
+        )
 
     def _give_up(self, now: float) -> None:
         """Fail what waits when there is nobody to send it to, or when nothing has been answered for too long."""
@@ -266,7 +268,7 @@ class Dispatcher:
 
     def _send(self, call: Call, now: float) -> bool:
         answering = [replica for replica in self.replicas if replica.welcome is not None]
-        others = [replica for replica in answering if replica is not call.last] or answering
+        others = [replica for replica in answering if replica is not call.replica] or answering
         free = [replica for replica in others if replica.has_room]
         if not free:
             return False
@@ -281,6 +283,6 @@ class Dispatcher:
             return True
         if not replica.send(frame):
             return False
-        call.attempts, call.sent, call.deadline, call.last = call.attempts + 1, now, now + timeout, replica
+        call.attempts, call.sent, call.deadline, call.replica = call.attempts + 1, now, now + timeout, replica
         replica.outstanding[call.id] = call
         return True

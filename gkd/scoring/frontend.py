@@ -20,7 +20,7 @@ from gkd.errors import ConfigError
 from gkd.inference.requests import Code, Limits, Refused
 from gkd.scoring import wire
 from gkd.scoring.address import Key, endpoint, secure_server
-from gkd.scoring.clients import Clients, Job
+from gkd.scoring.clients import Clients, QueuedRequest
 from gkd.scoring.connections import MIB, Bounds, Connection, Connections
 from gkd.scoring.wakeup import Wakeup
 from gkd.scoring.zap import Gatekeeper
@@ -54,7 +54,7 @@ class Frontend:
         self._rendering = rendering
         self._clients = Clients(bounds, self._expired)
         # Who gets it, the message, and the job that the engine took where it is the answer to one.
-        self._outbox: deque[tuple[bytes, bytes, Job | None]] = deque()
+        self._outbox: deque[tuple[bytes, bytes, QueuedRequest | None]] = deque()
         self._wakeup, self._closing = Wakeup(), threading.Event()
         self._next_tick = 0.0
         self._context = zmq.Context()
@@ -69,18 +69,18 @@ class Frontend:
         self._thread = threading.Thread(target=self._run, name="scoring-frontend", daemon=True)
         self._thread.start()
 
-    def take(self, room: int, timeout_s: float) -> list[Job]:
+    def take(self, room: int, timeout_s: float) -> list[QueuedRequest]:
         """Up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first. Expired ones are refused.
 
         Raises RunFailed when the thread has died.
         """
         return self._clients.take(room, timeout_s)
 
-    def reply(self, job: Job, frame: bytes) -> None:
+    def reply(self, job: QueuedRequest, frame: bytes) -> None:
         """Send the answer to a job that was taken."""
         self._post(job.client, frame, job)
 
-    def refuse(self, job: Job, code: Code, message: str) -> None:
+    def refuse(self, job: QueuedRequest, code: Code, message: str) -> None:
         """Answer a job that was taken with an error."""
         self.counts[code] += 1
         self.reply(job, wire.encode(wire.Error(job.id, code, message[:4096])))
@@ -96,14 +96,14 @@ class Frontend:
         self._thread.join(5)
         self._release()
 
-    def _expired(self, job: Job) -> None:
+    def _expired(self, job: QueuedRequest) -> None:
         self._refuse_queued(job, "expired", "its deadline passed while it waited for the engine")
 
-    def _refuse_queued(self, job: Job, code: Code, message: str) -> None:
+    def _refuse_queued(self, job: QueuedRequest, code: Code, message: str) -> None:
         self.counts[code] += 1
         self._post(job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None)
 
-    def _post(self, client: bytes, frame: bytes, job: Job | None) -> None:
+    def _post(self, client: bytes, frame: bytes, job: QueuedRequest | None) -> None:
         self._outbox.append((client, frame, job))
         self._wakeup.set()
 
@@ -189,10 +189,10 @@ class Frontend:
             return  # it has gone already
         connection.message_came(time.monotonic())
         if connection.client is not None and connection.client != client:
-            # One of the two is a peer that has gone, whose descriptor the other was given.
+            # One of the two is a peer that has gone, whose descriptor the other has now.
             self._clients.forget(connection.client)
         connection.client = client
-        self._clients.meet(client, connection)
+        self._clients.add(client, connection)
         if not whole:
             self._cut(connection, "frames")
             return
@@ -216,7 +216,7 @@ class Frontend:
                     request = wire.decode_request(body, arrays)
                     self.limits.check(request)
                     deadline = time.monotonic() + body.remaining_s
-                    self._clients.put(Job.of(client, id, deadline, request, len(frame), self.limits))
+                    self._clients.put(QueuedRequest.of(client, id, deadline, request, len(frame), self.limits))
                     return None
             raise wire.WireError(f"{type(body).__name__} is not for a server")
         except wire.WireError as error:

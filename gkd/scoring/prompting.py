@@ -1,4 +1,4 @@
-"""Each teacher's way of making prompts: from its files, or from what an external one says of itself."""
+"""Each teacher's way of making prompts: from its files, or from the handshake of an external one."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from gkd.scoring.client import ScoringClient
 
 
 def teacher_prompts(
-    teacher: Teacher, models: Mapping[str, str], tokenizer: Any, found: Mapping[str, PromptSet], longest: int
+    teacher: Teacher, models: Mapping[str, str], tokenizer: Any, sets: Mapping[str, PromptSet], longest: int
 ) -> dict[str, PromptSet]:
-    """The prompt sets in ``found``, for the teachers that ``teacher.chat_template`` says.
+    """Return ``sets`` with prompts for the teachers as ``teacher.chat_template`` wants them.
 
-    ``models``: directories of the teachers by name; none where it is an external one, which is asked. ``tokenizer``:
+    ``models``: directories of the teachers by name; none where it is an external one. ``tokenizer``:
     the student's. ``longest``: tokens a prompt may have. Raises ConfigError where student and teacher are prompted
     differently and nothing is said about it, or where the teacher's template cannot be used; ScorerUnavailable where
     an external teacher does not answer.
     """
     wanted = teacher.chat_template
     if wanted == "student":
-        return dict(found)
+        return dict(sets)
     renderers = _renderers(teacher, models, tokenizer)
     if wanted is None:
-        for prompts in found.values():
+        for prompts in sets.values():
             check_same_prompts(prompts.prompts, renderers)
-        return dict(found)
+        return dict(sets)
     if wanted != "own":
         template = _read(wanted)
         renderers = {
@@ -44,7 +44,7 @@ def teacher_prompts(
             )
             for name, renderer in renderers.items()
         }
-    return {name: with_teacher_ids(prompts, renderers, longest) for name, prompts in found.items()}
+    return {name: with_teacher_ids(prompts, renderers, longest) for name, prompts in sets.items()}
 
 
 def _renderers(teacher: Teacher, models: Mapping[str, str], tokenizer: Any) -> dict[str, Renderer]:
@@ -52,17 +52,17 @@ def _renderers(teacher: Teacher, models: Mapping[str, str], tokenizer: Any) -> d
         # Its tokens mean what the student's mean, so the student's tokenizer makes them of its text.
         setting = f"teacher.server_ip={teacher.server_ip}"
         return {"teacher": Renderer(setting, tokenizer, _external(teacher, tokenizer))}
-    found = {}
+    renderers = {}
     for name, path in models.items():
         _, _, which = name.partition(":")
         own = load_tokenizer(path, "teacher.model.path")
         setting = f"teacher.models.{which}={path}" if which else f"teacher.model.path={path}"
-        found[name] = Renderer(setting, own, Rendering.of(own))
-    return found
+        renderers[name] = Renderer(setting, own, Rendering.of(own))
+    return renderers
 
 
 def _external(teacher: Teacher, tokenizer: Any) -> Rendering:
-    """What the servers of an external teacher say, which has to be one thing."""
+    """The rendering of an external teacher's servers, which has to be one."""
     client = ScoringClient(
         external_addresses(teacher),
         tokenizer_hash(tokenizer),
@@ -71,10 +71,10 @@ def _external(teacher: Teacher, tokenizer: Any) -> Rendering:
         heartbeat_s=teacher.heartbeat_s,
     )
     try:
-        found = {address: welcome.rendering for address, welcome in client.connect().items()}
+        renderings = {address: welcome.rendering for address, welcome in client.connect().items()}
     finally:
         client.close()
-    (first, rendering), *others = found.items()
+    (first, rendering), *others = renderings.items()
     for address, other in others:
         if other != rendering:
             raise ConfigError(f"teacher.server_ip: the teachers at {first} and {address} are prompted differently")

@@ -26,7 +26,7 @@ OVERBOOKED = 2
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A request under way. ``deadline`` is that of its latest attempt; ``history`` says how earlier ones ended."""
+    """A request under way. ``deadline`` and ``replica`` are of its latest attempt, ``history`` of earlier ones."""
 
     id: int
     request: Request
@@ -35,7 +35,7 @@ class Call:
     attempts: int = 0
     sent: float = 0.0
     deadline: float = 0.0
-    last: Replica | None = None
+    replica: Replica | None = None
     history: list[str] = field(default_factory=list)
 
 
@@ -68,7 +68,7 @@ class Replica:
 
     @property
     def limits(self) -> Limits:
-        """What the server said of itself when it was greeted."""
+        """What the server can answer, by its welcome."""
         assert self.welcome is not None, "only of a replica that answers"
         w = self.welcome
         return Limits(w.model, w.vocabulary, w.max_top_k, w.max_length, w.capacity)

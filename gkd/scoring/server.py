@@ -15,7 +15,7 @@ from gkd.inference.engine import InferenceEngine
 from gkd.inference.requests import Code, Refused
 from gkd.scoring import wire
 from gkd.scoring.address import Key
-from gkd.scoring.clients import Job
+from gkd.scoring.clients import QueuedRequest
 from gkd.scoring.connections import Bounds
 from gkd.scoring.frontend import Frontend
 
@@ -26,8 +26,8 @@ class ScoringServer:
     """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
 
     Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
-    Whoever has ``key`` may ask, within ``bounds``; ``rendering`` is part of the handshake. Raises ConfigError when the
-    address cannot be bound.
+    Whoever has ``key`` is served, within ``bounds``; ``rendering`` is part of the handshake. Raises ConfigError where
+    the address cannot be bound.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ScoringServer:
     ) -> None:
         self._engine = engine
         self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key, bounds, rendering)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, QueuedRequest] = {}
         self._keys = count()
         self._asleep = self._ended = False
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -110,7 +110,7 @@ class ScoringServer:
         self._frontend.close()
 
     def _command(self) -> bool:
-        """Do what another thread asked for, if it did; while asleep nothing else can come, so it is waited for."""
+        """Run another thread's command, if there is one; while asleep nothing else can come, so it is waited for."""
         try:
             command = self._commands.get(block=self._asleep, timeout=IDLE_POLL_S)
         except queue.Empty:

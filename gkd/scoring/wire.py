@@ -47,7 +47,7 @@ class Body(msgspec.Struct, frozen=True, tag=str.lower, forbid_unknown_fields=Tru
 
 
 class Hello(Body, frozen=True):
-    """Client to server, first: who are you?"""
+    """Client to server, first."""
 
     protocol: _Count
 
@@ -73,7 +73,7 @@ class Ping(Body, frozen=True):
 
 
 class Pong(Body, frozen=True):
-    """The answer, given also while the engine is busy."""
+    """The answer, sent also while the engine is busy."""
 
     session: _Text
 
@@ -207,7 +207,7 @@ def largest_reply(rows: int, top_k: int) -> int:
 
 
 def encode_request(id: int, remaining_s: float, request: requests.Request) -> bytes:
-    """The frame that asks for ``request``."""
+    """The frame of a request."""
     if isinstance(request, requests.Rate):
         return encode(RateMessage(id, remaining_s), request.token_ids)
     if isinstance(request, requests.Generate):

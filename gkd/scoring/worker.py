@@ -59,8 +59,8 @@ class ScoringWorker:
         try:
             done.result(timeout_s)
         except TimeoutError:
-            who = f"the engine at {self._server.address}"
-            raise RunFailed(f"{who} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
+            engine = f"the engine at {self._server.address}"
+            raise RunFailed(f"{engine} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
 
     def memory(self) -> dict[str, float]:
         """Memory of this engine's process."""

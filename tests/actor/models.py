@@ -7,6 +7,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -33,10 +35,16 @@ SHAPE = {
     "bos_token_id": 0,
     "pad_token_id": 0,
 }
+GPT2_SHAPE = {
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "bos_token_id": 0,
+    "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen2 tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "mistral sliding window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
+    # Positions are learned, so that it feels where a sequence begins.
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SHAPE)),
     # Soft-capped attention and logits: the packed function does not compute it, so rows are padded.
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=4, query_pre_attn_scalar=8)),
 }

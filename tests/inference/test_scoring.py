@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config import Teacher
+from gkd.actor.model import load as load_student
+from gkd.config import Algorithm, Rollout, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_scorer import RESULT_BYTES
+from gkd.losses.micro_batch import collate
+from gkd.losses.objective import objective
 from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, ScorerRefused, ScoringClient
 from gkd.scoring.server import ScoringServer
-from gkd.types import Target
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Spans, Target, VersionSpan
 from tests.scoring.conftest import CHUNK, VLLM_LENGTH, VLLM_VOCABULARY
 from tests.scoring.table import KEY
 
@@ -137,6 +140,65 @@ def test_the_same_sequence_again_is_scored_the_same(teacher: ScoringClient, refe
     request = a_request(100, 28, 8)
     for _ in range(3):
         check(request, teacher.submit(request).result(30), reference)
+
+
+def test_a_trajectory_of_three_turns_is_scored_and_trained_on_where_the_student_wrote(
+    teacher: ScoringClient, reference: Any, tmp_path: Path
+) -> None:
+    """A prompt and three turns, with something of others after the first two: the gradient is plain autograd's."""
+    rng = np.random.default_rng(0)
+    several = a_sample(rng, 8, ((8, 20), (26, 27), (31, CHUNK + 9)))
+    samples = [a_sample(rng, 3, ((3, 14),)), several, a_sample(rng, 5, ((5, 6),))]
+    requests = [Score(sample.token_ids, sample.spans, FULL_VOCABULARY) for sample in samples]
+    targets = [teacher.submit(request).result(30) for request in requests]
+    for request, target in zip(requests, targets, strict=True):
+        check(request, target, reference)
+    plain = other_llama(reference.config)
+    plain.save_pretrained(tmp_path)
+
+    expected, n = torch.zeros(()), sum(len(sample.sampled_ids) for sample in samples)
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            log_p = reference(ids).logits[0].log_softmax(-1)
+        log_q = plain(ids).logits[0].log_softmax(-1)
+        for position in np.flatnonzero(sample.sampled):
+            row = position - 1
+            expected = expected + (log_q[row].exp() * (log_q[row] - log_p[row])).sum() / n
+    expected.backward()
+
+    student = load_student(tmp_path)
+    batch = [ScoredSample(sample, target) for sample, target in zip(samples, targets, strict=True)]
+    micro = collate(batch, VLLM_VOCABULARY, [1 / n] * 3, [0.0] * 3)
+    total, _ = student(micro, objective(micro, Algorithm(), Rollout(), 7))
+    total.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-4)
+    gradients = {name: p.grad for name, p in student.lm.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        largest = float(parameter.grad.abs().max())
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4 * largest, msg=name)
+
+
+def a_sample(rng: np.random.Generator, n_prompt: int, spans: Spans) -> Sample:
+    """Random tokens, of which the student wrote those in ``spans``, the last one to the end; a version each."""
+    ids = rng.integers(0, VLLM_VOCABULARY, spans[-1][1]).astype(np.int32)
+    sampled = np.zeros(len(ids), np.bool_)
+    for start, stop in spans:
+        sampled[start:stop] = True
+    logprobs = np.where(sampled, -rng.random(len(ids)), np.nan).astype(np.float32)
+    request = SampleRequest(Prompt(0, ids[:n_prompt], ""), 0, 0, Sampling(len(ids)))
+    versions = tuple(VersionSpan(*span, version) for version, span in enumerate(spans))
+    sample = Sample(request, ids, sampled, logprobs, versions, "stop")
+    assert sample.spans == spans
+    return sample
+
+
+def other_llama(config: Any) -> Any:
+    """A student of the same shapes."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(1)
+    return LlamaForCausalLM(config).float()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,8 +21,10 @@ from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
-from gkd.types import Prompt, SampleRequest, Sampling
+from gkd.rollout.stream import SampleStream
+from gkd.types import Prompt, SampleRequest, Sampling, TrainingSample
 from tests.cluster.conftest import alive, eventually
+from tests.samples import training_sample
 from tests.weights.reports import reports
 
 TIMEOUT_S = 5.0
@@ -106,3 +109,24 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     assert rollout.alive == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
     assert len(rollout.sample(wanted(2), timeout_s=60)) == 2
+
+
+def test_samples_on_their_way_keep_nobody_waiting(local_ray: None) -> None:
+    """Their arrays are here and they are not, as between nodes: the stream is late, and goes on when they have come."""
+    gate = ray.remote(num_cpus=0, max_concurrency=2)(threading.Event).remote()
+
+    @ray.remote(num_cpus=0)
+    def numbers(opened: list[object]) -> list[TrainingSample]:
+        ray.get(opened)
+        return [training_sample(3)]
+
+    arrays = ray.put(["arrays"])
+    stream = SampleStream(iter([arrays, numbers.remote([gate.wait.remote()])]))
+    assert stream.take() == [] and not stream.is_late
+    assert stream.take() == [] and stream.is_late
+    assert stream.take() == [] and stream.is_late
+    ray.get(gate.set.remote(), timeout=30)
+    assert eventually(stream._late.done, 60)
+    assert stream.take() == [training_sample(3, ref=arrays)]
+    assert not stream.is_late
+    ray.kill(gate)

@@ -221,7 +221,7 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
                 continue
             body, _ = wire.decode(frame)
             answers = [wire.encode(wire.Welcome(wire.PROTOCOL, "s", "liar", "hash", 32, 32, 100, 64))]
-            if isinstance(body, wire.Score):
+            if isinstance(body, wire.ScoreMessage):
                 target = expected(a_score(body.id))
                 answers = {
                     "another kind": [wire.encode(wire.Generated(body.id), np.zeros(3, np.int32))],

@@ -1,0 +1,86 @@
+"""What becomes of a finished sample: real servers and clients around the engine that computes from a table."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gkd.config import Config
+from gkd.rollout.pipeline import ScoringPipeline
+from gkd.scoring.client import Score
+from gkd.scoring.requests import ScorerRefused
+from gkd.scoring.server import ScoringServer
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring, VersionSpan
+from tests.data.models import word_tokenizer
+from tests.scoring.table import KEY, VOCABULARY, TableEngine, expected
+
+SPANS = ((3, 5), (8, 9), (11, 16))
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Iterator[ScoringPipeline]:
+    """One that is connected to a teacher and a reference."""
+    word_tokenizer().save_pretrained(tmp_path)
+    stop, threads, arguments = threading.Event(), [], {}
+    for name in ("teacher", "reference"):
+        server = ScoringServer(TableEngine(), "hash", "127.0.0.1", 0, KEY)
+        threads.append(threading.Thread(target=server.serve, args=(stop,)))
+        threads[-1].start()
+        arguments[name] = {"addresses": [server.address], "tokenizer_hash": "hash", "key": KEY, "scorer": name}
+    made = ScoringPipeline(Config(), str(tmp_path), rank=2)
+    made.connect(arguments)
+    yield made
+    made.close()
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def sample(scoring: Scoring, teacher_ids: list[int] | None = None) -> Sample:
+    """Three turns; between them are tokens that the student did not write."""
+    ids = np.random.default_rng(0).integers(0, VOCABULARY - 1, SPANS[-1][1]).astype(np.int32)
+    sampled = np.zeros(len(ids), np.bool_)
+    for start, stop in SPANS:
+        sampled[start:stop] = True
+    own = None if teacher_ids is None else np.array(teacher_ids, np.int32)
+    request = SampleRequest(Prompt(7, ids[:3], "", teacher_ids=own), 1, 0, Sampling(16, 0.5), scoring, key=9)
+    versions = tuple(VersionSpan(*span, version) for span, version in zip(SPANS, (4, 5, 5), strict=True))
+    return Sample(request, ids, sampled, np.zeros(len(ids), np.float32), versions, "length")
+
+
+def test_teacher_and_reference_score_what_the_student_wrote(pipeline: ScoringPipeline) -> None:
+    """The teacher after its own prompt; the reference at the temperature of the sampling."""
+    wanted = sample(Scoring(top_k=4, temperature=2.0, reference=True), teacher_ids=[20, 21, 22, 23, 24])
+    pipeline.submit(wanted)
+    training, scored = pipeline.scored.get(timeout=30)
+    assert scored.sample is wanted
+    ids = np.concatenate([[20, 21, 22, 23, 24], wanted.token_ids[3:]])
+    moved = tuple((start + 2, stop + 2) for start, stop in SPANS)
+    target = expected(Score(ids, moved, 4, 2.0))
+    np.testing.assert_array_equal(scored.teacher.ids, target.ids)
+    np.testing.assert_array_equal(scored.teacher.logprobs, target.logprobs)
+    np.testing.assert_array_equal(scored.teacher.token_logprobs, target.token_logprobs)
+    reference = expected(Score(wanted.token_ids, SPANS, 0, 0.5)).token_logprobs
+    np.testing.assert_array_equal(scored.reference, reference)
+    assert (training.key, training.prompt_id, training.index, training.worker) == (9, 7, 1, 2)
+    assert (training.n_tokens, training.n_sampled, training.version) == (16, 8, 4)
+
+
+def test_who_is_not_wanted_does_not_score(pipeline: ScoringPipeline) -> None:
+    pipeline.submit(sample(Scoring()))
+    _, scored = pipeline.scored.get(timeout=30)
+    assert scored.teacher is None and scored.reference is None
+
+
+def test_what_a_scorer_refuses_comes_out_in_its_name(pipeline: ScoringPipeline) -> None:
+    wanted = sample(Scoring(reference=True))
+    wanted.token_ids[-1] = VOCABULARY
+    pipeline.submit(wanted)
+    error = pipeline.scored.get(timeout=30)
+    assert isinstance(error, ScorerRefused)
+    assert (error.scorer, error.code) == ("reference", "out_of_vocabulary")
