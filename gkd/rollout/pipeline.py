@@ -112,7 +112,8 @@ class ScoringPipeline:
         prompt, ids = sample.request.prompt, sample.sampled_ids
         response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         if self._reward_tokenizer is not None:
-            rate = Rate(tokens_of(prompt, ids, response, *self._reward_tokenizer))
+            after_prompt = sample.token_ids[len(prompt.token_ids) :]
+            rate = Rate(tokens_of(prompt, after_prompt, response, *self._reward_tokenizer))
             pending.rewards[REWARD_MODEL] = self._rate(rate)
         pending.rewards |= self._rewards.submit(
             Completion(

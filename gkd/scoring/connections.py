@@ -142,10 +142,10 @@ class Connections:
                 old.close()
                 gone.append(old)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._accepted(fd)
+                self._add(fd)
         return gone
 
-    def _accepted(self, fd: int) -> None:
+    def _add(self, fd: int) -> None:
         try:
             self._by_fd[fd] = Connection(fd)
         except OSError:  # it has gone again

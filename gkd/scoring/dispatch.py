@@ -151,11 +151,11 @@ class Dispatcher:
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
                 self._lose(replica, "was restarted")
             case wire.Scored() | wire.Generated() | wire.Rated():
-                self._answered(replica, body, arrays)
+                self._accept_answer(replica, body, arrays)
             case wire.Error():
-                self._refused(replica, body)
+                self._accept_error(replica, body)
 
-    def _answered(
+    def _accept_answer(
         self, replica: Replica, body: wire.Scored | wire.Generated | wire.Rated, arrays: list[wire.Array]
     ) -> None:
         call = self._calls.get(body.id)
@@ -182,7 +182,7 @@ class Dispatcher:
         self._progress = time.monotonic()
         call.future.set_result(answer)
 
-    def _refused(self, replica: Replica, body: wire.Error) -> None:
+    def _accept_error(self, replica: Replica, body: wire.Error) -> None:
         if body.id is None:
             raise wire.WireError(f"it could not read a request: {body.message}")
         call = self._calls.get(body.id)

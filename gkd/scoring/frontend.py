@@ -52,7 +52,7 @@ class Frontend:
         self.limits, self.tokenizer_hash, self.session = limits, tokenizer_hash, secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
         self._rendering = rendering
-        self._clients = Clients(bounds, self._expired)
+        self._clients = Clients(bounds, self._refuse_expired)
         # Who gets it, the message, and the job that the engine took where it is the answer to one.
         self._outbox: deque[tuple[bytes, bytes, QueuedRequest | None]] = deque()
         self._wakeup, self._closing = Wakeup(), threading.Event()
@@ -96,7 +96,7 @@ class Frontend:
         self._thread.join(5)
         self._release()
 
-    def _expired(self, job: QueuedRequest) -> None:
+    def _refuse_expired(self, job: QueuedRequest) -> None:
         self._refuse_queued(job, "expired", "its deadline passed while it waited for the engine")
 
     def _refuse_queued(self, job: QueuedRequest, code: Code, message: str) -> None:
@@ -177,10 +177,10 @@ class Frontend:
             whole = not message.more
             while self._socket.rcvmore:
                 self._socket.recv(copy=False)
-            self._received(client, message, whole)
+            self._handle(client, message, whole)
         self._wakeup.set()
 
-    def _received(self, client: bytes, message: zmq.Frame, whole: bool) -> None:
+    def _handle(self, client: bytes, message: zmq.Frame, whole: bool) -> None:
         fd = int(message.get(zmq.SRCFD))
         if self._connections.of(fd) is None:  # it has only just come
             self._notice()

@@ -129,7 +129,7 @@ def test_saved_student_is_the_trained_one(ranks: dict[int, Ranks], model_path: s
 
 def test_targets_that_are_no_distribution_are_refused(ranks: dict[int, Ranks]) -> None:
     batch = models.scored(2, seed=3)
-    batch[0].target.logprobs[:] = float("nan")
+    batch[0].teacher.logprobs[:] = float("nan")
     with pytest.raises(ray.exceptions.RayTaskError, match=r"teacher's probability .* is nan"):
         ranks[1].run("update", put(batch), 7)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from gkd.algorithms.training_samples import require_rewards
 from gkd.config import Config, load
 from gkd.data.prompts import PromptStream
+from gkd.driver.checkpoint import State
 from gkd.driver.collect import collect, requests_of, scoring_of
+from gkd.driver.trainer import train
 from gkd.errors import ConfigError, RunFailed
 from gkd.types import Prompt, SampleRequest, Scoring, TrainingSample
 from tests.samples import training_sample
@@ -145,6 +149,19 @@ def test_rewards_that_fail_on_what_is_sampled_again_count() -> None:
 
     with pytest.raises(RunFailed, match=r"reward accuracy failed on \d+ of \d+ samples, .*ValueError: no"):
         collected(grpo(20), Engines(worth))
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int) -> None:
+    """They show what the function failed on."""
+    written: list[int] = []
+    parts: Any = SimpleNamespace(
+        prompts=PromptStream(PROMPTS, seed=0), rollout=Engines(lambda request: "ValueError: no"), vocab_size=50
+    )
+    log: Any = SimpleNamespace(samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples))))
+    with pytest.raises(RunFailed, match="reward accuracy failed"):
+        train(grpo(rounds), parts, log, State())
+    assert written == [8]
 
 
 def test_the_teacher_and_what_was_sampled_are_at_one_temperature() -> None:
