@@ -33,7 +33,7 @@ LogprobsByPlace = dict[tuple[Any, int], Tensor]
 Result = TypeVar("Result")
 
 
-class Training:
+class RankTrainer:
     """Trains ``student`` together with the other ranks; every public method is a collective of all ``world``.
 
     ``staging`` is kept up to date on which step the weights are of.

@@ -20,7 +20,7 @@ from gkd.actor.pretrained import write_pretrained
 from gkd.actor.publishing import Publisher
 from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
-from gkd.actor.training import LogprobsByPlace, Training
+from gkd.actor.training import LogprobsByPlace, RankTrainer
 from gkd.config import Config, Loss
 from gkd.durable import Sum
 from gkd.inference.engine import Device
@@ -88,13 +88,15 @@ class ActorWorker:
             student, mesh, self.dtype, self.config.actor.offload_optimizer
         )  # moves it to the device, a layer at a time
         self.student, self.optimizer = student, adamw(student, self.config.actor)
-        self.training = Training(student, self.optimizer, self.staging, self.config, self.rank, self.world, self.device)
+        self.trainer = RankTrainer(
+            student, self.optimizer, self.staging, self.config, self.rank, self.world, self.device
+        )
         self.staging.set(Applied(0))
         return self.n_parameters
 
     def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:
-        """Compute and keep log-probabilities; as :meth:`gkd.actor.training.Training.compute_logprobs`."""
-        self.training.compute_logprobs(samples, old, reference)
+        """Compute and keep log-probabilities; as :meth:`gkd.actor.training.RankTrainer.compute_logprobs`."""
+        self.trainer.compute_logprobs(samples, old, reference)
 
     def update(
         self,
@@ -104,28 +106,28 @@ class ActorWorker:
         step: int,
         final: bool = True,
     ) -> Metrics:
-        """Do one optimizer step; as :meth:`gkd.actor.training.Training.update`."""
-        return self.training.update(samples, weights, n_positions, step, final)
+        """Do one optimizer step; as :meth:`gkd.actor.training.RankTrainer.update`."""
+        return self.trainer.update(samples, weights, n_positions, step, final)
 
     def evaluate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, loss: Loss
     ) -> Metrics:
-        """Return distillation metrics; as :meth:`gkd.actor.training.Training.evaluate`."""
-        return self.training.evaluate(samples, weights, n_positions, loss)
+        """Return distillation metrics; as :meth:`gkd.actor.training.RankTrainer.evaluate`."""
+        return self.trainer.evaluate(samples, weights, n_positions, loss)
 
     def take_at_most(self, budget: int) -> None:
         """Give micro-batches at most so many tokens from now on, where several sequences would share one."""
-        self.training.budget = budget
+        self.trainer.budget = budget
 
     def keep(self) -> Kept:
         """What a new process in place of this one needs; also while this rank waits in a collective."""
         part = part_of(self.optimizer, self.device, self.staging.updated)
-        return Kept(part, self.training.old, self.training.reference, self.staging.applied, self.staging.rows)
+        return Kept(part, self.trainer.old, self.trainer.reference, self.staging.applied, self.staging.rows)
 
     def take_over(self, kept: Kept) -> None:
         """Go on with what the process before this one had."""
         put_part(self.optimizer, kept.part)
-        self.training.old, self.training.reference = kept.old, kept.reference
+        self.trainer.old, self.trainer.reference = kept.old, kept.reference
         self.staging.set(kept.applied, kept.rows)
 
     def pack_piece(self, version: int, number: int, packs: bool) -> Piece:
@@ -150,7 +152,7 @@ class ActorWorker:
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, gathered as they are iterated; log-probabilities under earlier ones are dropped."""
-        self.training.forget_logprobs()
+        self.trainer.forget_logprobs()
         return self.student.file_tensors(self.dtype)
 
     def save(self, directory: str) -> None:
@@ -186,12 +188,12 @@ class ActorWorker:
     def give_back(self) -> None:
         """Move weights and optimizer state to the host, unless they live there."""
         self._move("cpu")
-        self.training.is_offloaded = True
+        self.trainer.is_offloaded = True
 
     def take_back(self) -> None:
         """Move them back."""
         self._move(self.device)
-        self.training.is_offloaded = False
+        self.trainer.is_offloaded = False
 
     def _move(self, device: Device | torch.device) -> None:
         if not self.config.actor.offload_optimizer:

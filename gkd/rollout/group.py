@@ -116,7 +116,11 @@ class RolloutGroup:
         watched = [*engines, *self._scorers, *self._followers]
         left = min(LATE_EVERY_S if late else LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
         # Arrays stay on their node until the actor wants them.
-        ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False) if watched else ([], [])
+        ready: list[Any] = []
+        if watched:
+            ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)
+        else:
+            time.sleep(left)
         for ref in ready:
             if ref in self._scorers:
                 self._lose_scorer(ref)

@@ -42,7 +42,7 @@ class QueuedRequest:
 
 
 @dataclass(slots=True, eq=False)
-class _Client:
+class _ClientQueue:
     """``owed``: bytes of the answers that the engine works on; ``handed``: of all messages handed to ZeroMQ for it."""
 
     connection: Connection
@@ -78,7 +78,7 @@ class Clients:
 
     def __init__(self, bounds: Bounds, expired: Callable[[QueuedRequest], None]) -> None:
         self._bounds, self._expired = bounds, expired
-        self._clients: dict[bytes, _Client] = {}
+        self._clients: dict[bytes, _ClientQueue] = {}
         self._order: deque[bytes] = deque()  # clients with requests
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -87,7 +87,7 @@ class Clients:
         """Take a client on, if it is new."""
         with self._changed:
             if id not in self._clients:
-                self._clients[id] = _Client(connection)
+                self._clients[id] = _ClientQueue(connection)
 
     def forget(self, id: bytes) -> None:
         """A client has gone; nobody waits for its answers any more."""

@@ -51,7 +51,7 @@ def student_of(config: PretrainedConfig, run: Config) -> Student:
 def peak_of_update(
     student: Student, run: Config, scored: Sequence[ScoredSample], n_updates: int = 2, resizing: bool = False
 ) -> int:
-    """Peak bytes of tensors over optimizer steps as :meth:`gkd.actor.training.Training.update` makes them."""
+    """Peak bytes of tensors over optimizer steps as :meth:`gkd.actor.training.RankTrainer.update` makes them."""
     optimizer = adamw(student, run.actor)
     lengths = [len(s.sample.token_ids) for s in scored]
     n = sum(len(s.sample.sampled_ids) for s in scored)
