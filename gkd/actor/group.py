@@ -16,9 +16,8 @@ from gkd.cluster.colocation import Colocation
 from gkd.cluster.group import Group, Pending, gather, settle
 from gkd.config import Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
-from gkd.inference.vllm_engine import environment
+from gkd.inference.vllm_environment import environment
 from gkd.types import TrainingSample
-from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
 
@@ -147,12 +146,6 @@ class ActorGroup:
         gather([self.submit_build()], limit)
         self.load()
         self.group.call_each("take_over", [[ref] for ref in kept.refs], timeout_s=limit)
-
-    def publish(self) -> Push:
-        """The current weights, ready to be fetched."""
-        limit = self.config.weights.timeout_s
-        push: Push = self.group.call("publish", self.version, timeout_s=limit)[0]
-        return push
 
     def offload(self) -> None:
         """Have all ranks move what they hold to the host."""

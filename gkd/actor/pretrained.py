@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoTokenizer
 from gkd.actor.loading import empty
 from gkd.actor.model import Student
 from gkd.config import Lora
+from gkd.data.answers import template_end
+from gkd.data.model_info import ModelInfo
 from gkd.durable import reason, replace_directory
 from gkd.errors import RunFailed
 
@@ -43,7 +45,9 @@ def write_pretrained(
         new.mkdir(parents=True)
         write_weights(tensors, new)
         write_config(model_path, stored, new)
-        AutoTokenizer.from_pretrained(model_path, local_files_only=True).save_pretrained(new)
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        tokenizer.save_pretrained(new)
+        _stop_at(template_end(tokenizer), new)
         if student.has_adapter:
             from gkd.actor.lora import save_adapter
 
@@ -101,3 +105,16 @@ def write_config(path: str, dtype: torch.dtype, directory: Path) -> None:
         Path(directory, given.name).write_bytes(given.read_bytes())
     else:
         lm.generation_config.save_pretrained(directory)
+
+
+def _stop_at(end: int | None, directory: Path) -> None:
+    """Have generation_config.json name the token that ends a turn, as samples end there: a base model's need not."""
+    if end is None:
+        return
+    known = ModelInfo.read(str(directory), "model").eos_ids
+    file = directory / "generation_config.json"
+    settings: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    named = settings.get("eos_token_id")
+    if end not in (named if isinstance(named, list) else [named]):
+        settings["eos_token_id"] = sorted({*known, end})
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

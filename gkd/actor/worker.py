@@ -6,7 +6,6 @@ import datetime
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import ray
@@ -18,16 +17,16 @@ from gkd.actor.applied import Applied, Metrics
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
 from gkd.actor.pretrained import write_pretrained
+from gkd.actor.publishing import Publisher
 from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.actor.training import LogprobsByPlace, RankTrainer
 from gkd.config import Config, Loss
 from gkd.durable import Sum
-from gkd.inference.vllm_engine import Device
+from gkd.inference.engine import Device
 from gkd.observability.metrics import memory_here
 from gkd.types import TrainingSample
-from gkd.weights import ipc, nccl, object_store
-from gkd.weights.pieces import Packer, Piece
+from gkd.weights.transfer import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,7 @@ class ActorWorker:
         self.device = torch.device(device)
         self.dtype = getattr(torch, config.model.dtype_on(device))
         torch.set_num_threads(_n_threads(config, world, device))
-        if config.weights.transfer == "ipc":
-            ipc.require_shareable_memory()
+        self._publisher = Publisher(config.weights, self.device, self._weights)
         self.staging = Staging(self.device)
 
     def open_store(self) -> tuple[str, int]:
@@ -132,51 +130,27 @@ class ActorWorker:
         self.trainer.old, self.trainer.reference = kept.old, kept.reference
         self.staging.set(kept.applied, kept.rows)
 
-    def publish(self, version: int) -> object_store.Push | None:
-        """Put the current weights into the object store. A collective; only rank 0 returns the push.
+    def pack_piece(self, version: int, number: int, packs: bool) -> Piece:
+        """Gather and pack the next piece of the weights, see :meth:`Publisher.pack`. A collective."""
+        return self._publisher.pack(version, number, packs)
 
-        Log-probabilities under earlier weights are dropped.
-        """
-        tensors = self._forget()
-        if self.rank:
-            for _ in tensors:
-                pass  # takes part in gathering
-            return None
-        settings = self.config.weights
-        return object_store.send(tensors, version, settings.bucket_mb << 20, settings.checksum)
-
-    def open_push(self, version: int, packs: bool) -> None:
-        """Begin to hand out the current weights in pieces, from GPU to GPU; ``packs``: engines take this rank's."""
-        self._sender.open(self._forget(), version, packs)
-
-    def next_piece(self) -> Piece | None:
-        """Gather and pack the next piece, after the one before was loaded; None after the last. A collective."""
-        return self._sender.next()
+    def release_piece(self) -> None:
+        """Free the last piece of a push, which every engine has loaded."""
+        self._publisher.sender.release()
 
     def new_group(self) -> str:
-        """On rank 0: the id of a new NCCL group."""
-        return nccl.new_id()
+        """On rank 0: the address of a new group for the weights."""
+        return self._publisher.sender.new_group()
 
-    def join_engines(self, unique_id: str, world: int) -> None:
-        """On rank 0: meet the engines' workers in an NCCL group of ``world`` ranks."""
-        self._nccl.join(unique_id, world)
+    def join_group(self, address: str, world: int) -> None:
+        """On rank 0: join the engines' processes in a group of ``world`` ranks."""
+        self._publisher.sender.join(address, world)
 
-    def send_piece(self) -> None:
-        """On rank 0: broadcast the present piece to the group."""
-        self._nccl.send()
+    def broadcast_piece(self) -> None:
+        """On rank 0: send the packed piece to the group."""
+        self._publisher.sender.broadcast()
 
-    @cached_property
-    def _sender(self) -> Packer:
-        kinds: dict[str, type[Packer]] = {"ipc": ipc.Sender, "nccl": nccl.Sender}
-        settings = self.config.weights
-        return kinds[settings.transfer](self.device, settings.bucket_mb << 20, settings.checksum)
-
-    @property
-    def _nccl(self) -> nccl.Sender:
-        assert isinstance(self._sender, nccl.Sender)
-        return self._sender
-
-    def _forget(self) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, gathered as they are iterated; log-probabilities under earlier ones are dropped."""
         self.trainer.forget_logprobs()
         return self.student.file_tensors(self.dtype)

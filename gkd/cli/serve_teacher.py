@@ -51,7 +51,7 @@ def compose_server(overrides: Sequence[str]) -> Config:
 
 
 def _serve(config: Config, stop: _Stop) -> int:
-    from gkd.inference.vllm_engine import environment, installed_device
+    from gkd.inference.vllm_environment import environment, installed_device
     from gkd.scoring.address import Key, key_path
 
     teacher = config.teacher
@@ -70,22 +70,25 @@ def _serve(config: Config, stop: _Stop) -> int:
     path_of_key = key_path(teacher, [host])
     key = Key.load_or_create(path_of_key)
     _require_free(host, port)
+    from gkd.data.answers import template_end, with_turn_end
     from gkd.data.model_info import ModelInfo
     from gkd.data.rendering import Rendering
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
-    from gkd.inference.vllm_scorer import VllmEngine
-    from gkd.inference.vllm_support import SCORER_REMEDY, require_vllm_runs
+    from gkd.inference.engine import EngineSpec
+    from gkd.inference.vllm_models import SCORER_REMEDY, require_vllm_runs
     from gkd.scoring.server import ScoringServer
 
     directory = check_causal_lm(path, "teacher.model.path")
-    require_vllm_runs(directory, "teacher.model.path", SCORER_REMEDY)
+    if teacher.engine_class.needs_vllm:
+        require_vllm_runs(directory, "teacher.model.path", SCORER_REMEDY)
     tokenizer = load_tokenizer(directory, "teacher.model.path")
-    checkpoint = ModelInfo.read(directory, "teacher.model.path", tokenizer)
+    model = ModelInfo.read(directory, "teacher.model.path", tokenizer)
+    model = with_turn_end(model, template_end(tokenizer))
     digest = tokenizer_hash(tokenizer)
     device = installed_device()
     os.environ.update(environment(device, config.cluster.cpu_threads))
     print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
-    engine = VllmEngine(directory, checkpoint, teacher, device, dtype=config.model.dtype_on(device))
+    engine = teacher.engine_class(EngineSpec(directory, model, teacher, device, config.model.dtype_on(device)))
     try:
         server = ScoringServer(engine, digest, host, port, key, rendering=Rendering.of(tokenizer))
         limits = engine.limits

@@ -13,7 +13,7 @@ from typing import Any
 
 from gkd.cluster.group import Group, Pending, gather
 from gkd.errors import RunFailed
-from gkd.inference.vllm_engine import Span
+from gkd.inference.engine import Span
 
 
 @dataclass(frozen=True)

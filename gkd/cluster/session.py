@@ -32,7 +32,7 @@ from gkd.cluster.shutdown import (
 )
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.errors import ConfigError, RunFailed, one_line
-from gkd.inference.vllm_engine import installed_device
+from gkd.inference.vllm_environment import installed_device
 
 CONNECT_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 15.0

@@ -10,6 +10,7 @@ from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, user_pat
 from gkd.config.data import Data
 from gkd.config.groups import (
     MAX_AUTO_SIMULATED_GPUS,
+    TRANSFERS,
     Actor,
     Cluster,
     Lora,
@@ -34,6 +35,7 @@ from gkd.config.watch import Watch
 __all__ = [
     "GROUPS",
     "MAX_AUTO_SIMULATED_GPUS",
+    "TRANSFERS",
     "Actor",
     "Algorithm",
     "Cluster",

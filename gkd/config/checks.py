@@ -100,11 +100,11 @@ def _turns_can_be_taken(config: Config) -> None:
         raise ValueError(f"cluster.offload=true: actor.lora.quantize={config.actor.lora.quantize} stays on its GPU")
 
 
-def _hf_takes_weights_from_the_object_store(config: Config) -> None:
-    transfer = config.weights.transfer
-    if config.rollout.engine == "hf" and transfer not in ("auto", "object_store"):
+def _the_engine_takes_the_weights(config: Config) -> None:
+    transfer, engine = config.weights.transfer, config.rollout
+    if config.weights.transfer_class.gpu_to_gpu and not engine.engine_class.gpu_transfers:
         raise ValueError(
-            f"weights.transfer={transfer}: rollout.engine=hf takes weights from the object store alone; "
+            f"weights.transfer={transfer}: rollout.engine={engine.engine} takes no weights from GPU to GPU; "
             "weights.transfer=object_store or auto would work"
         )
 
@@ -173,7 +173,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _ranges_are_disjoint,
     _guests_fit_on_their_hosts,
     _turns_can_be_taken,
-    _hf_takes_weights_from_the_object_store,
+    _the_engine_takes_the_weights,
     _policy_gradient_is_on_policy,
     _rewards_can_be_learned_from,
     _own_answers_can_be_learned_from,

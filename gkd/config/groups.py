@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from gkd.config.base import Engine, Pool, Settings
-from gkd.config.open import OpenSections
+from gkd.config.open import OpenSections, OpenSettings
 from gkd.registry import Registry, absolute
 
 MAX_AUTO_SIMULATED_GPUS = 8
@@ -72,6 +73,35 @@ class TeacherModel(Settings):
         return self
 
 
+OWN_CLASS = "your own class as package.module:name or FILE.py:name"
+SCORING_ENGINES = {"vllm": "gkd.inference.vllm_scorer:VLLMScorer"}
+
+
+class EngineSection(OpenSettings):
+    """Names the class of a pool's engines, which has settings of its own beside it."""
+
+    selects: ClassVar[str] = "engine"
+    ability: ClassVar[str]
+    """The class attribute of :class:`gkd.inference.engine.InferenceEngine` that says whether a class will do."""
+
+    engine: Annotated[str, AfterValidator(absolute)]
+
+    @property
+    def engine_class(self) -> Any:
+        """The class of the engines, which says what they can do and need."""
+        return self.registry.load(self.engine)
+
+    @model_validator(mode="after")
+    def _engine_is_of_the_kind(self) -> EngineSection:
+        if not getattr(self.engine_class, self.ability, False):
+            verb = self.ability.removeprefix("can_")
+            raise ValueError(f"engine={self.engine} cannot {verb}: its class attribute {self.ability} is not True")
+        width: int = getattr(self, "tensor_parallel_size", 1)
+        if width > 1 and not self.engine_class.tensor_parallel:
+            raise ValueError(f"engine={self.engine} runs on one GPU, and tensor_parallel_size={width}")
+        return self
+
+
 class Served(Pool):
     """Models behind ZeroMQ servers that judge what was sampled."""
 
@@ -80,9 +110,13 @@ class Served(Pool):
     heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
 
 
-class Scorer(Served, Engine):
-    """vLLM engines that say how likely every token of what was sampled is."""
+class Scorer(Served, Engine, EngineSection):
+    """Engines that compute how likely every token of what was sampled is."""
 
+    registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES)
+    ability: ClassVar[str] = "can_score"
+
+    engine: Annotated[str, AfterValidator(absolute)] = Field("vllm", description=f"what scores: vllm, or {OWN_CLASS}")
     max_top_k: int = Field(
         32768,
         ge=1,
@@ -131,6 +165,8 @@ class ReferenceModel(Settings):
 class Reference(Scorer):
     """The model that the student is to stay near, where ``algorithm.kl.coef`` is above 0."""
 
+    registry: ClassVar[Registry] = Registry("reference.engine", SCORING_ENGINES)
+
     model: ReferenceModel = ReferenceModel()
 
 
@@ -142,9 +178,17 @@ class RewardModelModel(Settings):
     )
 
 
-class RewardModel(Served):
-    """A model that says what a response is worth: the reward ``reward_model``. One replica a GPU."""
+class RewardModel(Served, EngineSection):
+    """A model that rates responses: the reward ``reward_model``. One replica a GPU."""
 
+    registry: ClassVar[Registry] = Registry(
+        "reward_model.engine", {"classifier": "gkd.inference.classifier:Classifier"}
+    )
+    ability: ClassVar[str] = "can_rate"
+
+    engine: Annotated[str, AfterValidator(absolute)] = Field(
+        "classifier", description=f"what rates: classifier, transformers' sequence classification, or {OWN_CLASS}"
+    )
     model: RewardModelModel = RewardModelModel()
     max_num_seqs: int = Field(32, ge=1, description="sequences one replica judges at the same time")
     max_model_len: int = Field(8192, ge=2, description="longest sequence judged, tokens")
@@ -195,10 +239,18 @@ class Trainer(Pool, OpenSections):
         return self
 
 
-class Rollout(Engine):
+class Rollout(Engine, EngineSection):
     """Sampling from the student."""
 
-    engine: Literal["vllm", "hf"] = Field("vllm", description="hf: transformers' generate, for models unknown to vLLM")
+    registry: ClassVar[Registry] = Registry(
+        "rollout.engine", {"vllm": "gkd.inference.vllm_sampler:VLLMSampler", "hf": "gkd.inference.hf:HFSampler"}
+    )
+    ability: ClassVar[str] = "can_sample"
+
+    engine: Annotated[str, AfterValidator(absolute)] = Field(
+        "vllm",
+        description=f"what samples: vllm; hf, transformers' generate, for models unknown to vLLM; or {OWN_CLASS}",
+    )
     n: int = Field(1, ge=1, description="samples a prompt (TRL's num_generations)")
     max_response_length: int = Field(
         256, ge=1, description="tokens a response may have, with its end token (TRL's max_completion_length)"
@@ -210,12 +262,6 @@ class Rollout(Engine):
         300.0, gt=0, description="an engine that has work and makes no forward pass for this time hangs: it is ended, "
         "and the others do its work"
     )  # fmt: skip
-
-    @model_validator(mode="after")
-    def _hf_runs_on_one_gpu(self) -> Rollout:
-        if self.engine == "hf" and self.tensor_parallel_size > 1:
-            raise ValueError(f"engine=hf runs on one GPU; tensor_parallel_size={self.tensor_parallel_size} is vllm's")
-        return self
 
 
 class Lora(Settings):
@@ -293,20 +339,43 @@ class Actor(Settings):
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
 
 
-class Weights(Settings):
+TRANSFERS = Registry(
+    "weights.transfer",
+    {
+        "ipc": "gkd.weights.ipc:Ipc",
+        "nccl": "gkd.weights.nccl:Nccl",
+        "object_store": "gkd.weights.object_store:ObjectStore",
+    },
+)
+"""The fastest first; the last one works everywhere."""
+
+
+class Weights(OpenSettings):
     """From the actor to the rollout engines, after every step."""
 
-    transfer: Literal["auto", "object_store", "ipc", "nccl"] = Field(
+    registry: ClassVar[Registry] = TRANSFERS
+    selects: ClassVar[str] = "transfer"
+
+    transfer: Annotated[str, AfterValidator(absolute)] = Field(
         "auto",
         description="way of the weights: ipc: CUDA memory shared by the processes on one GPU; nccl: broadcast from "
         "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of them that the "
-        "placement allows",
+        f"placement allows; or {OWN_CLASS}",
     )
     timeout_s: float = Field(300.0, gt=0, description="time one push may take")
     checksum: bool = Field(
         False, description="verify every piece: SHA-256 in the object store, sums of its words by ipc and nccl"
     )
     bucket_mb: int = Field(512, ge=1, description="weights travel in pieces of this size")
+
+    @property
+    def transfer_class(self) -> Any:
+        """The class of the transfer; for ``auto``, before the placement decides it, the one that works everywhere."""
+        return self.registry.load("object_store" if self.transfer == "auto" else self.transfer)
+
+    def owners(self) -> Mapping[str, Any]:
+        """The class that further settings of the section belong to; ``auto`` has none."""
+        return {"": self.transfer_class}
 
 
 class Cluster(Settings):

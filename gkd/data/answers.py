@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,17 @@ def turn_end(prompts: Sequence[Prompt], tokenizer: Any) -> int | None:
     takes no assistant's turn after the first prompt.
     """
     messages = next((prompt.messages for prompt in prompts if prompt.messages is not None), None)
-    if messages is None:
+    return None if messages is None else _end_after(messages, tokenizer)
+
+
+def template_end(tokenizer: Any) -> int | None:
+    """As :func:`turn_end`, after a user's message; None for a tokenizer without a chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
         return None
+    return _end_after([{"role": "user", "content": "?"}], tokenizer)
+
+
+def _end_after(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> int | None:
     turns = [*messages, {"role": "assistant", "content": _CONTENT}]
     try:
         text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False))

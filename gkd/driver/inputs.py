@@ -20,7 +20,7 @@ from gkd.data.tokenizer import (
     tokenizer_hash,
 )
 from gkd.errors import ConfigError
-from gkd.inference.vllm_support import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
+from gkd.inference.vllm_models import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
 
@@ -126,10 +126,12 @@ def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
 
 def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) -> None:
     """Raise ConfigError for a model that vLLM is to run and cannot."""
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine_class.needs_vllm:
         require_vllm_runs(student, "model.path", STUDENT_REMEDY)
     for name, path in scorers.items():
         group, _, teacher = name.partition(":")
+        if not getattr(config, group).engine_class.needs_vllm:
+            continue
         setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
         require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
 

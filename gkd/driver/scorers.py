@@ -16,7 +16,7 @@ from gkd.cluster.group import Group, Pending
 from gkd.config import Config, RewardModel, Scorer
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.inputs import Inputs
-from gkd.inference.vllm_engine import environment
+from gkd.inference.vllm_environment import environment
 from gkd.scoring.address import Key, external_addresses, external_key
 from gkd.scoring.worker import ScorerSpec
 
@@ -77,6 +77,7 @@ class Scorers:
                     "127.0.0.1" if self.local else report.ip,
                     self.key,
                     name in self.sleeping(),
+                    () if name == "reward_model" else tuple(self.inputs.model.eos_ids),
                 ),
             )
             for rank, report in enumerate(group.reports)

@@ -20,7 +20,7 @@ from gkd.driver.trainer import Parts
 from gkd.driver.validation import Validation
 from gkd.driver.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_engine import environment, require_device
+from gkd.inference.vllm_environment import environment, require_device
 from gkd.rollout.group import RolloutGroup
 from gkd.scoring.client import ScoringClient
 from gkd.weights.choice import choose
@@ -98,15 +98,16 @@ def waves(groups: Mapping[str, Group]) -> list[list[str]]:
 
 def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:
     """Raise ConfigError where vLLM is to run on a device that the installed build is not for."""
-    without_vllm = {"actor", "reward_model", *(["rollout"] if config.rollout.engine == "hf" else [])}
-    for report in [report for name, group in groups.items() if name not in without_vllm for report in group.reports]:
-        require_device(report.device, str(report))
+    for name, group in groups.items():
+        if name != "actor" and getattr(config, name).engine_class.needs_vllm:
+            for report in group.reports:
+                require_device(report.device, str(report))
 
 
 def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     """The configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that cannot."""
     wanted = config.weights.transfer
-    way = choose(wanted, config.rollout.engine, groups["actor"].reports, groups["rollout"].reports)
+    way = choose(config.weights, config.rollout, groups["actor"].reports, groups["rollout"].reports)
     log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
     return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
 
@@ -114,7 +115,7 @@ def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
 def _build_rollout(config: Config, inputs: Inputs, engines: Engines) -> list[Pending]:
     group = engines.leaders
     args = [
-        (config, EngineSpec(inputs.student, inputs.model, inputs.max_length, rank, report.device))
+        (config, EngineSpec.for_rollout(config, inputs.student, inputs.model, inputs.max_length, rank, report.device))
         for rank, report in enumerate(group.reports)
     ]
     threads = environment(group.reports[0].device, config.cluster.cpu_threads)

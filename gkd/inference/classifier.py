@@ -1,4 +1,4 @@
-"""An engine that rates: a sequence classification model with one output, on transformers."""
+"""Rating with a sequence classification model of one output, on transformers."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
-import torch
-from transformers import AutoModelForSequenceClassification
 
-from gkd.config import RewardModel
-from gkd.data.model_info import ModelInfo
-from gkd.inference.vllm_engine import Device
-from gkd.scoring.requests import Answer, Limits, Rate, Refused, Request
+from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.requests import Limits, Rate
 from gkd.types import Int32
 
 
-class ClassifierEngine:
-    """Answers requests to rate, ``settings.max_num_seqs`` at a time; an engine as in requests.Engine."""
+class Classifier(InferenceEngine[Rate, float]):
+    """Answers requests to rate, ``settings.max_num_seqs`` at a time."""
 
-    def __init__(self, path: str, settings: RewardModel, device: Device, dtype: torch.dtype) -> None:
-        checkpoint = ModelInfo.read(path, "reward_model.model.path")
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, local_files_only=True)
+    can_rate = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        dtype = getattr(torch, spec.dtype)
+        model = AutoModelForSequenceClassification.from_pretrained(spec.model_path, dtype=dtype, local_files_only=True)
         model.config.get_text_config().use_cache = False  # of keys and values: nothing is generated
-        self.model, self.device = model.to(device).eval(), device
-        longest = settings.max_model_len
+        self.model, self.device = model.to(spec.device).eval(), spec.device
+        longest, positions = spec.settings.max_model_len, spec.model.positions
         self.limits = Limits(
-            model=path,
-            vocabulary=checkpoint.vocabulary,
+            model=spec.model_path,
+            vocabulary=spec.model.vocabulary,
             max_top_k=0,
-            max_length=longest if checkpoint.positions is None else min(longest, checkpoint.positions),
-            capacity=settings.max_num_seqs,
+            max_length=longest if positions is None else min(longest, positions),
+            capacity=spec.settings.max_num_seqs,
             rates=True,
         )
         self._waiting: deque[tuple[int, Rate]] = deque()
 
-    def add(self, key: int, request: Request) -> None:
-        """Take on a request that passed ``limits.check``."""
-        assert isinstance(request, Rate), "limits.check lets nothing else through"
+    def add(self, key: int, request: Rate) -> None:
+        """Queue a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 
     def busy(self) -> bool:
         """Whether requests are unfinished."""
         return bool(self._waiting)
 
-    def step(self) -> Iterator[tuple[int, Answer | Refused]]:
+    def step(self) -> Iterator[tuple[int, float]]:
         """Rate everything that waits in one forward pass."""
         batch = list(self._waiting)
         self._waiting.clear()
@@ -53,21 +53,21 @@ class ClassifierEngine:
 
     def sleep(self) -> None:
         """Move the model to the host."""
+        import torch
+
         self.model.to("cpu")
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
-        """Move it back."""
+    def wake(self, weights_only: bool = False) -> None:
+        """Move it back. There is nothing but weights."""
         self.model.to(self.device)
 
-    def close(self) -> None:
-        """Nothing outlives this process."""
-
-    @torch.inference_mode()
     def rate(self, sequences: list[Int32]) -> list[float]:
         """The model's output for each sequence of token ids [L]."""
-        padding = self._unused(sequences)
+        import torch
+
+        padding = self._padding_id(sequences)
         if padding is None and len(sequences) > 1:
             return [value for sequence in sequences for value in self.rate([sequence])]
         longest = max(map(len, sequences))
@@ -78,12 +78,13 @@ class ClassifierEngine:
             mask[row, : len(sequence)] = 1
         # The model finds the last token of each row by the id that pads, so that must be nobody's last token.
         self.model.config.get_text_config().pad_token_id = self.model.config.pad_token_id = padding
-        logits = self.model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
         values: list[float] = logits[:, 0].float().tolist()
         return values
 
-    def _unused(self, sequences: list[Int32]) -> int | None:
-        """The smallest id that occurs in no sequence, None when all do."""
+    def _padding_id(self, sequences: list[Int32]) -> int | None:
+        """Find the smallest id that occurs in no sequence; None when all do."""
         used = np.unique(np.concatenate(sequences))
         free = np.setdiff1d(np.arange(min(len(used) + 1, self.limits.vocabulary)), used)
         return int(free[0]) if len(free) else None

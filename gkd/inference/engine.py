@@ -1,71 +1,155 @@
-"""What a sampling engine is, whichever library does the sampling."""
+"""What an inference engine is, whichever library runs the model, and whether it samples, scores or rates.
+
+The settings ``rollout.engine``, ``teacher.engine``, ``reference.engine`` and ``reward_model.engine`` name a class that
+derives from :class:`InferenceEngine`. Its class attributes say what it can do, so the configuration and the plan ask
+the class and nothing else asks for a name. The modules of such classes import torch, vLLM and transformers within
+functions alone.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from gkd.data.model_info import ModelInfo
-from gkd.inference.vllm_engine import Device
-from gkd.types import Sample, SampleRequest
+from gkd.inference.requests import Limits, Refused
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gkd.weights.pieces import Piece
+    from gkd.config import Config, Weights
+    from gkd.data.model_info import ModelInfo
+    from gkd.weights.transfer import Piece
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a part of an engine that spans nodes stands; the fields are arguments of vLLM's engines."""
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Where an engine stands among those of its group, ``rank``, and the model that it begins with.
+    """Everything an engine is built from.
 
-    ``model`` describes the one in ``model_path``; sequences have up to ``max_length`` tokens.
+    ``model`` describes the model in ``model_path``. ``settings`` is the section of the engine's pool, and
+    ``settings.own()`` the settings of the engine's class. ``max_length`` is the longest sequence in tokens, None for
+    the model's own. ``rank`` is the engine's place in its group. ``sleeps``: the engine frees its memory at times.
+    ``weights`` is the section of that name, None for an engine whose weights never change. ``span``: which part
+    of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
+    engine's own rule.
     """
 
     model_path: str
     model: ModelInfo
-    max_length: int
-    rank: int
+    settings: Any
     device: Device
+    dtype: Dtype
+    max_length: int | None = None
+    rank: int = 0
+    seed: int = 0
+    sleeps: bool = False
+    weights: Weights | None = None
+    span: Span | None = None
+    max_num_batched_tokens: int | None = None
+
+    @staticmethod
+    def for_rollout(
+        config: Config, model_path: str, model: ModelInfo, max_length: int, rank: int, device: Device
+    ) -> EngineSpec:
+        """The spec of the rollout group's engine ``rank``, which samples from the student."""
+        return EngineSpec(
+            model_path,
+            model,
+            config.rollout,
+            device,
+            config.model.dtype_on(device),
+            max_length,
+            rank,
+            seed=config.trainer.seed + rank,
+            sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
+            weights=config.weights,
+        )
 
 
-class SamplingEngine(Protocol):
-    """Samples responses. All methods are called from one thread."""
+class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
+    """Answers requests. One thread builds it and calls all methods.
 
-    forward_passes: int
-    """Passes through the model so far; grows while the engine works. Read from other threads."""
-    version: int
-    """Version of the weights that it samples from, as given to :meth:`load_weights`; 0 before."""
+    An engine that samples takes :class:`gkd.types.SampleRequest` and answers with :class:`gkd.types.Sample`. An engine
+    that scores takes ``Score`` and ``Generate`` of :mod:`gkd.inference.requests`; one that rates takes ``Rate``; both
+    state their ``limits``, and are given only what ``limits.check`` passes. A nested pydantic model ``Config`` holds
+    settings of the class' own.
+    """
 
-    def add(self, request: SampleRequest) -> None:
-        """Take a request on. Raises ValueError when the engine cannot serve it."""
+    can_sample: ClassVar[bool] = False
+    can_score: ClassVar[bool] = False
+    can_rate: ClassVar[bool] = False
+    needs_vllm: ClassVar[bool] = False
+    """Whether vLLM has to know the model, and be built for the device."""
+    tensor_parallel: ClassVar[bool] = False
+    """Whether an engine may span GPUs (``tensor_parallel_size``) and nodes."""
+    managed_memory: ClassVar[bool] = False
+    """Whether the engine takes ``gpu_memory_utilization`` of a GPU, and captures graphs and keeps a cache in it."""
+    gpu_transfers: ClassVar[bool] = False
+    """Whether :meth:`receive_weights` takes weights from other processes' GPUs. All engines take them from the host."""
 
-    def step(self) -> list[Sample]:
-        """Work for a moment; return the samples that it finished, each with its request."""
+    limits: Limits
+    forward_passes: int = 0
+    """Passes through the model so far; grows while the engine works. Other threads read it."""
+    version: int = 0
+    """Version of the weights that the engine samples from; the rollout worker sets it after each push."""
 
+    @abstractmethod
+    def __init__(self, spec: EngineSpec) -> None:
+        """Load the model. Raises ConfigError or RunFailed where that cannot be done."""
+
+    @classmethod
+    def follow(cls, spec: EngineSpec) -> Any:
+        """The part on a further node of the engine with ``spec``; its ``serve()`` waits until that engine ends."""
+        raise NotImplementedError(f"{cls.__name__} runs on one node")
+
+    @abstractmethod
+    def add(self, key: int, request: RequestT) -> None:
+        """Queue a request. Raises ValueError when the engine cannot serve it."""
+
+    @abstractmethod
     def busy(self) -> bool:
         """Whether requests are unfinished."""
 
+    @abstractmethod
+    def step(self) -> Iterable[tuple[int, AnswerT | Refused]]:
+        """Work for a moment; the keys and answers of requests that it finished, or could not take on after all."""
+
     def sleep(self) -> None:
-        """Give memory back while idle."""
+        """Free the GPU's memory while idle."""
 
-    def wake(self, weights_only: bool) -> None:
-        """Take it again; ``weights_only``: as far as :meth:`load_weights` needs."""
+    def wake(self, weights_only: bool = False) -> None:
+        """Allocate the memory again; ``weights_only``: as far as new weights need."""
 
-    def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Replace the weights while idle."""
+    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
+        """Load the next piece of new weights while idle; with the last one the engine serves them.
 
+        ``tensors`` are those of ``piece``, on the host, under the names of the model's files.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no weights")
 
-@runtime_checkable
-class GpuReceiver(Protocol):
-    """An engine that takes weights from other processes' GPUs, piece by piece while idle."""
+    def receive_weights(self, piece: Piece) -> None:
+        """As :meth:`load_weights`, with tensors that each of the engine's processes receives on its own GPU."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights from GPUs")
 
-    def join(self, unique_id: str, offset: int, world: int) -> None:
-        """Meet the actor in an NCCL group of ``world`` ranks, with this engine's from ``offset`` on."""
+    def join(self, address: str, offset: int, world: int) -> None:
+        """Join the actor's group of ``world`` ranks, with this engine's processes from ``offset`` on."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights from GPUs")
 
-    def take(self, piece: Piece) -> None:
-        """Load the next piece."""
-
-    def finish(self, version: int) -> None:
-        """All pieces of ``version`` are loaded: serve it."""
+    def close(self) -> None:
+        """Free memory and end processes."""

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    TopPLogitsWarper,
-)
-from transformers.utils.logging import (
-    disable_progress_bar,
-    enable_progress_bar,
-    get_verbosity,
-    is_progress_bar_enabled,
-    set_verbosity,
-    set_verbosity_error,
-)
 
-from gkd.data.model_info import ModelInfo, exact_attention
+from gkd.data.model_info import exact_attention
+from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.types import Sample, SampleRequest, Sampling
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class _Draw(LogitsProcessor):  # type: ignore[misc]
-    """Chooses every row's next token and leaves nothing else possible, so that greedy decoding takes it.
+    from gkd.weights.transfer import Piece
+
+
+class _Draw:
+    """A logits processor: chooses every row's next token and leaves nothing else possible for greedy decoding.
 
     So each request has a random generator of its own, and only the chosen log-probabilities are kept. ``passed`` is
     called after every forward pass.
@@ -39,12 +28,17 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
     def __init__(
         self, sampling: Sampling, seeds: Sequence[int], n_tokens: int, passed: Callable[[], None] = lambda: None
     ) -> None:
+        import torch
+        from transformers import TopPLogitsWarper
+
         self.sampling, self.n_tokens, self.passed = sampling, n_tokens, passed
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.nucleus = TopPLogitsWarper(sampling.top_p) if sampling.top_p < 1.0 else None
         self.logprobs: list[Tensor] = []  # of each step, [B]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        import torch
+
         self.passed()
         scores = scores.float()
         if self.n_tokens:
@@ -59,59 +53,74 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
 
     def _sample(self, logprobs: Tensor) -> Tensor:
+        import torch
+
         probabilities = logprobs.exp().cpu()
         drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(probabilities, self.generators, strict=True)]
         return torch.stack(drawn).to(logprobs.device)
 
 
-class HFEngine:
-    """Batches of requests with equal sampling settings, one ``generate`` call each."""
+class HFSampler(InferenceEngine[SampleRequest, Sample]):
+    """Batches of requests with equal sampling settings, one ``generate`` call each, on one GPU."""
 
-    def __init__(self, model_path: str, model: ModelInfo, device: str, dtype: torch.dtype, max_batch: int) -> None:
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    can_sample = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+        config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
         lm = AutoModelForCausalLM.from_pretrained(
-            model_path, config=config, dtype=dtype, attn_implementation=exact_attention(config), local_files_only=True
+            spec.model_path,
+            config=config,
+            dtype=getattr(torch, spec.dtype),
+            attn_implementation=exact_attention(config),
+            local_files_only=True,
         )
-        self.model = lm.to(device).eval()
+        self.model = lm.to(spec.device).eval()
         # A model's own settings (a repetition penalty, a nucleus) would change the distribution that is sampled from.
         self.model.generation_config = GenerationConfig()
-        self.checkpoint, self.device, self.max_batch = model, device, max_batch
-        self.eos_ids = model.eos_ids
-        self.waiting: list[SampleRequest] = []
-        self.forward_passes = self.version = 0
+        self.info, self.device, self.max_batch = spec.model, spec.device, spec.settings.max_num_seqs
+        self.eos_ids = spec.model.eos_ids
+        self.waiting: list[tuple[int, SampleRequest]] = []
 
-    def add(self, request: SampleRequest) -> None:
+    def add(self, key: int, request: SampleRequest) -> None:
         """Queue a request. Raises ValueError when it is longer than the model's positions."""
-        limit = self.checkpoint.positions
+        limit = self.info.positions
         length = len(request.prompt.token_ids) + request.sampling.max_tokens
         if limit is not None and length > limit:
             raise ValueError(f"prompt and response of {length} tokens exceed the model's {limit} positions")
-        self.waiting.append(request)
+        self.waiting.append((key, request))
 
     def busy(self) -> bool:
         """Whether requests are queued."""
         return bool(self.waiting)
 
-    @torch.no_grad()
-    def step(self) -> list[Sample]:
+    def step(self) -> list[tuple[int, Sample]]:
         """Generate for the queued requests that share the sampling settings of the first."""
+        import torch
+
         if not self.waiting:
             return []
-        sampling = self.waiting[0].sampling
-        chosen = [request for request in self.waiting if request.sampling == sampling][: self.max_batch]
-        keys = {request.key for request in chosen}
-        self.waiting = [request for request in self.waiting if request.key not in keys]
-        return self._generate(chosen, sampling)
+        sampling = self.waiting[0][1].sampling
+        chosen = [w for w in self.waiting if w[1].sampling == sampling][: self.max_batch]
+        keys = {key for key, _ in chosen}
+        self.waiting = [w for w in self.waiting if w[0] not in keys]
+        with torch.no_grad():
+            return self._generate(chosen, sampling)
 
-    def _generate(self, chosen: list[SampleRequest], sampling: Sampling) -> list[Sample]:
-        prompts = [torch.from_numpy(r.prompt.token_ids.astype(np.int64)) for r in chosen]
+    def _generate(self, chosen: list[tuple[int, SampleRequest]], sampling: Sampling) -> list[tuple[int, Sample]]:
+        import torch
+        from transformers import LogitsProcessorList
+
+        prompts = [torch.from_numpy(r.prompt.token_ids.astype(np.int64)) for _, r in chosen]
         longest = max(len(p) for p in prompts)
         ids = torch.full((len(prompts), longest), self.eos_ids[0] if self.eos_ids else 0)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):  # padding on the left: generation goes on at the right
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
-        draw = _Draw(sampling, [request.seed for request in chosen], self.checkpoint.n_tokens, self._count)
+        draw = _Draw(sampling, [request.seed for _, request in chosen], self.info.n_tokens, self._count)
         sequences = self.model.generate(
             ids.to(self.device),
             attention_mask=mask.to(self.device),
@@ -123,12 +132,14 @@ class HFEngine:
         )
         new = sequences[:, longest:]  # [B, T]
         logprobs = torch.stack(draw.logprobs, 1)  # [B, T]
-        return [self._finish(request, new[row], logprobs[row]) for row, request in enumerate(chosen)]
+        return [(key, self._finish(r, new[row], logprobs[row])) for row, (key, r) in enumerate(chosen)]
 
     def _count(self) -> None:
         self.forward_passes += 1
 
     def _finish(self, request: SampleRequest, tokens: Tensor, logprobs: Tensor) -> Sample:
+        import torch
+
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device)).nonzero()
         length = int(ends[0]) + 1 if len(ends) else len(tokens)
         return Sample.single_turn(
@@ -141,34 +152,52 @@ class HFEngine:
 
     def sleep(self) -> None:
         """Move the model to the host."""
+        import torch
+
         self.model.to("cpu")
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
-    def wake(self, weights_only: bool) -> None:
+    def wake(self, weights_only: bool = False) -> None:
         """Move it back. There is nothing but weights."""
         self.model.to(self.device)
 
-    def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Copy the weights into the model, which come by the names that its files have; RuntimeError unless they fit.
+    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
+        """Collect the pieces of the weights, and with the last one copy them into the model.
 
-        transformers reads them as it would read the files, so that what it converts while loading is converted.
+        Raises RuntimeError unless they fit. transformers reads them as it would read the files, so that what it
+        converts while loading is converted.
         """
-        state = {name: tensor for piece in pieces for name, tensor in piece.items()}
-        with _quietly():
+        if piece.number == 0:
+            self._incoming: dict[str, Tensor] = {}
+        self._incoming |= tensors
+        if not piece.last:
+            return
+        state, self._incoming = self._incoming, {}
+        with _without_messages():
             loaded, found = type(self.model).from_pretrained(
                 None, config=self.model.config, state_dict=state, dtype=self.model.dtype, output_loading_info=True
             )
         for problem in ("unexpected", "missing", "mismatched"):
             if names := sorted(map(str, found[f"{problem}_keys"])):
-                raise RuntimeError(f"weights version {version}: {names[0]} is {problem} ({len(names)} tensors in all)")
+                raise RuntimeError(
+                    f"weights version {piece.version}: {names[0]} is {problem} ({len(names)} tensors in all)"
+                )
         self.model.load_state_dict(loaded.state_dict())
-        self.version = version
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without transformers' bar of progress and its report of keys, which are for a person who loads a model once."""
+def _without_messages() -> Iterator[None]:
+    """Silence transformers' bar of progress and its report of keys, which are for a person who loads a model once."""
+    from transformers.utils.logging import (
+        disable_progress_bar,
+        enable_progress_bar,
+        get_verbosity,
+        is_progress_bar_enabled,
+        set_verbosity,
+        set_verbosity_error,
+    )
+
     shown, verbosity = is_progress_bar_enabled(), get_verbosity()
     disable_progress_bar()
     set_verbosity_error()

@@ -5,8 +5,8 @@ then the K most likely ones in falling order (the token once more when it is amo
 of them for each span of positions. Five things are not as one would expect:
 
 - ``flat_logprobs`` still takes the rows apart number by number, into Python lists, for every prompt token; see
-  :meth:`VllmEngine._tap`.
-- Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.inference.vllm_engine.SetShape` divides the
+  :meth:`VLLMScorer._tap`.
+- Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.inference.vllm_logits.SetShape` divides the
   logits themselves.
 - Scored requests never read the prefix cache (their rows would be missing), so it is off.
 - The probability of all other tokens is in no row; :mod:`gkd.inference.tail` puts it where vLLM puts ranks.
@@ -17,22 +17,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.config import Scorer
-from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError, RunFailed
+from gkd.inference.engine import Device, EngineSpec, InferenceEngine
+from gkd.inference.requests import Generate, Limits, Refused, Score
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
-from gkd.inference.vllm_engine import GIB, Device, SetShape, Shape, Span, engine_arguments, sleep, start_llm, wake
-from gkd.scoring.requests import Answer, Generate, Limits, Refused, Request, Score
-from gkd.types import Target
+from gkd.inference.vllm_lifecycle import GIB, Follower, engine_arguments, sleep, start_llm, wake
+from gkd.inference.vllm_logits import SetShape, Shape
+from gkd.types import Int32, Target
 
 if TYPE_CHECKING:
     import torch
+
+    from gkd.config import Scorer
 
 RESULT_BYTES = 2 * GIB  # results of requests in the engine, prompt rows included; not part of vLLM's own budget
 LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
@@ -44,38 +46,19 @@ ENTRY_BYTES = 8 + 4  # an id and a log-probability there
 class _Running:
     """A request in vLLM, and the tensors of its rows as they come, prefill chunk by chunk."""
 
-    request: Request
+    request: Score | Generate
     bytes: int
     rows: list[Any] = field(default_factory=list)
 
 
-def scoring_arguments(
-    path: str,
-    checkpoint: ModelInfo,
-    settings: Scorer,
-    device: Device,
-    dtype: Literal["float32", "bfloat16"],
-    sleeps: bool = False,
-    span: Span | None = None,
-    max_num_batched_tokens: int | None = None,
-) -> dict[str, Any]:
+def scoring_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Arguments of vLLM for an engine that scores. Raises ConfigError for sequences longer than the model takes."""
-    longest = settings.max_model_len
-    if longest is not None and checkpoint.positions is not None and longest > checkpoint.positions:
-        raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {checkpoint.positions} positions")
-    if max_num_batched_tokens is None:
-        max_num_batched_tokens = batched_tokens(checkpoint.vocabulary, settings, device)
-    return engine_arguments(
-        path,
-        device,
-        settings,
-        dtype=dtype,
-        max_model_len=None if longest is None else longest + 1,
-        max_num_batched_tokens=max_num_batched_tokens,
-        prefix_caching=False,
-        sleeps=sleeps,
-        span=span,
-    )
+    longest: int | None = spec.settings.max_model_len
+    if longest is not None and spec.model.positions is not None and longest > spec.model.positions:
+        raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {spec.model.positions} positions")
+    if spec.max_num_batched_tokens is None:
+        spec = replace(spec, max_num_batched_tokens=batched_tokens(spec.model.vocabulary, spec.settings, spec.device))
+    return engine_arguments(spec, max_model_len=None if longest is None else longest + 1, prefix_caching=False)
 
 
 def batched_tokens(vocabulary: int, settings: Scorer, device: Device) -> int | None:
@@ -91,58 +74,52 @@ def batched_tokens(vocabulary: int, settings: Scorer, device: Device) -> int | N
     return max(settings.max_num_seqs, 256, min(most, fitting))
 
 
-class VllmEngine:
-    """Scores and continues token sequences with the model in ``path``; an engine as in requests.Engine.
+class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
+    """Scores and continues token sequences.
 
-    ``checkpoint`` describes that model. Requests of one temperature, vocabulary and K run together; others wait until
-    those are done. ``sleeps``: it will be asked to. The process' environment is that of
-    :func:`gkd.inference.vllm_engine.environment`. Raises ConfigError when ``settings.max_model_len`` is more than the
-    model has, RunFailed when vLLM does not start on it.
+    Requests of one temperature, vocabulary and K run together; others wait until those are done. The process'
+    environment is that of :func:`gkd.inference.vllm_environment.environment`. Raises ConfigError when
+    ``settings.max_model_len`` is more than the model has, RunFailed when vLLM does not start on it.
     """
 
-    def __init__(
-        self,
-        path: str,
-        checkpoint: ModelInfo,
-        settings: Scorer,
-        device: Device,
-        *,
-        dtype: Literal["float32", "bfloat16"],
-        max_num_batched_tokens: int | None = None,
-        sleeps: bool = False,
-        span: Span | None = None,
-    ) -> None:
-        arguments = scoring_arguments(path, checkpoint, settings, device, dtype, sleeps, span, max_num_batched_tokens)
-        self._device = device
+    can_score = needs_vllm = tensor_parallel = managed_memory = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        arguments, self._device = scoring_arguments(spec), spec.device
         try:
-            self.llm_engine = start_llm(arguments, device).llm_engine
+            self.llm_engine = start_llm(arguments, spec.device).llm_engine
         except Exception as error:
             reason = " ".join(str(error).split())
             raise RunFailed(
-                f"the teacher's engine did not start on {path}: {type(error).__name__}: {reason}"
+                f"the teacher's engine did not start on {spec.model_path}: {type(error).__name__}: {reason}"
             ) from error
         self.llm_engine.collective_rpc(tails_instead_of_ranks)
-        self._stop_ids = checkpoint.eos_ids
+        self._stop_ids = spec.model.eos_ids
         self.limits = Limits(
-            model=path,
-            vocabulary=checkpoint.vocabulary,
-            max_top_k=min(settings.max_top_k, checkpoint.vocabulary),
+            model=spec.model_path,
+            vocabulary=spec.model.vocabulary,
+            max_top_k=min(spec.settings.max_top_k, spec.model.vocabulary),
             max_length=self.llm_engine.model_config.max_model_len - 1,
-            capacity=settings.max_num_seqs,
+            capacity=spec.settings.max_num_seqs,
         )
         self._shape, self._top_k = Shape(), 0
-        self._waiting: deque[tuple[int, Request]] = deque()
+        self._waiting: deque[tuple[int, Score | Generate]] = deque()
         self._running: dict[int, _Running] = {}
 
-    def add(self, key: int, request: Request) -> None:
-        """Take on a request that passed ``limits.check``."""
+    @classmethod
+    def follow(cls, spec: EngineSpec) -> Follower:
+        """vLLM's processes on a further node of the engine with ``spec``."""
+        return Follower(scoring_arguments(spec))
+
+    def add(self, key: int, request: Score | Generate) -> None:
+        """Queue a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 
     def busy(self) -> bool:
         """Whether requests are unfinished."""
         return bool(self._waiting or self._running)
 
-    def step(self) -> Iterator[tuple[int, Answer | Refused]]:
+    def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
         """One forward pass; the keys and answers of requests that it finished."""
         yield from self._admit()
         for output in self.llm_engine.step():
@@ -157,15 +134,15 @@ class VllmEngine:
                 yield key, np.asarray(output.outputs[0].token_ids, np.int32)
 
     def sleep(self) -> None:
-        """Leave the GPU to others, while idle."""
+        """Move the weights to the host, while idle."""
         sleep(self.llm_engine, self._device)
 
-    def wake(self) -> None:
+    def wake(self, weights_only: bool = False) -> None:
         """Be as before."""
-        wake(self.llm_engine, self._device)
+        wake(self.llm_engine, self._device, weights_only)
 
     def close(self) -> None:
-        """Give back memory and processes."""
+        """Free memory and end processes."""
         self.llm_engine.engine_core.shutdown()
 
     def _admit(self) -> Iterator[tuple[int, Refused]]:
@@ -180,7 +157,7 @@ class VllmEngine:
             except ValueError as error:
                 yield key, Refused("bad_request", " ".join(str(error).split()))
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: Score | Generate) -> bool:
         """Whether ``request`` may join those that run: same shape and K, and memory for its results."""
         if not isinstance(request, Score):
             return True  # greedy: no temperature and no result to speak of
@@ -192,7 +169,7 @@ class VllmEngine:
     def _bytes(self, request: Score) -> int:
         return len(request.token_ids) * (self.limits.width(request) + 1) * 8
 
-    def _start(self, key: int, request: Request) -> None:
+    def _start(self, key: int, request: Score | Generate) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -203,7 +180,6 @@ class VllmEngine:
             self.llm_engine.add_request(str(key), tokens_input(request.prompt_ids.tolist()), params)
             self._running[key] = _Running(request, 0)
             return
-        assert isinstance(request, Score), "limits.check lets nothing else through"
         shape = Shape(request.temperature, request.vocabulary)
         if shape != self._shape:
             self.llm_engine.apply_model(SetShape(shape))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import GROUPS, Config, Engine, Pool
-from gkd.planning.layout import Layout, engine_properties, with_settings
+from gkd.planning.layout import Layout, engine_class, with_settings
 from gkd.planning.memory import GroupMemory, memory_of
 
 Value = int | float | bool
@@ -122,7 +122,7 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
         sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)
         changes.append(Change(f"{section}.n_gpus_per_node", 1, _offer_fewer_engines(layout.config, section, engine)))
         return [*changes, Change(f"{section}.kv_cache_gb", 1, sizes), *_shorten_texts(layout.config)]
-    properties = engine_properties(engine)
+    properties = engine_class(engine)
     if properties.managed_memory:
         share = engine.gpu_memory_utilization
         colocated = any(GROUPS.get(section, section) in pair for pair in layout.config.may_share())

@@ -9,15 +9,18 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.cluster.gpu import nvml_uuids
 from gkd.cluster.layout import idle_nodes, requests_of, solve
-from gkd.config import GROUPS, Config, Engine, Plan, Rollout, nearest
+from gkd.config import GROUPS, Config, Engine, Plan, Rollout, Scorer, nearest
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
 from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size
+
+if TYPE_CHECKING:
+    from gkd.inference.engine import InferenceEngine
 
 GB, GIB, F32 = 1e9, 1 << 30, 4
 DEFAULT_GPU = "h100-80gb"
@@ -207,21 +210,10 @@ class Layout:
         return Workload(prompts * config.rollout.n, prompts, prompt, response, longest, top_k)
 
 
-class EngineProperties(NamedTuple):
-    """What a plan asks of an engine.
-
-    ``managed_memory``: it takes gpu_memory_utilization of a GPU, for weights, CUDA graphs and a key-value cache.
-    ``tensor_parallel``: it can span several GPUs.
-    """
-
-    managed_memory: bool
-    tensor_parallel: bool
-
-
-def engine_properties(engine: Engine) -> EngineProperties:
-    """Return the properties of the engine that a pool runs; pools that only score run vLLM."""
-    is_vllm = not isinstance(engine, Rollout) or engine.engine == "vllm"
-    return EngineProperties(managed_memory=is_vllm, tensor_parallel=is_vllm)
+def engine_class(engine: Engine) -> type[InferenceEngine[Any, Any]]:
+    """Return the class of the engines of a pool, whose attributes say what they can do and take."""
+    assert isinstance(engine, Rollout | Scorer), "a pool of engines samples or scores"
+    return cast("type[InferenceEngine[Any, Any]]", engine.engine_class)
 
 
 def nodes_of(config: Config) -> tuple[int, ...] | None:

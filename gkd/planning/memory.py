@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gkd.config import GROUPS, Engine, Pool, Scorer
 from gkd.inference.vllm_scorer import ENTRY_BYTES, RESULT_BYTES, ROW_BYTES, batched_tokens
 from gkd.planning.actor_memory import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
-from gkd.planning.layout import F32, GB, GIB, Layout, engine_properties
+from gkd.planning.layout import F32, GB, GIB, Layout, engine_class
 from gkd.planning.shapes import ModelShape
 
 CONTEXT = 0.6 * GIB  # CUDA's context with kernels, as seen with such models
@@ -143,7 +143,7 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
         return _actor_memory(layout, pool)
     if not isinstance(pool, Engine):
         return _reward_model_memory(layout, pool)
-    if not engine_properties(pool).managed_memory:
+    if not engine_class(pool).managed_memory:
         return _unmanaged_engine_memory(layout, pool)
     return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)
 

@@ -13,12 +13,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gkd.cluster.assignment import Report
-from gkd.config import Engine, Pool
+from gkd.config import TRANSFERS, Engine, Pool
 from gkd.planning.layout import F32, Layout
 from gkd.planning.memory import concurrent_sequences, kv_bytes, largest_micro_batch
 from gkd.planning.shapes import ModelShape
-from gkd.weights.choice import Way, choose
+from gkd.weights.choice import choose
 
 READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
 ENGINE_STEP_S = 0.004  # of vLLM's own work a step: 512 steps of 128 sequences of a 0.5B model took 2.46 s on an H200
@@ -225,29 +224,30 @@ def sync_s(layout: Layout, world: int) -> float:
     """
     hardware, n_bytes = layout.hardware, layout.compute_bytes * layout.models.student.n_parameters
     gathered = 0.0 if world == 1 else n_bytes / hardware.link
-    if transfer_of(layout) == "object_store":
+    if not TRANSFERS.load(transfer_of(layout)).gpu_to_gpu:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
     link = hardware.link if _on_one_node(layout) else hardware.network
     sent = 0.0 if "rollout" in layout.config.on_the_actors_gpus() else n_bytes / link
     return SWITCH_S + gathered + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth) + sent
 
 
-def transfer_of(layout: Layout) -> Way:
+def transfer_of(layout: Layout) -> str:
     """Return the weight transfer of a run: ``weights.transfer``, or what ``auto`` chooses for workers so placed."""
     config, is_cpu = layout.config, layout.hardware.is_cpu
     if config.weights.transfer != "auto":
         return config.weights.transfer
     colocated = is_cpu or "rollout" in config.on_the_actors_gpus()
-    actor, rollout = (_report(group, gpu, is_cpu) for group, gpu in (("actor", 0), ("rollout", 1 - colocated)))
-    return choose("auto", config.rollout.engine, [actor], [rollout])
+    device = "cpu" if is_cpu else "cuda"
+    actor, rollout = _Worker(device, ["GPU-0"]), _Worker(device, ["GPU-0" if colocated else "GPU-1"])
+    return choose(config.weights, config.rollout, [actor], [rollout])
 
 
-def _report(group: str, gpu: int, is_cpu: bool) -> Report:
-    """Return the report of a worker that would be on this GPU."""
-    return Report(
-        node_id="", ip="", pid=0, cuda_visible_devices=str(gpu), ray_gpu_ids=[str(gpu)], device_count=1,
-        gpu_uuids=[f"{'SIM' if is_cpu else 'GPU'}-{gpu}"], gpu_indices=[gpu], group=group, rank=0, node="",
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _Worker:
+    """Places a worker that is only planned (:class:`gkd.weights.transfer.Place`)."""
+
+    device: str
+    gpu_uuids: list[str]
 
 
 def _on_one_node(layout: Layout) -> bool:

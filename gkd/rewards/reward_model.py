@@ -1,6 +1,6 @@
 """The reward ``reward_model``: a sequence classification model, in a group of its own.
 
-It answers over ZeroMQ like the teacher (:class:`gkd.scoring.requests.Rate`), so requests have deadlines and go to
+It answers over ZeroMQ like the teacher (:class:`gkd.inference.requests.Rate`), so requests have deadlines and go to
 another replica when one does not answer.
 """
 

@@ -20,7 +20,6 @@ from gkd.errors import RunFailed
 from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import SampleStream
 from gkd.types import SampleRequest, ScoredSample, TrainingSample
-from gkd.weights.object_store import Push
 
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
@@ -205,13 +204,6 @@ class RolloutGroup:
     def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
         """The arrays of samples. For the few that the driver looks at."""
         return fetch_samples(samples, FETCH_TIMEOUT_S)
-
-    def receive(self, push: Push, timeout_s: float) -> None:
-        """Have every living engine load a version of the weights before it samples again."""
-        what = f"loading weights version {push.version}"
-        for engine, version in self.tell("receive", push, timeout_s=timeout_s, what=what).items():
-            if version != push.version:
-                raise RunFailed(f"{self.group.reports[engine]} serves weights {version} instead of {push.version}")
 
     def sleep(self) -> None:
         """Have every living engine free its GPU."""

@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gkd.cluster.failure import WorkerHangs
-from gkd.config import Config
+from gkd.config import Config, Weights
 from gkd.errors import RunFailed, one_line
-from gkd.inference.engine import EngineSpec, GpuReceiver, SamplingEngine
-from gkd.inference.vllm_engine import Follower, Span, engine_arguments, start_llm
+from gkd.inference.engine import EngineSpec, InferenceEngine, Span
+from gkd.inference.requests import Refused
 from gkd.observability.metrics import memory_here
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.types import FinishReason, Int32, Sample, SampleRequest, ScoredSample, TrainingSample
-from gkd.weights import object_store
-from gkd.weights.pieces import Piece
+from gkd.weights.transfer import Piece, Receiver
 
 IDLE_POLL_S = 0.5
 Result = TypeVar("Result")
@@ -30,7 +29,9 @@ class RolloutWorker:
 
     def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
         self.config, self.rank, self.device = config, spec.rank, spec.device
-        self.engine, self._eos_ids = _engine(config, spec, span), spec.model.eos_ids
+        self.engine: InferenceEngine[SampleRequest, Sample] = config.rollout.engine_class(replace(spec, span=span))
+        self._receiver = _receiver(config.weights)
+        self._eos_ids = spec.model.eos_ids
         self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank)
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._unfinished = 0  # requests in the engine
@@ -46,26 +47,21 @@ class RolloutWorker:
         """Hand over requests; their samples come out of :meth:`finished`."""
         self._commands.put(lambda: self._add(requests))
 
-    def receive(self, push: object_store.Push) -> int:
-        """Load a version of the weights once the engine is idle; returns it. Raises WorkerHangs past the deadline."""
-        return self._between_steps(lambda: self._load(push), f"load weights version {push.version}")
+    def pause(self, version: int) -> None:
+        """Finish what is being sampled; sample no more until all pieces of ``version`` are loaded."""
+        self._between_steps(self._pause, f"become idle for weights version {version}")
 
-    def halt(self, version: int) -> None:
-        """Finish what is being sampled; nothing more until :meth:`serve_version`, while weights come in pieces."""
-        self._between_steps(self._halt, f"become idle for weights version {version}")
+    def receive(self, piece: Piece) -> int:
+        """Load the next piece of new weights once the engine is idle; returns the version that it serves then.
 
-    def join_actor(self, unique_id: str, engines: Sequence[int], workers: int) -> None:
-        """Meet the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a new NCCL group."""
+        From the first piece to the last the engine does not sample. Raises WorkerHangs past the deadline.
+        """
+        return self._between_steps(lambda: self._receive(piece), f"load {piece}")
+
+    def join_group(self, address: str, engines: Sequence[int], workers: int) -> None:
+        """Join the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a group for weights."""
         offset, world = 1 + workers * engines.index(self.rank), 1 + workers * len(engines)
-        self._between_steps(lambda: self._receiver.join(unique_id, offset, world), "meet the actor over NCCL")
-
-    def take(self, piece: Piece) -> None:
-        """Load the next piece of the weights that the engine was halted for. Raises WorkerHangs past the deadline."""
-        self._between_steps(lambda: self._receiver.take(piece), f"load {piece}")
-
-    def serve_version(self, version: int) -> int:
-        """All pieces are loaded: sample from them. Returns the version."""
-        return self._between_steps(lambda: self._finish_pieces(version), f"serve weights version {version}")
+        self._between_steps(lambda: self.engine.join(address, offset, world), "join the actor's group")
 
     def _between_steps(self, run: Callable[[], Result], what: str) -> Result:
         """Have the engine's thread do something, and wait for it at most ``weights.timeout_s``."""
@@ -151,7 +147,7 @@ class RolloutWorker:
                 self.pipeline.submit(self._own_answer(request, request.prompt.answer_ids))
                 continue
             try:
-                self.engine.add(request)
+                self.engine.add(request.key, request)
             except ValueError as error:
                 raise RunFailed(f"rollout rank {self.rank} cannot sample prompt {request.prompt.id}: {error}") from None
             self._unfinished += 1
@@ -163,13 +159,11 @@ class RolloutWorker:
         return Sample.single_turn(request, answer_ids, unknown, self.engine.version, reason)
 
     def _step(self) -> None:
-        for sample in self.engine.step():
+        for _, sample in self.engine.step():
+            if isinstance(sample, Refused):
+                raise RunFailed(f"rollout rank {self.rank} cannot sample: {sample.message}")
             self._unfinished -= 1
             self.pipeline.submit(sample)
-
-    def _halt(self) -> None:
-        self._become_idle()
-        self._intact = False
 
     def _sleep(self) -> None:
         self._become_idle()
@@ -184,59 +178,30 @@ class RolloutWorker:
         while self.engine.busy():
             self._step()
 
-    def _load(self, push: object_store.Push) -> int:
-        self._halt()
-        self.engine.load_weights(object_store.receive(push, self.config.weights.timeout_s), push.version)
-        return self._serve(push.version)
+    def _pause(self) -> None:
+        self._become_idle()
+        self._intact = False
 
-    def _finish_pieces(self, version: int) -> int:
-        self._receiver.finish(version)
-        return self._serve(version)
-
-    def _serve(self, version: int) -> int:
-        self._intact = True
-        return version
-
-    @property
-    def _receiver(self) -> GpuReceiver:
-        assert isinstance(self.engine, GpuReceiver), "the configuration allows other engines the object store alone"
-        return self.engine
+    def _receive(self, piece: Piece) -> int:
+        if piece.number == 0:
+            self._pause()
+        if self._receiver is None:
+            self.engine.receive_weights(piece)
+        else:
+            self.engine.load_weights(piece, self._receiver.receive(piece))
+        if piece.last:
+            self._intact, self.engine.version = True, piece.version
+        return self.engine.version
 
 
-def rollout_follower(config: Config, spec: EngineSpec, span: Span) -> Follower:
+def rollout_follower(config: Config, spec: EngineSpec, span: Span) -> Any:
     """The part on a further node of the engine that a RolloutWorker with these arguments leads."""
-    return Follower(_arguments(config, spec, span))
+    return config.rollout.engine_class.follow(replace(spec, span=span))
 
 
-def _engine(config: Config, spec: EngineSpec, span: Span | None) -> SamplingEngine:
-    """Start the engine that the configuration names."""
-    if config.rollout.engine == "hf":
-        import torch
+def _receiver(weights: Weights) -> Receiver | None:
+    """What receives weights in this process; None where the engine's own processes do, on their GPUs."""
+    import torch
 
-        from gkd.inference.hf import HFEngine
-
-        dtype = getattr(torch, config.model.dtype_on(spec.device))
-        return HFEngine(spec.model_path, spec.model, spec.device, dtype, config.rollout.max_num_seqs)
-    from gkd.inference.vllm import VLLMEngine
-
-    return VLLMEngine(start_llm(_arguments(config, spec, span), spec.device), spec.model, spec.device)
-
-
-def _arguments(config: Config, spec: EngineSpec, span: Span | None) -> dict[str, Any]:
-    """Arguments of vLLM's engine, and its weight backend made known to this process."""
-    from gkd.weights import vllm_plugin
-
-    arguments = engine_arguments(
-        spec.model_path,
-        spec.device,
-        config.rollout,
-        dtype=config.model.dtype_on(spec.device),
-        max_model_len=spec.max_length,
-        logprobs_mode="processed_logprobs",
-        prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
-        seeded=True,
-        seed=config.trainer.seed + spec.rank,
-        sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
-        span=span,
-    )
-    return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register(config.weights.transfer)}}
+    transfer = weights.transfer_class
+    return None if transfer.gpu_to_gpu else transfer.receiver(weights, torch.device("cpu"))

@@ -10,11 +10,7 @@ from itertools import count
 from typing import overload
 
 from gkd.errors import ConfigError
-from gkd.scoring import wire
-from gkd.scoring.address import Key, host_of
-from gkd.scoring.dispatch import Dispatcher, Patience
-from gkd.scoring.replica import Call
-from gkd.scoring.requests import (
+from gkd.inference.requests import (
     FULL_VOCABULARY,
     Generate,
     Rate,
@@ -23,6 +19,10 @@ from gkd.scoring.requests import (
     ScorerRefused,
     ScorerUnavailable,
 )
+from gkd.scoring import wire
+from gkd.scoring.address import Key, host_of
+from gkd.scoring.dispatch import Dispatcher, Patience
+from gkd.scoring.replica import Call
 from gkd.scoring.wire import PROTOCOL, Welcome
 from gkd.types import Int32, Target
 

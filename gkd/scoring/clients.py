@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from gkd.errors import RunFailed
+from gkd.inference.requests import Limits, Refused, Request, Score
 from gkd.scoring.connections import MIB, Bounds, Connection
-from gkd.scoring.requests import Limits, Refused, Request, Score
 
 MAX_QUEUED = 16_384  # requests of one client
 CHATTER_BYTES = MIB  # answers to greetings and heartbeats, and refusals, that one client may leave unread

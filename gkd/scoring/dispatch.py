@@ -13,10 +13,10 @@ from typing import Any
 import zmq
 
 from gkd.errors import ConfigError, RunFailed
+from gkd.inference.requests import SAMPLE_CODES, Generate, Rate, Refused, Score, ScorerRefused, ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import Key
 from gkd.scoring.replica import BUSY_S, Call, Replica
-from gkd.scoring.requests import SAMPLE_CODES, Generate, Rate, Refused, Score, ScorerRefused, ScorerUnavailable
 from gkd.scoring.wakeup import Wakeup
 
 TICK_MS = 50

@@ -17,11 +17,11 @@ import zmq
 
 from gkd.data.rendering import Rendering
 from gkd.errors import ConfigError
+from gkd.inference.requests import Code, Limits, Refused
 from gkd.scoring import wire
 from gkd.scoring.address import Key, endpoint, secure_server
 from gkd.scoring.clients import Clients, QueuedRequest
 from gkd.scoring.connections import MIB, Bounds, Connection, Connections
-from gkd.scoring.requests import Code, Limits, Refused
 from gkd.scoring.wakeup import Wakeup
 from gkd.scoring.zap import Gatekeeper
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import zmq
 
+from gkd.inference.requests import Limits, Request
 from gkd.scoring import wire
 from gkd.scoring.address import Key, secure_client
-from gkd.scoring.requests import Limits, Request
 
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet

@@ -7,15 +7,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
+from typing import Any
 
 from gkd.data.rendering import Rendering
 from gkd.errors import RunFailed
+from gkd.inference.engine import InferenceEngine
+from gkd.inference.requests import Code, Refused
 from gkd.scoring import wire
 from gkd.scoring.address import Key
 from gkd.scoring.clients import QueuedRequest
 from gkd.scoring.connections import Bounds
 from gkd.scoring.frontend import Frontend
-from gkd.scoring.requests import Code, Engine, Refused
 
 IDLE_POLL_S = 0.2
 
@@ -30,7 +32,7 @@ class ScoringServer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: InferenceEngine[Any, Any],
         tokenizer_hash: str,
         bind_ip: str,
         port: int,

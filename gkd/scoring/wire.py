@@ -21,8 +21,8 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from gkd.data.rendering import Rendering
-from gkd.scoring import requests
-from gkd.scoring.requests import Code
+from gkd.inference import requests
+from gkd.inference.requests import Code
 from gkd.types import Float32, Int32, Target
 
 PROTOCOL = 4

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gkd.config import RewardModel, Scorer
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
-from gkd.inference.vllm_engine import Device, Follower, Span
+from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine, Span
 from gkd.observability.metrics import memory_here
 from gkd.scoring.address import Key
-from gkd.scoring.requests import Engine
-
-Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +27,7 @@ class ScorerSpec:
     bind_ip: str
     key: Key
     sleeps: bool = False
+    eos_ids: tuple[int, ...] = ()
 
 
 class ScoringWorker:
@@ -39,7 +37,7 @@ class ScoringWorker:
     others. Raises ConfigError when there is no usable model, RunFailed when the engine does not start.
     """
 
-    def __init__(self, engine: Engine, spec: ScorerSpec) -> None:
+    def __init__(self, engine: InferenceEngine[Any, Any], spec: ScorerSpec) -> None:
         from gkd.scoring.server import ScoringServer
 
         self._engine = engine
@@ -77,37 +75,30 @@ class ScoringWorker:
 
 
 class TokenScorerWorker(ScoringWorker):
-    """Scores tokens with the causal model in ``model_path``, a teacher or the reference, on vLLM."""
+    """Scores tokens with the causal model in ``model_path``, a teacher or the reference."""
 
     def __init__(self, settings: Scorer, spec: ScorerSpec, span: Span | None = None) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
-        from gkd.inference.vllm_scorer import VllmEngine
-
-        path, device = spec.model_path, spec.device
-        engine = VllmEngine(path, _model_info(path), settings, device, dtype=spec.dtype, sleeps=spec.sleeps, span=span)
-        super().__init__(engine, spec)
+        super().__init__(settings.engine_class(_engine_spec(settings, spec, span)), spec)
 
 
-def token_scorer_follower(settings: Scorer, spec: ScorerSpec, span: Span) -> Follower:
+def token_scorer_follower(settings: Scorer, spec: ScorerSpec, span: Span) -> Any:
     """The part on a further node of the engine that a TokenScorerWorker with these arguments leads."""
-    from gkd.inference.vllm_scorer import scoring_arguments
+    return settings.engine_class.follow(_engine_spec(settings, spec, span))
 
+
+def _engine_spec(settings: Scorer, spec: ScorerSpec, span: Span | None) -> EngineSpec:
     path = spec.model_path
-    arguments = scoring_arguments(path, _model_info(path), settings, spec.device, spec.dtype, spec.sleeps, span)
-    return Follower(arguments)
-
-
-def _model_info(model_path: str) -> ModelInfo:
-    return ModelInfo.read(model_path, "teacher.model.path", load_tokenizer(model_path, "teacher.model.path"))
+    model = ModelInfo.read(path, "teacher.model.path", load_tokenizer(path, "teacher.model.path"))
+    model = replace(model, eos_ids=sorted({*model.eos_ids, *spec.eos_ids}))
+    return EngineSpec(path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps, span=span)
 
 
 class RewardModelWorker(ScoringWorker):
-    """Rates responses with the classification model in ``model_path``, on transformers."""
+    """Rates responses with the model in ``model_path``."""
 
     def __init__(self, settings: RewardModel, spec: ScorerSpec) -> None:
-        import torch
-
-        from gkd.inference.classifier import ClassifierEngine
-
-        engine = ClassifierEngine(spec.model_path, settings, spec.device, getattr(torch, spec.dtype))
-        super().__init__(engine, spec)
+        model = ModelInfo.read(spec.model_path, "reward_model.model.path")
+        super().__init__(
+            settings.engine_class(EngineSpec(spec.model_path, model, settings, spec.device, spec.dtype)), spec
+        )

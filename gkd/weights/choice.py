@@ -1,60 +1,37 @@
-"""Which way weights take from the actor to the engines, by where both are."""
+"""Which transfer weights take from the actor to the engines, by where both are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-from gkd.cluster.assignment import Report
+from gkd.config import TRANSFERS, Rollout, Weights
 from gkd.errors import ConfigError
-
-Way = Literal["object_store", "ipc", "nccl"]
-WAYS: tuple[Way, ...] = ("ipc", "nccl", "object_store")
-"""The fastest first."""
+from gkd.weights.transfer import Place
 
 
-def choose(
-    wanted: Literal["auto"] | Way, engine: Literal["vllm", "hf"], actor: Sequence[Report], rollout: Sequence[Report]
-) -> Way:
-    """The way for ``weights.transfer=wanted``.
+def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]) -> str:
+    """The transfer that ``weights.transfer`` stands for; ``auto`` is the first of TRANSFERS that can work.
 
     ``actor`` and ``rollout`` are the reports of all workers in rank order, also those of an engine that spans several
-    GPUs. Raises ConfigError for a way that cannot work there.
+    GPUs. Raises ConfigError for a transfer that cannot work there.
     """
-    why_not = {way: _why_not(way, engine, actor, rollout) for way in WAYS}
-    possible = [way for way in WAYS if why_not[way] is None]
+    wanted = weights.transfer
+    names = TRANSFERS.names()
+    why_not = {name: _why_not(name, engine, actor, rollout) for name in dict.fromkeys((*names, wanted))}
+    possible = [name for name in names if why_not[name] is None]
     if wanted == "auto":
         return possible[0]
     if (reason := why_not[wanted]) is not None:
-        others = " or ".join(f"weights.transfer={way}" for way in possible)
+        others = " or ".join(f"weights.transfer={name}" for name in possible)
         raise ConfigError(f"weights.transfer={wanted}: {reason}; {others} would work")
     return wanted
 
 
-def _why_not(way: Way, engine: str, actor: Sequence[Report], rollout: Sequence[Report]) -> str | None:
-    if way == "object_store":
+def _why_not(name: str, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+    if name == "auto":
         return None
-    if engine == "hf":
-        return "rollout.engine=hf takes weights from the object store alone"
-    for report in (*actor, *rollout):
-        if report.device == "cpu":
-            return f"{report} computes on a CPU"
-        if any(uuid.startswith("MIG-") for uuid in report.gpu_uuids):
-            return f"{report} is on a slice of a GPU (MIG)"
-    return _no_ipc(actor, rollout) if way == "ipc" else _no_nccl(actor, rollout)
-
-
-def _no_ipc(actor: Sequence[Report], rollout: Sequence[Report]) -> str | None:
-    shared = {uuid for report in actor for uuid in report.gpu_uuids}
-    alone = [report for report in rollout if not set(report.gpu_uuids) <= shared]
-    return f"{alone[0]} is on a GPU without an actor, {alone[0].gpu_uuids[0]}" if alone else None
-
-
-def _no_nccl(actor: Sequence[Report], rollout: Sequence[Report]) -> str | None:
-    owner = dict.fromkeys(actor[0].gpu_uuids, actor[0])
-    for report in rollout:
-        for uuid in report.gpu_uuids:
-            if uuid in owner:
-                return f"{report} and {owner[uuid]} are both on {uuid}, and NCCL takes one rank a GPU"
-            owner[uuid] = report
-    return None
+    transfer = TRANSFERS.load(name)
+    if transfer.gpu_to_gpu and not engine.engine_class.gpu_transfers:
+        return f"rollout.engine={engine.engine} takes no weights from GPU to GPU"
+    reason: str | None = transfer.why_not(actor, rollout)
+    return reason

@@ -51,9 +51,9 @@ def _groups(lm: PreTrainedModel, shapes: Shapes) -> list[list[str]]:
     by_layer: dict[str, list[str]] = {}
     for name in shapes:
         by_layer.setdefault(_layer(name), []).append(name)
-    whole = _converted(lm, shapes, [list(shapes)])
+    whole = _convert_shapes(lm, shapes, [list(shapes)])
     for groups in ([[name] for name in shapes], list(by_layer.values())):
-        if _converted(lm, shapes, groups) == whole:
+        if _convert_shapes(lm, shapes, groups) == whole:
             return groups
     return [list(shapes)]
 
@@ -65,13 +65,13 @@ def _layer(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _converted(lm: PreTrainedModel, shapes: Shapes, groups: list[list[str]]) -> Shapes | None:
-    """Names and shapes after converting group by group; None where a group lacks what its conversion needs."""
-    found: Shapes = {}
+def _convert_shapes(lm: PreTrainedModel, shapes: Shapes, groups: list[list[str]]) -> Shapes | None:
+    """Convert names and shapes group by group; None where a group lacks what its conversion needs."""
+    shapes_in_files: Shapes = {}
     try:
         for group in groups:
             state = {name: torch.empty(shapes[name], device="meta") for name in group}
-            found |= {name: tuple(t.shape) for name, t in revert_weight_conversion(lm, state).items()}
+            shapes_in_files |= {name: tuple(t.shape) for name, t in revert_weight_conversion(lm, state).items()}
     except (ValueError, RuntimeError, KeyError):
         return None
-    return found
+    return shapes_in_files

@@ -12,21 +12,129 @@ Nothing of this has run on a GPU so far.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-
-import torch
-from torch import Tensor
-from torch.multiprocessing import reductions
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from gkd.errors import ConfigError, RunFailed
-from gkd.weights.pieces import Packer, Piece
+from gkd.weights.packing import PackedLayout, PackingSender, unpack
+from gkd.weights.transfer import Piece, Place, Receiver, Transfer, why_not_on_gpus
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gkd.config import Weights
 
 _DEVICE = 6  # place of the device's index among the arguments of torch's rebuild_cuda_tensor
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def require_shareable_memory() -> None:
+@dataclass(frozen=True, slots=True)
+class SharedBuffer:
+    """A packed piece in the memory of the GPU ``gpu``, and the ``handle`` that one process there may open once."""
+
+    layout: PackedLayout
+    gpu: str
+    handle: tuple[Any, ...]
+
+
+class IpcSender(PackingSender):
+    """Packs a piece and shares the buffer with the processes on this GPU."""
+
+    def __init__(self, settings: Weights, device: torch.device) -> None:
+        _require_shareable_memory()
+        super().__init__(settings, device)
+
+    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> SharedBuffer:
+        """The layout of the buffer and its handle."""
+        layout = self.pack_buffer(tensors)
+        return SharedBuffer(layout, *self.share())
+
+    def share(self) -> tuple[str, tuple[Any, ...]]:
+        """The UUID of this GPU, and a handle of the packed buffer."""
+        import torch
+        from torch.multiprocessing import reductions
+
+        torch.cuda.current_stream(self.device).synchronize()  # another process does not see this one's streams
+        _, arguments = reductions.reduce_tensor(self.packed)  # type: ignore[no-untyped-call]
+        return gpu_of(self.device), arguments
+
+    def release(self) -> None:
+        """Free the buffer, which the engine has closed."""
+        import torch
+
+        super().release()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # gives back what an engine had open
+
+
+class IpcReceiver(Receiver):
+    """Opens the buffer of the actor rank on the same GPU."""
+
+    def receive(self, piece: Piece) -> dict[str, Tensor]:
+        """The tensors in a copy of the buffer.
+
+        A copy, because vLLM keeps what it is given until a layer is complete, and the actor packs the next piece
+        before. Raises RunFailed when no actor rank on this GPU has packed the piece.
+        """
+        shared = buffer_on(piece, self.gpu())
+        return unpack(piece, shared.layout, self.open(shared))
+
+    def gpu(self) -> str:
+        """The UUID of this process' GPU."""
+        return gpu_of(self.device)
+
+    def open(self, shared: SharedBuffer) -> Tensor:
+        """A copy of a shared buffer."""
+        import torch
+        from torch.multiprocessing import reductions
+
+        opened = (*shared.handle[:_DEVICE], self.device.index, *shared.handle[_DEVICE + 1 :])
+        buffer: Tensor = reductions.rebuild_cuda_tensor(*opened)  # type: ignore[no-untyped-call]
+        copy = buffer.clone()
+        torch.cuda.current_stream(self.device).synchronize()  # ``buffer`` is closed on return
+        return copy
+
+
+class Ipc(Transfer):
+    """CUDA memory that processes on one GPU share."""
+
+    gpu_to_gpu = True
+    sender = IpcSender
+    receiver = IpcReceiver
+
+    @classmethod
+    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+        """Why not every engine's process shares its GPU with an actor rank; None where each does."""
+        if reason := why_not_on_gpus((*actor, *rollout)):
+            return reason
+        shared = {uuid for worker in actor for uuid in worker.gpu_uuids}
+        alone = [worker for worker in rollout if not set(worker.gpu_uuids) <= shared]
+        return f"{alone[0]} is on a GPU without an actor, {alone[0].gpu_uuids[0]}" if alone else None
+
+    @classmethod
+    def packing(cls, actor: Sequence[Place], gpus: set[str]) -> list[bool]:
+        """Every rank that shares its GPU with an engine. A handle that nobody opens would keep its memory for good."""
+        return [not gpus.isdisjoint(worker.gpu_uuids) for worker in actor]
+
+
+def buffer_on(piece: Piece, gpu: str) -> SharedBuffer:
+    """The buffer of a piece on ``gpu``. Raises RunFailed when no actor rank there has packed it."""
+    buffers: dict[str, SharedBuffer] = {shared.gpu: shared for shared in piece.contents}
+    if gpu not in buffers:
+        raise RunFailed(f"{piece}: no actor rank on GPU {gpu} has packed it, only on {', '.join(buffers)}")
+    return buffers[gpu]
+
+
+def gpu_of(device: torch.device) -> str:
+    """The UUID of a GPU, as torch writes it in every process."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _require_shareable_memory() -> None:
     """Raise ConfigError where torch's allocator is set to expandable segments, whose memory has no such handles."""
     for name in _ALLOCATOR:
         if "expandable_segments:true" in os.environ.get(name, "").lower():
@@ -34,45 +142,3 @@ def require_shareable_memory() -> None:
                 f"{name}={os.environ[name]}: memory of expandable segments cannot be shared by weights.transfer=ipc; "
                 "unset it, or weights.transfer=object_store"
             )
-
-
-class Sender(Packer):
-    """An actor rank's end."""
-
-    def next(self) -> Piece | None:
-        """The next piece, with a handle of this rank's buffer. The engine has closed the one before."""
-        self.packed = None
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # gives back what an engine had open
-        return super().next()
-
-    def shown(self, piece: Piece) -> Piece:
-        """``piece`` with a handle that one process on this GPU may open once."""
-        assert self.packed is not None
-        torch.cuda.current_stream(self.device).synchronize()  # another process does not see this one's streams
-        _, arguments = reductions.reduce_tensor(self.packed)  # type: ignore[no-untyped-call]
-        return replace(super().shown(piece), handles={gpu_of(self.device): arguments})
-
-
-def receive(piece: Piece, device: torch.device) -> Tensor:
-    """In an engine on ``device``: a copy of the buffer that the actor rank there has packed.
-
-    A copy, because vLLM keeps what it is given until a layer is complete, and the actor packs the next piece before.
-    """
-    arguments = handle_for(piece, gpu_of(device))
-    opened = (*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
-    shared: Tensor = reductions.rebuild_cuda_tensor(*opened)  # type: ignore[no-untyped-call]
-    copy = shared.clone()
-    torch.cuda.current_stream(device).synchronize()  # ``shared`` is closed on return
-    return copy
-
-
-def handle_for(piece: Piece, gpu: str) -> tuple[object, ...]:
-    """What opens a piece's buffer on ``gpu``. Raises RunFailed when no actor rank there has packed it."""
-    if gpu not in piece.handles:
-        raise RunFailed(f"{piece}: no actor rank on GPU {gpu} has packed it, only on {', '.join(piece.handles)}")
-    return piece.handles[gpu]
-
-
-def gpu_of(device: torch.device) -> str:
-    """The UUID of a GPU, as torch writes it in every process."""
-    return str(torch.cuda.get_device_properties(device).uuid)

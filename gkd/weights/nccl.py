@@ -12,53 +12,114 @@ from __future__ import annotations
 
 import base64
 import ctypes
-from typing import Any
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from gkd.errors import RunFailed
-from gkd.weights.pieces import Packer, Piece
+from gkd.weights.packing import PackedLayout, PackingSender, unpack
+from gkd.weights.transfer import Piece, Place, Receiver, Transfer, why_not_on_gpus
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = 0
 """Rank of the actor in the group; the engines' workers follow."""
 
 
-def new_id() -> str:
-    """On actor rank 0: what all ranks of a new group need to meet, base64.
-
-    Raises RunFailed where NCCL cannot be loaded.
-    """
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
-    try:
-        made = NCCLLibrary().ncclGetUniqueId()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RunFailed(f"weights.transfer=nccl: NCCL cannot be used here: {error}") from None
-    return base64.b64encode(ctypes.string_at(ctypes.addressof(made), ctypes.sizeof(made))).decode()
-
-
-class Sender(Packer):
-    """Actor rank 0's end; other ranks only gather."""
+class NcclSender(PackingSender):
+    """Broadcasts from actor rank 0."""
 
     group: Any = None
 
-    def join(self, unique_id: str, world: int) -> None:
-        """Meet the ``world - 1`` workers of the engines, who do the same at the same time. Leaves an earlier group."""
-        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> PackedLayout:
+        """The layout of the buffer, whose bytes :meth:`broadcast` sends."""
+        return self.pack_buffer(tensors)
+
+    def new_group(self) -> str:
+        """What all ranks of a new group need to meet, base64. Raises RunFailed where NCCL cannot be loaded."""
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        try:
+            made = NCCLLibrary().ncclGetUniqueId()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RunFailed(f"weights.transfer=nccl: NCCL cannot be used here: {error}") from None
+        return base64.b64encode(ctypes.string_at(ctypes.addressof(made), ctypes.sizeof(made))).decode()
+
+    def join(self, address: str, world: int) -> None:
+        """Join as the root. Leaves an earlier group."""
+        import torch
 
         if self.group is not None:
             self.group.destroy()
         # vLLM would otherwise make a new stream the one that everything after runs on, training as well.
         aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(aside):
-            device = torch.cuda.current_device()
-            self.group = enabled(uid_init_process_group(base64.b64decode(unique_id), ROOT, world, device))
+            self.group = _join(address, ROOT, world)
 
-    def send(self) -> None:
-        """Broadcast the present piece; returns when this GPU is done with it."""
+    def broadcast(self) -> None:
+        """Send the packed piece; returns when this GPU is done with it."""
         assert self.packed is not None, "a piece is sent after it was packed, by the rank that packs"
         _broadcast(self.group, self.packed)
+
+
+class NcclReceiver(Receiver):
+    """Takes part in the broadcasts of actor rank 0."""
+
+    group: Any = None
+
+    def join(self, address: str, rank: int, world: int) -> None:
+        """Join as rank ``rank``. Leaves an earlier group."""
+        self.close()
+        self.group = _join(address, rank, world)
+
+    def receive(self, piece: Piece) -> dict[str, Tensor]:
+        """The tensors in the buffer that actor rank 0 broadcasts. Raises RunFailed outside of a group."""
+        import torch
+
+        if self.group is None:
+            raise RunFailed(f"{piece}: this engine is in no NCCL group with the actor")
+        layout: PackedLayout = piece.contents[0]
+        packed = torch.empty(layout.n_bytes, dtype=torch.uint8, device=self.device)
+        _broadcast(self.group, packed)
+        return unpack(piece, layout, packed)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            self.group.destroy()
+            self.group = None
+
+
+class Nccl(Transfer):
+    """A broadcast from actor rank 0's GPU to other GPUs."""
+
+    gpu_to_gpu = collective = True
+    sender = NcclSender
+    receiver = NcclReceiver
+
+    @classmethod
+    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+        """Why engines and actor rank 0 are not each on GPUs of their own; None where they are."""
+        if reason := why_not_on_gpus((*actor, *rollout)):
+            return reason
+        owner = dict.fromkeys(actor[0].gpu_uuids, actor[0])
+        for worker in rollout:
+            for uuid in worker.gpu_uuids:
+                if uuid in owner:
+                    return f"{worker} and {owner[uuid]} are both on {uuid}, and NCCL takes one rank a GPU"
+                owner[uuid] = worker
+        return None
+
+
+def _join(address: str, rank: int, world: int) -> Any:
+    """vLLM's communicator on the current GPU. Raises ValueError for an address that is no id of NCCL's."""
+    import torch
+    from vllm.distributed.weight_transfer.nccl_common import decode_nccl_unique_id, uid_init_process_group
+
+    unique_id = decode_nccl_unique_id(
+        master_address=None, master_port=None, nccl_unique_id_b64=address, ctx="weights.transfer=nccl"
+    )
+    return enabled(uid_init_process_group(unique_id, rank, world, torch.accelerator.current_device_index()))
 
 
 def enabled(group: Any) -> Any:
@@ -68,16 +129,9 @@ def enabled(group: Any) -> Any:
     return group
 
 
-def receive(piece: Piece, group: Any, device: torch.device) -> Tensor:
-    """In every worker of an engine: the buffer that actor rank 0 broadcasts. Raises RunFailed outside of a group."""
-    if group is None:
-        raise RunFailed(f"{piece}: this engine is in no NCCL group with the actor")
-    packed = torch.empty(piece.n_bytes, dtype=torch.uint8, device=device)
-    _broadcast(group, packed)
-    return packed
-
-
 def _broadcast(group: Any, packed: Tensor) -> None:
+    import torch
+
     stream = torch.cuda.current_stream(packed.device)
     group.broadcast(packed, src=ROOT, stream=stream)
     stream.synchronize()

@@ -1,46 +1,66 @@
-"""The receiving end inside vLLM: one backend for each way that weights arrive.
+"""The receiving end inside vLLM: a backend that loads pieces of weights, whichever transfer brings them.
 
 The one file of the project that touches the engines' side of vLLM's weight-transfer API, which changes between
-releases; :mod:`gkd.weights.nccl` has the actor's. The backends derive from vLLM's CUDA IPC engine for its layer-wise
-reload around an update and replace how tensors arrive.
+releases; :mod:`gkd.weights.nccl` has the actor's. The backend derives from vLLM's CUDA IPC engine for its layer-wise
+reload around an update and replaces how tensors arrive.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm import LLM
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_common import (
-    NCCLWeightTransferInitInfo,
-    worker_init_payload,
-    worker_init_process_group,
-)
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from gkd.weights import ipc, nccl
-from gkd.weights.pieces import Piece, unpack
+from gkd.config import Weights
+from gkd.weights.transfer import Piece, Receiver
 from gkd.weights.vllm_direct import DirectCopies
 
 
 @dataclass
-class TensorUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One piece of the weights, by Hugging Face names."""
+class ReceiverInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """The section ``weights`` of the configuration, for a transfer between GPUs; and the group that its receivers join.
 
-    tensors: dict[str, Tensor]
+    Without ``address`` there is no group. The engine's processes have the ranks from ``offset`` on, of ``world``.
+    """
+
+    weights: dict[str, Any]
+    address: str | None = None
+    offset: int = 0
+    world: int = 0
 
 
-class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
-    """Loads tensors handed over in the call itself."""
+@dataclass
+class PieceUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One piece: its tensors, by the names of the model's files, or what the receiver needs to get them."""
 
-    update_info_cls = TensorUpdate
+    tensors: dict[str, Tensor] | None = None
+    piece: Piece | None = None
+
+
+class PieceTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
+    """Loads tensors handed over in the call itself, or received by this process from a GPU."""
+
+    init_info_cls = ReceiverInfo
+    update_info_cls = PieceUpdate
     direct: DirectCopies | None = None
+    receiver: Receiver | None = None
+
+    def init_transfer_engine(self, init_info: ReceiverInfo) -> None:
+        """Build the receiver of a transfer between GPUs, once, and have it join the group."""
+        if self.receiver is None:
+            weights = Weights.model_validate(init_info.weights)
+            self.receiver = weights.transfer_class.receiver(weights, self.device)
+        if init_info.address is not None:
+            parallel = self.parallel_config
+            rank = init_info.offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self.receiver.join(init_info.address, rank, init_info.world)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one piece. The base class would synchronise an accelerator, which a CPU does not have."""
@@ -48,11 +68,15 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: TensorUpdate) -> None:
+    def receive_weights(self, update_info: PieceUpdate) -> None:
         """Hand the tensors to the model's own loader, which knows its fused and sharded layers."""
         assert self.direct is not None, "a piece came before the update was begun"
+        tensors = update_info.tensors
+        if tensors is None:
+            assert self.receiver is not None and update_info.piece is not None
+            tensors = self.receiver.receive(update_info.piece)
         with self.direct:
-            self.model.load_weights([(name, t.to(self.device)) for name, t in update_info.tensors.items()])
+            self.model.load_weights([(name, t.to(self.device)) for name, t in tensors.items()])
         self.direct.process(whole=False)
 
     def start_weight_update(self) -> None:
@@ -85,78 +109,35 @@ class TensorTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
                 if shared and isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase):
                     quant_method.process_weights_after_loading(module)
 
-
-@dataclass
-class PieceUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The layout of one packed piece, whose bytes come another way."""
-
-    piece: Piece
-
-
-class IpcEngine(TensorTransferEngine):
-    """Copies what the actor rank on the same GPU has packed."""
-
-    update_info_cls = PieceUpdate
-
-    def receive_weights(self, update_info: PieceUpdate) -> None:
-        """Get the bytes, check them, and load the tensors in them."""
-        piece = update_info.piece
-        super().receive_weights(TensorUpdate(unpack(piece, self.fetch(piece))))
-
-    def fetch(self, piece: Piece) -> Tensor:
-        """The bytes of a piece."""
-        return ipc.receive(piece, self.device)
-
-
-class NcclEngine(IpcEngine):
-    """Takes part in the broadcasts of actor rank 0."""
-
-    init_info_cls = NCCLWeightTransferInitInfo
-    group: Any = None
-
-    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Meet the actor and the other engines' workers, who do the same at the same time."""
-        self.group = nccl.enabled(worker_init_process_group(init_info, self.parallel_config))
-
-    def fetch(self, piece: Piece) -> Tensor:
-        """The bytes of a piece."""
-        return nccl.receive(piece, self.group, self.device)
-
     def shutdown(self) -> None:
         """Leave the group."""
         super().shutdown()
-        if self.group is not None:
-            self.group.destroy()
-            self.group = None
+        if self.receiver is not None:
+            self.receiver.close()
 
 
-def load(llm: LLM, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-    """Replace the weights of an idle engine by those in ``pieces`` and forget every cached prefix.
+def prepare(llm: LLM, weights: Weights) -> None:
+    """Have every process of an engine build its receiver of a transfer between GPUs."""
+    llm.init_weight_transfer_engine({"init_info": {"weights": weights.model_dump()}})
 
-    Raises whatever a piece raises on its way, leaving the engine half-updated: do not sample from it then.
+
+def join(llm: LLM, weights: Weights, address: str, offset: int, world: int) -> None:
+    """Have the engine's processes be ranks ``offset`` and following of a new group, and leave an earlier one."""
+    joining = {"weights": weights.model_dump(), "address": address, "offset": offset, "world": world}
+    llm.init_weight_transfer_engine({"init_info": joining})
+
+
+def load(llm: LLM, piece: Piece, tensors: dict[str, Tensor] | None = None) -> None:
+    """Load one piece into an idle engine, in order; ``tensors`` None: its processes receive them.
+
+    With the last piece the engine serves the version and has forgotten every cached prefix. Raises what the piece
+    raises on its way, and leaves the engine half-updated: do not sample from it then.
     """
-    llm.start_weight_update()
-    for piece in pieces:
-        llm.update_weights({"update_info": {"tensors": piece}})
-    finish(llm, version)
-
-
-def join(llm: LLM, unique_id: str, offset: int, world: int) -> None:
-    """Have the engine's workers be ranks ``offset`` and following of a new NCCL group, and leave an earlier one."""
-    llm.shutdown_weight_transfer_engine()
-    joining = NCCLWeightTransferInitInfo(rank_offset=offset, world_size=world, nccl_unique_id_b64=unique_id)
-    llm.init_weight_transfer_engine({"init_info": worker_init_payload(joining)})
-
-
-def take(llm: LLM, piece: Piece) -> None:
-    """Load one packed piece into an idle engine, in order; :func:`finish` follows the last. Raises as :func:`load`."""
     if piece.number == 0:
         llm.start_weight_update()
-    llm.update_weights({"update_info": {"piece": piece}})
-
-
-def finish(llm: LLM, version: int) -> None:
-    """End an update: the engine serves ``version`` and has forgotten every cached prefix."""
-    llm.finish_weight_update(str(version))
+    llm.update_weights({"update_info": {"piece": piece} if tensors is None else {"tensors": tensors}})
+    if not piece.last:
+        return
+    llm.finish_weight_update(str(piece.version))
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache after a weight update: blocks are still in use")

@@ -10,8 +10,9 @@ from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Config, load
 from gkd.types import ScoredSample, TrainingSample
-from gkd.weights import object_store
+from gkd.weights.transfer import Piece
 from tests.actor import models
+from tests.weights.received import received
 
 
 def config(**actor: object) -> Config:
@@ -58,9 +59,12 @@ class Ranks:
         return found[0]
 
     def weights(self) -> dict[str, Tensor]:
-        pushes = ray.get([w.publish.remote(1) for w in self.workers], timeout=60)
-        assert all(push is None for push in pushes[1:])
-        return {name: t for piece in object_store.receive(pushes[0], 60) for name, t in piece.items()}
+        def pack(number: int) -> list[Piece]:
+            calls = [w.pack_piece.remote(1, number, rank == 0) for rank, w in enumerate(self.workers)]
+            pieces: list[Piece] = ray.get(calls, timeout=60)
+            return pieces
+
+        return received(pack)
 
     def end(self) -> None:
         for worker in self.workers:

@@ -14,15 +14,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.actor.pretrained import write_config, write_weights
-from gkd.config import Lora
+from gkd.config import Lora, Rollout
 from gkd.data.model_info import ModelInfo
-from gkd.inference.hf import HFEngine
+from gkd.inference.engine import EngineSpec
+from gkd.inference.hf import HFSampler
 from gkd.losses.micro_batch import collate
 from gkd.types import Sample, Sampling, ScoredSample
 from gkd.weights.file_names import FileNames
-from gkd.weights.pieces import buckets
+from gkd.weights.transfer import Piece
 from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
 from tests.inference.test_engines import requests, run, worst_difference
+from tests.weights.received import load_in_pieces
 
 PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon"}
 DESCRIBED = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
@@ -133,17 +135,17 @@ def test_tensors_that_are_converted_together_wait_for_each_other(monkeypatch: py
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "falcon_h1", "mamba"])
 def test_sampling_with_transformers_follows_the_actor(family: str, tmp_path: Path) -> None:
     student, model = student_of(family, tmp_path)
-    engine = HFEngine(str(tmp_path), DESCRIBED, "cpu", torch.float32, 64)
+    engine = HFSampler(EngineSpec(str(tmp_path), DESCRIBED, Rollout(max_num_seqs=64), "cpu", "float32"))
     wanted = requests(Sampling(8), n=4)
     for version in (0, 1, 2):
         if version:
             model = make(family, seed=version)
             student.lm.load_state_dict(model.state_dict())
-            engine.load_weights(buckets(student.file_tensors(torch.float32), 20_000), version)
+            load_in_pieces(engine, student.file_tensors(torch.float32), version)
         assert worst_difference(model, wanted, run(engine, wanted)) < 2e-4
     sent = dict(student.file_tensors(torch.float32))
     with pytest.raises(RuntimeError, match=r"weights version 3: strange is unexpected \(1 tensors in all\)"):
-        engine.load_weights([sent | {"strange": torch.zeros(1)}], 3)
+        engine.load_weights(Piece(3, 0, True), sent | {"strange": torch.zeros(1)})
     name = next(name for name in sent if "embed" not in name)
     with pytest.raises(RuntimeError, match=r"weights version 4: .* is missing \(1 tensors in all\)"):
-        engine.load_weights([{other: t for other, t in sent.items() if other != name}], 4)
+        engine.load_weights(Piece(4, 0, True), {other: t for other, t in sent.items() if other != name})

@@ -25,9 +25,9 @@ from gkd.cluster.placement import place
 from gkd.cluster.session import connect
 from gkd.config import Config, load
 from gkd.errors import OutOfMemory
-from gkd.weights import object_store
 from tests.actor import models
 from tests.actor.ranks import Ranks, put
+from tests.weights.received import received
 
 SETTINGS = {"lr": 1e-6, "max_tokens_per_micro_batch": 30_000, "loss_chunk": 256}
 
@@ -76,7 +76,10 @@ def leave(actor: ActorGroup, megabytes: int) -> None:
 
 
 def weights(actor: ActorGroup) -> dict[str, Tensor]:
-    return {name: t for piece in object_store.receive(actor.publish(), 60) for name, t in piece.items()}
+    ranks = range(len(actor.group))
+    return received(
+        lambda number: actor.group.call_each("pack_piece", [(0, number, rank == 0) for rank in ranks], timeout_s=60)
+    )
 
 
 def pids(actor: ActorGroup) -> set[int]:

@@ -10,8 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gkd.actor.loading import load
-from gkd.actor.pretrained import write_config, write_weights
+from gkd.actor.pretrained import write_config, write_pretrained, write_weights
+from gkd.config import Lora
+from gkd.data.answers import template_end
+from gkd.data.model_info import ModelInfo
 from tests.data.models import save_model
+from tests.data.test_answers import chat_tokenizer
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.6, "do_sample": False, "eos_token_id": [1, 2]}, None])
@@ -27,3 +31,32 @@ def test_settings_of_generation_are_written_as_they_were(settings: dict[str, obj
     assert settings is None or json.loads((target / file.name).read_text()) == settings
     read = AutoModelForCausalLM.from_pretrained(target)
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), student.lm.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.6}, {"eos_token_id": [1, 2]}, None])
+def test_what_is_written_stops_where_the_chat_template_ends_a_turn(
+    settings: dict[str, object] | None, tmp_path: Path
+) -> None:
+    """A base model's own settings need not name that token; samples of a run end there all the same."""
+    tokenizer = chat_tokenizer()
+    source, target = save_model(tmp_path / "source", len(tokenizer), tokenizer), tmp_path / "target"
+    end = template_end(tokenizer)
+    assert end is not None and end not in ModelInfo.read(str(source), "model.path", tokenizer).eos_ids
+    file = source / "generation_config.json"
+    file.unlink() if settings is None else file.write_text(json.dumps(settings))
+    write_pretrained(load(source), str(source), Lora(), torch.float32, target, writes=True)
+    written = json.loads((target / file.name).read_text())
+    assert end in written["eos_token_id"]
+    assert {key: written[key] for key in settings or {} if key != "eos_token_id"} == {
+        key: value for key, value in (settings or {}).items() if key != "eos_token_id"
+    }
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()  # every token as likely as the others
+    torch.manual_seed(0)
+    sampled = model.generate(torch.zeros((16, 1), dtype=torch.long), do_sample=True, max_new_tokens=40)
+    rows = [row[1:].tolist() for row in sampled]
+    assert any(end in row for row in rows)
+    for row in rows:
+        first = next((place for place, token in enumerate(row) if token in written["eos_token_id"]), len(row))
+        assert len(set(row[first + 1 :])) <= 1  # padding

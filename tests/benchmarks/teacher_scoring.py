@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gkd.config import Teacher
 from gkd.data.model_info import ModelInfo
-from gkd.inference.vllm_engine import environment, installed_device
-from gkd.inference.vllm_scorer import VllmEngine
+from gkd.inference.engine import EngineSpec
+from gkd.inference.vllm_environment import environment, installed_device
+from gkd.inference.vllm_scorer import VLLMScorer
 from gkd.scoring.address import Key
 from gkd.scoring.client import Score, ScoringClient
 from gkd.scoring.server import ScoringServer
@@ -58,7 +59,7 @@ def make_model(path: str, options: argparse.Namespace) -> None:
     LlamaForCausalLM(config).save_pretrained(path)
 
 
-def prefill_s(engine: VllmEngine, sequences: np.ndarray[Any, Any]) -> float:
+def prefill_s(engine: VLLMScorer, sequences: np.ndarray[Any, Any]) -> float:
     """Seconds vLLM takes to read the sequences [N, L]. The server must be idle: this is its engine."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
@@ -97,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         make_model(path, options)
         settings = Teacher(max_num_seqs=options.sequences, max_top_k=options.vocabulary, max_model_len=options.length)
-        engine = VllmEngine(path, ModelInfo.read(path, "model"), settings, device, dtype="float32")
+        engine = VLLMScorer(EngineSpec(path, ModelInfo.read(path, "model"), settings, device, "float32"))
     key = Key.generate()
     server, stop = ScoringServer(engine, "benchmark", "127.0.0.1", 0, key), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))

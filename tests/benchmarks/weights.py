@@ -11,10 +11,10 @@ memory of one device. GB/s are 10^9 bytes of weights over the median round's tim
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import ray
 import torch
 
+from gkd.actor.publishing import Publisher
 from gkd.cluster.gpu import nvml_uuids
-from gkd.weights import ipc, nccl, object_store
-from gkd.weights.pieces import Packer, Piece, unpack
+from gkd.config import Weights
+from gkd.weights.transfer import Piece
 
 TENSOR_BYTES = 64 << 20
 LIMIT_S = 300.0
@@ -36,34 +37,28 @@ class Sender:
 
     def __init__(self, n_tensors: int, bucket_bytes: int, checksum: bool, on_gpu: bool) -> None:
         self.device = torch.device("cuda" if on_gpu else "cpu")
-        self.bucket_bytes, self.checksum = bucket_bytes, checksum
+        self.settings = {"bucket_mb": bucket_bytes >> 20, "checksum": checksum}
         shape = (TENSOR_BYTES // 2 // 4096, 4096)
         self.tensors = {
             f"layer.{i}.weight": torch.randn(shape, device=self.device, dtype=torch.bfloat16) for i in range(n_tensors)
         }
-        self.sender: Packer | None = None
+        self.publisher: Publisher | None = None
 
-    def publish(self) -> object_store.Push:
-        return object_store.send(self.tensors.items(), 1, self.bucket_bytes, self.checksum)
+    def use(self, transfer: str) -> None:
+        weights = Weights(transfer=transfer, **self.settings)
+        self.publisher = Publisher(weights, self.device, lambda: iter(self.tensors.items()))
 
-    def open(self, way: str) -> None:
-        if self.sender is None:
-            kind = {"ipc": ipc.Sender, "nccl": nccl.Sender}[way]
-            self.sender = kind(self.device, self.bucket_bytes, self.checksum)
-        self.sender.open(self.tensors.items(), 1, packs=True)
+    def pack(self, number: int) -> Piece:
+        return self.publisher.pack(1, number, packs=True)
 
-    def next(self) -> Piece | None:
-        return self.sender.next()
+    def new_group(self) -> str:
+        return self.publisher.sender.new_group()
 
-    def new_id(self) -> str:
-        return nccl.new_id()
+    def join(self, address: str) -> None:
+        self.publisher.sender.join(address, 2)
 
-    def join(self, unique_id: str) -> None:
-        self.open("nccl")
-        self.sender.join(unique_id, 2)
-
-    def send(self) -> None:
-        self.sender.send()
+    def broadcast(self) -> None:
+        self.publisher.sender.broadcast()
 
     def copy_s(self) -> float:
         """Seconds that copying all tensors within this device takes."""
@@ -84,24 +79,17 @@ class Receiver:
     """Takes weights."""
 
     def __init__(self, on_gpu: bool) -> None:
-        self.device, self.group = torch.device("cuda:0" if on_gpu else "cpu"), None
+        self.device = torch.device("cuda:0" if on_gpu else "cpu")
 
-    def receive(self, push: object_store.Push) -> None:
-        for piece in object_store.receive(push, LIMIT_S):
-            self._touch({name: tensor.to(self.device) for name, tensor in piece.items()})
+    def use(self, transfer: str) -> None:
+        weights = Weights(transfer=transfer)
+        self.receiver = weights.transfer_class.receiver(weights, self.device)
 
-    def join(self, unique_id: str) -> None:
-        import base64
+    def join(self, address: str) -> None:
+        self.receiver.join(address, 1, 2)
 
-        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
-
-        self.group = uid_init_process_group(base64.b64decode(unique_id), 1, 2, 0)
-
-    def take(self, piece: Piece) -> None:
-        packed = nccl.receive(piece, self.group, self.device) if self.group else ipc.receive(piece, self.device)
-        self._touch(unpack(piece, packed))
-
-    def _touch(self, tensors: dict[str, torch.Tensor]) -> None:
+    def receive(self, piece: Piece) -> None:
+        tensors = {name: tensor.to(self.device) for name, tensor in self.receiver.receive(piece).items()}
         assert all(torch.isfinite(t.flatten()[-1]) for t in tensors.values())
 
 
@@ -109,23 +97,16 @@ def ask(call: Any) -> Any:
     return ray.get(call, timeout=LIMIT_S)
 
 
-def by_object_store(sender: Any, receiver: Any) -> None:
-    ask(receiver.receive.remote(ask(sender.publish.remote())))
+def push(transfer: str, sender: Any, receiver: Any) -> None:
+    for number in itertools.count():
+        piece = ask(sender.pack.remote(number))
+        sending = [sender.broadcast.remote()] if transfer == "nccl" else []
+        ask([*sending, receiver.receive.remote(piece)])
+        if piece.last:
+            return
 
 
-def by_ipc(sender: Any, receiver: Any) -> None:
-    ask(sender.open.remote("ipc"))
-    while (piece := ask(sender.next.remote())) is not None:
-        ask(receiver.take.remote(piece))
-
-
-def by_nccl(sender: Any, receiver: Any) -> None:
-    ask(sender.open.remote("nccl"))
-    while (piece := ask(sender.next.remote())) is not None:
-        ask([sender.send.remote(), receiver.take.remote(piece)])
-
-
-def measure(way: str, push: Callable[[Any, Any], None], gpus: list[int], options: argparse.Namespace) -> None:
+def measure(transfer: str, gpus: list[int], options: argparse.Namespace) -> None:
     """Push some times between two fresh processes and print the speed. ``gpus``: those of sender and receiver."""
 
     def start(cls: type, gpu: int, *args: Any) -> Any:
@@ -135,19 +116,20 @@ def measure(way: str, push: Callable[[Any, Any], None], gpus: list[int], options
     n = max(1, int(options.gib * (1 << 30)) // TENSOR_BYTES)
     sender = start(Sender, (gpus or [0])[0], n, options.bucket_mb << 20, options.checksum, bool(gpus))
     receiver = start(Receiver, (gpus or [0])[-1], bool(gpus))
-    if way == "nccl":
-        unique_id = ask(sender.new_id.remote())
-        ask([sender.join.remote(unique_id), receiver.join.remote(unique_id)])
+    ask([sender.use.remote(transfer), receiver.use.remote(transfer)])
+    if transfer == "nccl":
+        address = ask(sender.new_group.remote())
+        ask([sender.join.remote(address), receiver.join.remote(address)])
     times, copies = [], []
     for round_ in range(-1, options.rounds):
         began = time.perf_counter()
-        push(sender, receiver)
+        push(transfer, sender, receiver)
         taken, copied = time.perf_counter() - began, ask(sender.copy_s.remote())
         if round_ >= 0:
             times.append(taken)
             copies.append(copied)
     speed, copy = (n * TENSOR_BYTES / 1e9 / statistics.median(found) for found in (times, copies))
-    print(f"{way:12} {'GPU' if gpus else 'CPU'}: {speed:8.2f} GB/s; copying alone {copy:8.2f} GB/s", flush=True)
+    print(f"{transfer:12} {'GPU' if gpus else 'CPU'}: {speed:8.2f} GB/s; copying alone {copy:8.2f} GB/s", flush=True)
     for process in (sender, receiver):
         ray.kill(process)
 
@@ -163,13 +145,13 @@ def main() -> None:
     n_gpus = len(nvml_uuids()) if torch.version.cuda else 0
     ray.init(address="local", num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
-        measure("object_store", by_object_store, [0, min(1, n_gpus - 1)] if n_gpus else [], options)
+        measure("object_store", [0, min(1, n_gpus - 1)] if n_gpus else [], options)
         if n_gpus:
-            measure("ipc", by_ipc, [0, 0], options)
+            measure("ipc", [0, 0], options)
         else:
             print("ipc          needs a CUDA GPU and the CUDA build of torch")
         if n_gpus > 1:
-            measure("nccl", by_nccl, [0, 1], options)
+            measure("nccl", [0, 1], options)
         else:
             print("nccl         needs two CUDA GPUs and the CUDA build of vLLM")
     finally:

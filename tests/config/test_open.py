@@ -103,3 +103,27 @@ def test_a_run_says_every_setting_of_its_classes_and_another_class_brings_its_ow
     assert compose([str(file), "algorithm.loss.beta=0.3"]).algorithm.loss.own().beta == 0.3
     assert compose([str(file), "algorithm.loss.name=jsd", "algorithm.loss.top_k=4"]).algorithm.loss.own().beta == 0.5
     assert "beta" not in compose([str(file), "algorithm.loss.name=forward_kl"]).model_dump()["algorithm"]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["rollout.engine=sglang"], "rollout.engine"),
+        (["rollout.engine=pathlib:Path"], "rollout: engine=pathlib:Path cannot sample"),
+        (["rollout.engine=gkd.inference.vllm_scorer:VLLMScorer"], "cannot sample"),
+        (["teacher.engine=hf"], "teacher.engine"),
+        (["reference.engine=gkd.inference.hf:HFSampler"], "reference: .* cannot score"),
+        (["reward_model.engine=vllm"], "reward_model.engine"),
+        (
+            ["rollout.engine=hf", "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2"],
+            "tensor_parallel_size=2",
+        ),
+        (["weights.transfer=gloo"], "weights.transfer"),
+        (["weights.directory=/tmp"], "weights.directory"),
+        (["weights.transfer=nccl", "rollout.engine=hf"], "weights.transfer=nccl: rollout.engine=hf"),
+    ],
+)
+def test_an_engine_or_a_transfer_that_cannot_do_it_is_refused(overrides: list[str], setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting) as refused:
+        compose(overrides)
+    assert "\n" not in str(refused.value)

@@ -11,7 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from gkd.config import RewardModel
-from gkd.inference.classifier import ClassifierEngine
+from gkd.data.model_info import ModelInfo
+from gkd.inference.classifier import Classifier
+from gkd.inference.engine import EngineSpec
 from gkd.rewards.reward_model import tokens_of
 from gkd.scoring.client import Rate, Score, ScorerRefused, ScoringClient
 from gkd.scoring.server import ScoringServer
@@ -35,8 +37,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(path: Path) -> ClassifierEngine:
-    return ClassifierEngine(str(path), RewardModel(), "cpu", torch.float32)
+def engine(path: Path) -> Classifier:
+    return Classifier(EngineSpec(str(path), ModelInfo.read(str(path), "model"), RewardModel(), "cpu", "float32"))
 
 
 def expected(path: Path, ids: list[int]) -> float:
@@ -50,19 +52,19 @@ def expected(path: Path, ids: list[int]) -> float:
 SEQUENCES = [[3, 4, 5], [7, 0], [1, 2, 3, 4, 5, 6, 7, 0, 0], [9]]
 
 
-def test_ratings_are_the_models_own(engine: ClassifierEngine, path: Path) -> None:
+def test_ratings_are_the_models_own(engine: Classifier, path: Path) -> None:
     """Also of sequences that end with the id the model calls padding."""
     found = engine.rate([np.array(ids, np.int32) for ids in SEQUENCES])
     assert found == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
 
 
-def test_a_batch_in_which_every_id_occurs(engine: ClassifierEngine, path: Path) -> None:
+def test_a_batch_in_which_every_id_occurs(engine: Classifier, path: Path) -> None:
     every = [list(range(VOCABULARY)), [2, 3]]
     found = engine.rate([np.array(ids, np.int32) for ids in every])
     assert found == pytest.approx([expected(path, ids) for ids in every], abs=1e-5)
 
 
-def test_over_the_wire(engine: ClassifierEngine, path: Path) -> None:
+def test_over_the_wire(engine: Classifier, path: Path) -> None:
     server, stop = ScoringServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()

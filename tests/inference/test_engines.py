@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from gkd.config import Rollout
+from gkd.config import Rollout, Weights
 from gkd.data.model_info import ModelInfo
-from gkd.inference.engine import SamplingEngine
-from gkd.inference.vllm_engine import engine_arguments, environment
+from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.vllm_environment import environment
 from gkd.planning.memory import kv_bytes, pool_memory
 from gkd.types import Prompt, Sample, SampleRequest, Sampling
 from tests.planning.layouts import layout_of
+from tests.weights.received import load_in_pieces
 
 pytestmark = pytest.mark.vllm
 EOS = 1
@@ -50,45 +50,32 @@ def make(tied: bool, seed: int) -> torch.nn.Module:
     return model.float().eval()
 
 
-def small_engine(path: str) -> dict[str, Any]:
+def small_spec(path: str, *, transfer: str = "object_store", stateful: bool = False) -> EngineSpec:
     """Few tokens a step, so that prompts compete for them: on a CPU a seeded prompt must never be split."""
-    return engine_arguments(
-        path,
-        "cpu",
-        Rollout(),
-        dtype="float32",
-        max_model_len=64,
-        max_num_batched_tokens=128,
-        logprobs_mode="processed_logprobs",
-        seeded=True,
-    )
+    model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS, stateful)
+    weights = Weights(transfer=transfer)
+    return EngineSpec(path, model, Rollout(), "cpu", "float32", 64, weights=weights, max_num_batched_tokens=128)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, SamplingEngine]]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A vLLM and an hf engine of the same model."""
     os.environ.update(environment("cpu"))
-    from vllm import LLM
-
-    from gkd.inference.hf import HFEngine
-    from gkd.inference.vllm import VLLMEngine
-    from gkd.weights import vllm_plugin
+    from gkd.inference.hf import HFSampler
+    from gkd.inference.vllm_sampler import VLLMSampler
 
     path = str(tmp_path_factory.mktemp("model"))
     model = make(request.param, seed=0)
     model.save_pretrained(path)
-    llm = LLM(**small_engine(path), weight_transfer_config={"backend": vllm_plugin.register()})
-    described = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+    vllm = VLLMSampler(small_spec(path))
     yield {
-        "vllm": VLLMEngine(llm, described),
-        "hf": HFEngine(path, described, "cpu", torch.float32, 64),
+        "vllm": vllm,
+        "hf": HFSampler(small_spec(path)),
         "model": model,
         "tied": request.param,
         "path": path,
     }
-    del llm
+    vllm.close()
 
 
 def requests(sampling: Sampling, n: int = 9) -> list[SampleRequest]:
@@ -99,13 +86,13 @@ def requests(sampling: Sampling, n: int = 9) -> list[SampleRequest]:
     ]
 
 
-def run(engine: SamplingEngine, wanted: list[SampleRequest]) -> list[Sample]:
+def run(engine: InferenceEngine[SampleRequest, Sample], wanted: list[SampleRequest]) -> list[Sample]:
     for key, request in enumerate(wanted):
-        engine.add(replace(request, key=key))
-    found: list[Sample] = []
+        engine.add(key, request)
+    samples: dict[int, Sample] = {}
     while engine.busy():
-        found += engine.step()
-    return sorted(found, key=lambda sample: sample.request.key)
+        samples |= dict(engine.step())
+    return [samples[key] for key in sorted(samples)]
 
 
 def worst_difference(model: torch.nn.Module, wanted: list[SampleRequest], found: list[Sample]) -> float:
@@ -178,8 +165,7 @@ def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
     for version, seed in ((1, 7), (2, 8)):
         pushed = make(pair["tied"], seed)
         state = {n: t for n, t in pushed.state_dict().items() if not (pair["tied"] and n == "lm_head.weight")}
-        pieces = [{n: t} for n, t in state.items()]
-        pair[name].load_weights(pieces, version)
+        load_in_pieces(pair[name], state.items(), version)
         found = run(pair[name], wanted)
         assert {span.version for sample in found for span in sample.versions} == {version}
         assert worst_difference(pushed, wanted, found) < 2e-4

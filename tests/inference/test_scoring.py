@@ -15,6 +15,7 @@ from gkd.actor.model import load as load_student
 from gkd.config import Algorithm, Rollout, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
+from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_scorer import RESULT_BYTES
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
@@ -254,8 +255,8 @@ def test_a_checkpoint_tells_rows_positions_and_end_tokens(tiny_llama: Path) -> N
 
 
 def test_a_length_beyond_the_positions_is_refused_before_anything_loads(tiny_llama: Path) -> None:
-    from gkd.inference.vllm_scorer import VllmEngine
+    from gkd.inference.vllm_scorer import VLLMScorer
 
     described = ModelInfo.read(str(tiny_llama), "teacher.model.path")
     with pytest.raises(ConfigError, match=r"teacher\.max_model_len=500: the teacher has 128 positions"):
-        VllmEngine(str(tiny_llama), described, Teacher(max_model_len=500), "cpu", dtype="float32")
+        VLLMScorer(EngineSpec(str(tiny_llama), described, Teacher(max_model_len=500), "cpu", "float32"))

@@ -11,8 +11,7 @@ import pytest
 from gkd.config import Teacher, load
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_engine import Span
+from gkd.inference.engine import EngineSpec, Span
 from gkd.rollout.worker import RolloutWorker, rollout_follower
 from gkd.scoring.address import Key
 from gkd.scoring.worker import ScorerSpec, TokenScorerWorker, token_scorer_follower
@@ -26,14 +25,8 @@ Ends = tuple[Callable[..., object], Callable[..., object], tuple[Any, ...]]
 
 def rollout_ends(path: str) -> Ends:
     checkpoint = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
-    return (
-        RolloutWorker,
-        rollout_follower,
-        (
-            load({"rollout": WIDE, "weights": {"transfer": "object_store"}}),
-            EngineSpec(path, checkpoint, 64, 0, "cpu"),
-        ),
-    )
+    config = load({"rollout": WIDE, "weights": {"transfer": "object_store"}})
+    return RolloutWorker, rollout_follower, (config, EngineSpec.for_rollout(config, path, checkpoint, 64, 0, "cpu"))
 
 
 def teacher_ends(path: str) -> Ends:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from gkd.config import Lora
 from gkd.config.compose import compose
+from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
-from gkd.inference.classifier import ClassifierEngine
+from gkd.inference.classifier import Classifier
+from gkd.inference.engine import EngineSpec
 from gkd.planning.actor_memory import adapter_weights
 from gkd.planning.advice import advise
 from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
@@ -69,7 +70,8 @@ def test_a_reward_model_is_near_the_measured_peak(
     config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *settings])
     on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
     items = next(group.items for group in on_cpu if group.group == "reward_model")
-    engine = ClassifierEngine(str(tmp_path), config.reward_model, "cpu", torch.float32)
+    info = ModelInfo.read(str(tmp_path), "reward_model.model.path")
+    engine = Classifier(EngineSpec(str(tmp_path), info, config.reward_model, "cpu", "float32"))
     with TensorBytes() as measured:
         measured.count(engine.model.parameters())
         engine.rate([np.full(length, 1 + i, np.int32) for i in range(n)])

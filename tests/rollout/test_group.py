@@ -40,7 +40,9 @@ def engines(local_ray: None) -> Iterator[list[Group]]:
 
 
 def settings() -> Config:
-    return load({"rollout": {"engine_timeout_s": TIMEOUT_S, "max_num_seqs": 4}})
+    return load(
+        {"rollout": {"engine": "tests.rollout.toy:ToyEngine", "engine_timeout_s": TIMEOUT_S, "max_num_seqs": 4}}
+    )
 
 
 def start(engines: list[Group], n: int) -> RolloutGroup:

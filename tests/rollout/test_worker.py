@@ -24,7 +24,8 @@ A, B, TURN_END = (WORDS.index(word) for word in ("a", "b", "d"))
 def worker(tmp_path_factory: pytest.TempPathFactory) -> RolloutWorker:
     path = str(save_model(tmp_path_factory.mktemp("worker") / "model"))
     model = with_turn_end(ModelInfo.read(path, "model.path", load_tokenizer(path)), TURN_END)
-    return RolloutWorker(load({"rollout": {"engine": "hf"}}), EngineSpec(path, model, 64, 0, "cpu"))
+    config = load({"rollout": {"engine": "hf"}})
+    return RolloutWorker(config, EngineSpec.for_rollout(config, path, model, 64, 0, "cpu"))
 
 
 def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSample]:

@@ -12,28 +12,30 @@ import numpy as np
 
 from gkd.config import Config
 from gkd.data.model_info import ModelInfo
-from gkd.inference.engine import EngineSpec
+from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.types import Sample, SampleRequest
 
 
-class ToyEngine:
+class ToyEngine(InferenceEngine[SampleRequest, Sample]):
     """Needs 20 passes of 50 ms for all that it has, and hangs for good in the next one once ``stuck``."""
 
-    def __init__(self) -> None:
-        self.forward_passes, self.version, self.stuck = 0, 0, False
-        self.requests: list[SampleRequest] = []
+    can_sample = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.stuck = False
+        self.requests: dict[int, SampleRequest] = {}
         self.left = 0
 
-    def add(self, request: SampleRequest) -> None:
-        self.requests.append(request)
+    def add(self, key: int, request: SampleRequest) -> None:
+        self.requests[key] = request
         self.left = 20
 
     def busy(self) -> bool:
         return bool(self.requests)
 
-    def step(self) -> list[Sample]:
+    def step(self) -> list[tuple[int, Sample]]:
         if self.stuck:
             threading.Event().wait()
         time.sleep(0.05)
@@ -42,18 +44,20 @@ class ToyEngine:
         if self.left:
             return []
         ids, logprobs = np.ones(2, np.int32), np.zeros(2, np.float32)
-        done = [Sample.single_turn(request, ids, logprobs, self.version, "stop") for request in self.requests]
+        done = [
+            (key, Sample.single_turn(request, ids, logprobs, self.version, "stop"))
+            for key, request in self.requests.items()
+        ]
         self.requests.clear()
         return done
 
 
 class ToyRollout(rollout_worker.RolloutWorker):
-    """The real worker around a :class:`ToyEngine`."""
+    """The real worker, whose configuration names :class:`ToyEngine`."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        rollout_worker._engine = lambda *_: ToyEngine()
         pipeline.load_tokenizer = lambda *_: None
-        super().__init__(config, EngineSpec("", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
+        super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
         self.sends_half = False
 
     def pid(self) -> int:

@@ -167,18 +167,13 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks."""
     from gkd.data.model_info import ModelInfo
-    from gkd.inference.vllm_engine import environment
-    from gkd.inference.vllm_scorer import VllmEngine
+    from gkd.inference.engine import EngineSpec
+    from gkd.inference.vllm_environment import environment
+    from gkd.inference.vllm_scorer import VLLMScorer
 
     os.environ.update(environment("cpu"))
     settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
-    engine = VllmEngine(
-        str(tiny_llama),
-        ModelInfo.read(str(tiny_llama), "teacher.model.path"),
-        settings,
-        "cpu",
-        dtype="float32",
-        max_num_batched_tokens=CHUNK,
-    )
+    model = ModelInfo.read(str(tiny_llama), "teacher.model.path")
+    engine = VLLMScorer(EngineSpec(str(tiny_llama), model, settings, "cpu", "float32", max_num_batched_tokens=CHUNK))
     yield engine
     engine.close()

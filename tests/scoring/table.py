@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gkd.inference.requests import Generate, Limits, Refused, Score
 from gkd.scoring.address import Key
 from gkd.scoring.connections import Bounds
-from gkd.scoring.requests import Generate, Limits, Refused, Score
 from gkd.scoring.server import ScoringServer
 from gkd.types import Int32, Target
 

@@ -17,7 +17,6 @@ import pytest
 
 from gkd.cli.serve_teacher import compose_server
 from gkd.config import Teacher
-from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
 from gkd.scoring.address import Key
 from gkd.scoring.client import Score, ScorerUnavailable, ScoringClient
@@ -91,15 +90,18 @@ def test_where_a_file_says_a_server_listens(tmp_path: Path) -> None:
 def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the Ray host uses it: built, and served on one thread. The engine is the session's."""
     from gkd.inference import vllm_scorer as scoring
+    from gkd.inference.engine import EngineSpec
     from gkd.scoring.worker import ScorerSpec, TokenScorerWorker
 
     closed: list[bool] = []
 
     class Lent:
-        def __init__(self, path: str, checkpoint: ModelInfo, settings: Teacher, device: str, **how: object) -> None:
-            assert how == {"dtype": "float32", "sleeps": False, "span": None}
-            assert (path, device) == (str(model), "cpu")
-            assert (checkpoint.vocabulary, checkpoint.n_tokens, checkpoint.eos_ids) == (96, 96, [2, 95])
+        can_score = True
+
+        def __init__(self, spec: EngineSpec) -> None:
+            assert (spec.dtype, spec.sleeps, spec.span) == ("float32", False, None)
+            assert (spec.model_path, spec.device) == (str(model), "cpu")
+            assert (spec.model.vocabulary, spec.model.n_tokens, spec.model.eos_ids) == (96, 96, [2, 7, 95])
             self.limits, self.busy, self.step = vllm_engine.limits, vllm_engine.busy, vllm_engine.step
             self.broken = False
 
@@ -111,10 +113,11 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
         def close(self) -> None:
             closed.append(True)
 
-    monkeypatch.setattr(scoring, "VllmEngine", Lent)
+    monkeypatch.setattr(scoring, "VLLMScorer", Lent)
     settings = Teacher(max_model_len=VLLM_LENGTH)
     key = Key.generate()
-    worker = TokenScorerWorker(settings, ScorerSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key))
+    spec = ScorerSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key, eos_ids=(7,))
+    worker = TokenScorerWorker(settings, spec)
     failures: list[RunFailed] = []
 
     def serve_until_it_fails() -> None:

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gkd.data.rendering import Rendering
+from gkd.inference.requests import Generate, Score
 from gkd.scoring import wire
-from gkd.scoring.requests import Generate, Score
 from gkd.types import Target
 
 ids = st.integers(0, 2**63 - 1)

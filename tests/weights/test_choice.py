@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.actor.worker import ActorWorker
+from gkd.config import Rollout, Weights
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.weights.choice import choose
@@ -36,9 +37,12 @@ SIM = [f"SIM-ab-{i}" for i in range(4)]
     ],
 )
 def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engine: str, way: str) -> None:
-    found = choose("auto", engine, reports("actor", *actor), reports("rollout", *rollout))
+    found = choose(Weights(), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout))
     assert found == way
-    assert choose(way, engine, reports("actor", *actor), reports("rollout", *rollout)) == way
+    assert (
+        choose(Weights(transfer=way), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout))
+        == way
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engin
 )
 def test_a_way_that_cannot_work_is_one_line(wanted: str, actor: list[str], rollout: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        choose(wanted, "vllm", reports("actor", *actor), reports("rollout", *rollout))
+        choose(Weights(transfer=wanted), Rollout(), reports("actor", *actor), reports("rollout", *rollout))
     assert str(caught.value).startswith(f"weights.transfer={wanted}: ")
     assert "\n" not in str(caught.value)
 
@@ -73,8 +77,8 @@ def test_a_way_that_cannot_work_is_one_line(wanted: str, actor: list[str], rollo
 def test_the_hf_engine_is_refused_before_anything_starts(wanted: str) -> None:
     with pytest.raises(ConfigError, match=rf"weights.transfer={wanted}: rollout.engine=hf .*object_store"):
         compose([f"weights.transfer={wanted}", "rollout.engine=hf"])
-    with pytest.raises(ConfigError, match=r"rollout.engine=hf takes weights from the object store alone"):
-        choose(wanted, "hf", reports("actor", G[0]), reports("rollout", G[0]))
+    with pytest.raises(ConfigError, match=r"rollout.engine=hf takes no weights from GPU to GPU; .*object_store"):
+        choose(Weights(transfer=wanted), Rollout(engine="hf"), reports("actor", G[0]), reports("rollout", G[0]))
     assert compose(["rollout.engine=hf"]).weights.transfer == "auto"
 
 
@@ -92,13 +96,13 @@ def test_every_placement_has_a_way_and_no_other_is_accepted(actor: list[str], ro
     can = {"ipc": on_gpus and set(rollout) <= set(actor), "nccl": on_gpus and actor[0] not in rollout}
     can["object_store"] = True
     who = reports("actor", *actor), reports("rollout", *rollout)
-    assert choose("auto", engine, *who) == next(way for way in can if can[way])
+    assert choose(Weights(), Rollout(engine=engine), *who) == next(way for way in can if can[way])
     for way, possible in can.items():
         if possible:
-            assert choose(way, engine, *who) == way
+            assert choose(Weights(transfer=way), Rollout(engine=engine), *who) == way
         else:
             with pytest.raises(ConfigError, match=f"weights.transfer={way}: "):
-                choose(way, engine, *who)
+                choose(Weights(transfer=way), Rollout(engine=engine), *who)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from gkd.actor.loading import load
-from gkd.data.model_info import ModelInfo
-from gkd.inference.vllm_engine import environment
-from gkd.inference.vllm_support import why_not_on_a_cpu
+from gkd.inference.vllm_environment import environment
+from gkd.inference.vllm_models import why_not_on_a_cpu
 from gkd.types import Sampling
-from gkd.weights.pieces import buckets
-from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
-from tests.inference.test_engines import requests, run, small_engine, worst_difference
+from tests.families import FAMILIES, STATEFUL, make
+from tests.inference.test_engines import requests, run, small_spec, worst_difference
+from tests.weights.received import load_in_pieces
 
 pytestmark = pytest.mark.vllm
 
@@ -40,8 +39,6 @@ MECHANISMS = {
 OWN_WAY = {"deepseek_v2", "deepseek_v3", "apertus"}
 """vLLM on a CPU computes them a little otherwise than transformers, whatever is pushed: compared with a new engine."""
 
-FAIL = {"phimoe": "vLLM runs transformers' own layers and puts experts into them that do not fit"}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu() -> None:
@@ -54,20 +51,18 @@ class Engines:
     def __init__(self) -> None:
         self.running: Any = None
 
-    def __call__(self, path: str, **changed: Any) -> Any:
-        from vllm import LLM
+    def __call__(self, path: Path, stateful: bool) -> Any:
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        from gkd.weights import vllm_plugin
+        from gkd.inference.vllm_sampler import VLLMSampler
 
         cleanup_dist_env_and_memory()  # an engine of other tests may have left groups without one for experts
-        backend = {"backend": vllm_plugin.register()}
-        self.running = LLM(**small_engine(path) | changed, weight_transfer_config=backend)
+        self.running = VLLMSampler(small_spec(str(path), stateful=stateful))
         return self.running
 
     def end(self) -> None:
         if self.running is not None:
-            self.running.llm_engine.engine_core.shutdown()
+            self.running.close()
         self.running = None
         gc.collect()
 
@@ -86,18 +81,15 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
         make(family, seed).save_pretrained(tmp_path / str(seed))
     if why_not_on_a_cpu(models[0].config) is not None:
         pytest.skip("refused before it is started")
-    if family in FAIL:
-        pytest.skip(FAIL[family])
     pushes = [sent(tmp_path / "0", model.state_dict()) for model in models]
     wanted = requests(Sampling(12))
-    caching = family not in STATEFUL
     if family in OWN_WAY:
-        new = run(engine_of(started(str(tmp_path / "2"), enable_prefix_caching=caching)), wanted)
+        new = run(started(tmp_path / "2", family in STATEFUL), wanted)
         started.end()
-    engine = engine_of(started(str(tmp_path / "0"), enable_prefix_caching=caching))
+    engine = started(tmp_path / "0", family in STATEFUL)
     run(engine, wanted)
     for version in (1, 2):
-        engine.load_weights(buckets(pushes[version].items(), 20_000), version)
+        load_in_pieces(engine, pushes[version].items(), version)
         found = run(engine, wanted)
         if family not in OWN_WAY:
             assert worst_difference(models[version], wanted, found) < 2e-4
@@ -106,13 +98,6 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
         for a, b in zip(new, found, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
-
-
-def engine_of(llm: Any) -> Any:
-    """A sampling engine around vLLM's."""
-    from gkd.inference.vllm import VLLMEngine
-
-    return VLLMEngine(llm, ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS))
 
 
 def sent(path: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:

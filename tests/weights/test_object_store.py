@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import torch
 
+from gkd.actor.publishing import Publisher
+from gkd.config import Weights
 from gkd.errors import RunFailed
-from gkd.weights import object_store
+from gkd.weights.object_store import ObjectStoreReceiver, StoredPiece
+from gkd.weights.packing import buckets
+from gkd.weights.transfer import Piece
 
 TENSORS = {
     "a.weight": torch.randn(7, 5),
@@ -25,23 +30,49 @@ def _ray(local_ray):
     """These tests put and get real objects."""
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
-def test_every_tensor_arrives_as_it_was(bucket_bytes: int) -> None:
-    push = object_store.send(TENSORS.items(), 3, bucket_bytes, checksum=True)
-    found = {name: t for piece in object_store.receive(push, 10.0) for name, t in piece.items()}
+CPU = torch.device("cpu")
+
+
+def sent(bucket_mb: int, checksum: bool) -> list[Piece]:
+    settings = Weights(transfer="object_store", bucket_mb=bucket_mb, checksum=checksum)
+    publisher, found = Publisher(settings, CPU, lambda: iter(TENSORS.items())), []
+    while not found or not found[-1].last:
+        found.append(publisher.pack(3, len(found), packs=True))
+    return found
+
+
+def receive(piece: Piece, **settings: Any) -> dict[str, torch.Tensor]:
+    return ObjectStoreReceiver(Weights(**settings), CPU).receive(piece)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize(("bucket_bytes", "n"), [(1, 4), (300, 3), (1 << 20, 1)])
+def test_every_tensor_arrives_as_it_was(
+    bucket_bytes: int, n: int, checksum: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.actor.publishing.buckets", lambda tensors, _: buckets(tensors, bucket_bytes))
+    pieces = sent(1, checksum)
+    found = {name: t for piece in pieces for name, t in receive(piece).items()}
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in TENSORS.items())
-    assert len(push.pieces) == len(push.digests) == {1: 4, 300: 3, 1 << 20: 1}[bucket_bytes]
+    assert [piece.number for piece in pieces] == list(range(n))
+    assert [piece.last for piece in pieces] == [False] * (n - 1) + [True]
+
+
+def test_a_rank_that_does_not_pack_gathers_all_the_same() -> None:
+    piece = Publisher(Weights(), CPU, lambda: iter(TENSORS.items())).pack(3, 0, packs=False)
+    assert piece == Piece(3, 0, True)
 
 
 def test_a_changed_byte_is_found_when_checksums_are_on() -> None:
-    push = object_store.send(TENSORS.items(), 1, 1 << 20, checksum=True)
-    data = ray.get(push.pieces[0]).copy()
+    (piece,) = sent(1, checksum=True)
+    stored: StoredPiece = piece.contents[0]
+    data = ray.get(stored.ref).copy()
     data[-1] ^= 1
-    damaged = dataclasses.replace(push, pieces=[ray.put(data)])
-    with pytest.raises(RunFailed, match=r"weights version 1, piece 1 of 1 differs"):
-        list(object_store.receive(damaged, 10.0))
-    assert list(object_store.receive(dataclasses.replace(damaged, digests=[]), 10.0))  # not asked for: not checked
+    damaged = replace(stored, ref=ray.put(data))
+    with pytest.raises(RunFailed, match=r"weights version 3, piece 1 differs"):
+        receive(replace(piece, contents=(damaged,)))
+    assert receive(replace(piece, contents=(replace(damaged, sha256=None),)))  # not asked for: not checked
 
 
 def test_a_piece_that_does_not_come_is_a_failure_with_a_deadline() -> None:
@@ -53,7 +84,6 @@ def test_a_piece_that_does_not_come_is_a_failure_with_a_deadline() -> None:
         return np.zeros(1, dtype=np.uint8)
 
     ref = never.remote()
-    push = object_store.Push(2, 1, [ref])
-    with pytest.raises(RunFailed, match=r"version 2, piece 1 of 1 did not arrive within 0.2 s"):
-        list(object_store.receive(push, 0.2))
+    with pytest.raises(RunFailed, match=r"version 2, piece 1 did not arrive within 0.2 s"):
+        receive(Piece(2, 0, True, (StoredPiece(ref, None),)), timeout_s=0.2)
     ray.cancel(ref, force=True)

@@ -18,11 +18,11 @@ from gkd.actor.group import ActorGroup
 from gkd.cluster.gpu import nvml_uuids
 from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
-from gkd.config import Config, load
+from gkd.config import Config, Weights, load
 from gkd.data.model_info import ModelInfo
 from gkd.driver.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_engine import environment, installed_device
+from gkd.inference.vllm_environment import environment, installed_device
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Sampling
 from gkd.weights.choice import choose
@@ -80,7 +80,7 @@ def test_the_engine_samples_from_the_actors_weights(
     paths = save(make(tied, seed=0), tmp_path / "before"), save(trained, tmp_path / "trained")
     actor, engine = worker("actor", 0), worker("rollout", engine_gpu)
     if transfer != "object_store":
-        assert choose("auto", "vllm", actor.reports, engine.reports) == transfer
+        assert choose(Weights(), config.rollout, actor.reports, engine.reports) == transfer
     model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
     surroundings = environment(HERE, 1)
     gather(
@@ -90,7 +90,7 @@ def test_the_engine_samples_from_the_actors_weights(
             ),
             engine.submit_build(
                 "gkd.rollout.worker:RolloutWorker",
-                [(config, EngineSpec(paths[0], model, 64, 0, HERE))],
+                [(config, EngineSpec.for_rollout(config, paths[0], model, 64, 0, HERE))],
                 environment=surroundings,
             ),
         ],

@@ -21,10 +21,16 @@ from gkd.config import Config, load
 from gkd.driver.weight_sync import WeightSync
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
+from gkd.weights.transfer import Piece
 from tests.weights.reports import reports
 
 # By ipc engines are on the actor's GPUs, the other way round.
 ACTOR_GPUS = ["GPU-0", "GPU-1"]
+WAYS = {
+    "ipc": "tests.weights.wire:CopyIpc",
+    "nccl": "tests.weights.wire:GlooNccl",
+    "object_store": "object_store",
+}
 ENGINE_GPUS = {"ipc": ["GPU-1", "GPU-0"], "nccl": ["GPU-2", "GPU-3", "GPU-4"], "object_store": ["GPU-2", "GPU-3"]}
 SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
 
@@ -48,7 +54,8 @@ def group(name: str, gpus: list[str], target: str, args: list[tuple[Any, ...]]) 
 def settings(transfer: str, **weights: object) -> Config:
     return load(
         {
-            "weights": {"transfer": transfer, "bucket_mb": 1, "timeout_s": 60.0, **weights},
+            "weights": {"transfer": WAYS[transfer], "bucket_mb": 1, "timeout_s": 60.0, **weights},
+            "rollout": {"engine": "tests.weights.wire:Keeper", "gpus_of_engines": ENGINE_GPUS[transfer]},
             "cluster": {"cpu_threads": 1, "start_timeout_s": 120.0},
         }
     )
@@ -105,8 +112,8 @@ def start(actors: Group, engines: Group, config: Config) -> System:
 
 
 def make_engines(config: Config, n: int) -> Group:
-    gpus = ENGINE_GPUS[config.weights.transfer][:n]
-    return group("rollout", gpus, "tests.weights.wire:CpuRollout", [(config, rank, gpus) for rank in range(n)])
+    gpus = config.rollout.own().gpus_of_engines[:n]
+    return group("rollout", gpus, "tests.weights.wire:CpuRollout", [(config, rank) for rank in range(n)])
 
 
 def end(found: Group) -> None:
@@ -143,7 +150,7 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     config = settings("ipc", checksum=True)
     engines = make_engines(config, 2)
     system = start(actors, engines, config)
-    system.trouble(0, "die in take", 2)
+    system.trouble(0, "die in receive", 2)
     system.push(1)  # it dies in the middle of this one
     assert system.rollout.alive == [1]
     system.expect_served(1)
@@ -171,7 +178,7 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     system.push(2)
     assert system.rollout.alive == [1, 2]
     assert [groups for *_, groups in system.expect_served(2)] == [[(2, 4), (1, 3)], [(3, 4), (2, 3)]]
-    system.trouble(2, "die in take", 1)
+    system.trouble(2, "die in receive", 1)
     started = time.monotonic()
     with pytest.raises(RunFailed, match=r"rollout rank 2 .* died: .*middle of loading piece 2 of weights version 3"):
         system.push(3)
@@ -182,8 +189,8 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
 @pytest.mark.parametrize(
     ("transfer", "where", "message"),
     [
-        ("ipc", ("hang in take", 1), "loading piece 2 of"),
-        ("nccl", ("hang in join", 0), "meeting over NCCL for"),
+        ("ipc", ("hang in receive", 1), "loading piece 2 of"),
+        ("nccl", ("hang in join", 0), "joining a group for"),
     ],
 )
 def test_who_does_not_answer_is_named_with_the_version(
@@ -205,15 +212,15 @@ def test_an_engine_that_hangs_takes_no_time_from_the_others() -> None:
     limits: list[float] = []
 
     def tell(method: str, *_: Any, timeout_s: float, what: str) -> dict[int, int]:
-        if method == "halt" and len(rollout.alive) == 2:
+        if method == "pause" and len(rollout.alive) == 2:
             time.sleep(timeout_s)
             rollout.alive.remove(1)
         limits.append(timeout_s)
         return dict.fromkeys(rollout.alive, 3)
 
-    def call(*_: Any, timeout_s: float, what: str) -> list[None]:
+    def call(*_: Any, timeout_s: float, what: str) -> list[Piece]:
         limits.append(timeout_s)
-        return [None]
+        return [Piece(3, 0, True)]
 
     config = settings("ipc", timeout_s=0.5)
     engines = tuple(reports("rollout", *ENGINE_GPUS["ipc"]))
@@ -224,5 +231,5 @@ def test_an_engine_that_hangs_takes_no_time_from_the_others() -> None:
     actor: Any = SimpleNamespace(version=3, group=ranks)
     WeightSync(actor, rollout, engines, config).push()
     assert rollout.alive == [0]
-    assert len(limits) == 4  # halt, open_push, next_piece, serve_version
+    assert len(limits) == 4  # pause, pack_piece, receive, release_piece
     assert all(limit > 0.25 for limit in limits), limits

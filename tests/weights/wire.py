@@ -9,25 +9,25 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor
 
+from gkd.actor.publishing import Publisher
 from gkd.actor.worker import ActorWorker
-from gkd.config import Config
+from gkd.config import Config, Weights
+from gkd.config.base import Settings
 from gkd.data.model_info import ModelInfo
-from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec
+from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.types import Sample, SampleRequest
 from gkd.weights import ipc, nccl
-from gkd.weights.pieces import Packer, Piece, unpack
+from gkd.weights.packing import PackingSender, unpack
+from gkd.weights.transfer import Piece
 
 
 class Gloo:
@@ -46,126 +46,161 @@ class Gloo:
         self.group.broadcast([packed], options).wait()
 
 
-class CopySender(ipc.Sender):
+class CopySender(ipc.IpcSender):
     """Hands out the buffer itself."""
 
     gpu = ""
 
-    def next(self) -> Piece | None:
-        return Packer.next(self)
+    def share(self) -> tuple[str, tuple[Any, ...]]:
+        return self.gpu, (self.packed,)
 
-    def shown(self, piece: Piece) -> Piece:
-        return replace(Packer.shown(self, piece), handles={self.gpu: (self.packed,)})
+    def release(self) -> None:
+        PackingSender.release(self)
 
 
-class GlooSender(nccl.Sender):
+class CopyReceiver(ipc.IpcReceiver):
+    """Copies the buffer; ``damages`` is the number of a piece that it damages."""
+
+    uuid = ""
+    damages: int | None = None
+
+    def gpu(self) -> str:
+        return self.uuid
+
+    def receive(self, piece: Piece) -> dict[str, Tensor]:
+        self.number = piece.number
+        return super().receive(piece)
+
+    def open(self, shared: ipc.SharedBuffer) -> Tensor:
+        packed = shared.handle[0].clone()
+        if self.damages == self.number:
+            packed[7] ^= 1
+        return packed
+
+
+class CopyIpc(ipc.Ipc):
+    """``ipc`` with a copy in place of CUDA's memory."""
+
+    sender, receiver = CopySender, CopyReceiver
+
+
+class GlooSender(nccl.NcclSender):
     """Broadcasts over gloo."""
 
-    def join(self, unique_id: str, world: int) -> None:
-        self.group = Gloo(unique_id, nccl.ROOT, world, self.store)
+    def new_group(self) -> str:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return f"127.0.0.1:{self.store.port}"
 
-    def send(self) -> None:
+    def join(self, address: str, world: int) -> None:
+        self.group = Gloo(address, nccl.ROOT, world, self.store)
+
+    def broadcast(self) -> None:
         self.group.broadcast(self.packed)
 
 
+class GlooReceiver(nccl.NcclReceiver):
+    """Takes part in the broadcasts."""
+
+    def join(self, address: str, rank: int, world: int) -> None:
+        self.group = Gloo(address, rank, world)
+
+    def receive(self, piece: Piece) -> dict[str, Tensor]:
+        layout = piece.contents[0]
+        packed = torch.empty(layout.n_bytes, dtype=torch.uint8)
+        self.group.broadcast(packed)
+        return unpack(piece, layout, packed)
+
+
+class GlooNccl(nccl.Nccl):
+    """``nccl`` with gloo in place of NCCL."""
+
+    sender, receiver = GlooSender, GlooReceiver
+
+
 class CpuActor(ActorWorker):
-    """A real actor rank on a CPU that sends by ``ipc`` and ``nccl``. ``gpus``: the UUID that each rank is to be on."""
+    """A real actor rank on a CPU. ``gpus``: the UUID that each rank is to be on."""
 
     def __init__(self, config: Config, path: str, rank: int, world: int, gpus: list[str]) -> None:
         super().__init__(config, path, rank, world, "cpu")
         self.gpu = gpus[rank]
 
-    @cached_property
-    def _sender(self) -> Packer:
-        settings = self.config.weights
-        kind = {"ipc": CopySender, "nccl": GlooSender}[settings.transfer]
-        sender = kind(self.device, settings.bucket_mb << 20, settings.checksum)
-        sender.gpu = self.gpu
-        return sender
-
-    def new_group(self) -> str:
-        self._sender.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return f"127.0.0.1:{self._sender.store.port}"
-
     def use(self, config: Config) -> None:
         """Send another way from now on."""
-        self.config = config
-        vars(self).pop("_sender", None)
+        self.config, self._publisher = config, Publisher(config.weights, self.device, self._weights)
+        self._publisher.sender.gpu = self.gpu
 
     def weights(self) -> dict[str, Tensor]:
         """All of them, gathered. A collective."""
         return {name: t.clone() for name, t in self.student.full_tensors(self.dtype)}
 
 
-class Keeper:
+class Keeper(InferenceEngine[SampleRequest, Sample]):
     """An engine that keeps what it is given."""
 
-    def __init__(self, gpu: str) -> None:
-        self.gpu, self.group, self.version = gpu, None, 0
-        self.tensors: dict[str, Tensor] = {}
-        self.groups: list[tuple[int, int]] = []
-        self.pieces = 0
-        self.trouble: tuple[str, int] | None = None
+    can_sample = gpu_transfers = True
 
-    def add(self, request: SampleRequest) -> None:
+    class Config(Settings):
+        gpus_of_engines: list[str] = Field(
+            [], description="by rank, the UUID of the GPU that an engine believes to be on"
+        )
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec, self.trouble = spec, ("", 0)
+        self.groups: list[tuple[int, int]] = []
+        self.use(spec.weights, spec.settings.own().gpus_of_engines)
+
+    def use(self, weights: Weights, gpus: list[str]) -> None:
+        """Receive another way from now on, and believe to be on another GPU."""
+        self.receiver = weights.transfer_class.receiver(weights, torch.device("cpu"))
+        self.receiver.uuid = gpus[self.spec.rank]
+        self.tensors: dict[str, Tensor] = {}
+        self.pieces = 0
+
+    def add(self, key: int, request: SampleRequest) -> None:
         raise AssertionError("no test samples")
 
     def busy(self) -> bool:
         return False
 
-    def step(self) -> list[Sample]:
+    def step(self) -> list[tuple[int, Sample]]:
         return []
 
-    def load_weights(self, pieces: Iterable[dict[str, Tensor]], version: int) -> None:
-        self.tensors = {name: t for piece in pieces for name, t in piece.items()}
-        self.version = version
-
-    def join(self, unique_id: str, offset: int, world: int) -> None:
-        self._maybe("join", 0)
-        self.group = Gloo(unique_id, offset, world)
-        self.groups.append((offset, world))
-
-    def take(self, piece: Piece) -> None:
+    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
         if piece.number == 0:
             self.tensors, self.pieces = {}, 0
-        self._maybe("take", piece.number)
-        if piece.handles:
-            packed = ipc.handle_for(piece, self.gpu)[0].clone()
-        else:
-            packed = torch.empty(piece.n_bytes, dtype=torch.uint8)
-            if self.group is None:
-                raise RunFailed("no group")
-            self.group.broadcast(packed)
-        if self._has("damage", piece.number):
-            packed[7] ^= 1
-        self.tensors |= {name: t.clone() for name, t in unpack(piece, packed).items()}
+        self.tensors |= {name: t.clone() for name, t in tensors.items()}
         self.pieces += 1
+        assert self.pieces == piece.number + 1
 
-    def finish(self, version: int) -> None:
-        assert self.pieces > 1
-        self.version = version
+    def join(self, address: str, offset: int, world: int) -> None:
+        self._maybe("join", 0)
+        self.receiver.join(address, offset, world)
+        self.groups.append((offset, world))
 
-    def _has(self, what: str, number: int) -> bool:
-        return self.trouble == (what, number)
+    def receive_weights(self, piece: Piece) -> None:
+        self._maybe("receive", piece.number)
+        what, number = self.trouble
+        self.receiver.damages = number if what == "damage" else None
+        self.load_weights(piece, self.receiver.receive(piece))
 
     def _maybe(self, where: str, number: int) -> None:
-        if self._has(f"die in {where}", number):
+        if self.trouble == (f"die in {where}", number):
             os._exit(3)
-        if self._has(f"hang in {where}", number):
+        if self.trouble == (f"hang in {where}", number):
             time.sleep(60)
 
 
 class CpuRollout(rollout_worker.RolloutWorker):
     """A real rollout worker around a :class:`Keeper`."""
 
-    def __init__(self, config: Config, rank: int, gpus: list[str]) -> None:
-        rollout_worker._engine = lambda *_: Keeper(gpus[rank])
+    def __init__(self, config: Config, rank: int) -> None:
         pipeline.load_tokenizer = lambda *_: None
-        super().__init__(config, EngineSpec("", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
+        super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
 
     def use(self, config: Config, gpus: list[str]) -> None:
         """Have other settings from now on, and believe to be on another GPU."""
-        self.config, self.engine.gpu = config, gpus[self.rank]
+        self.config, self._receiver = config, rollout_worker._receiver(config.weights)
+        self.engine.use(config.weights, gpus)
 
     def make_trouble(self, what: str, number: int) -> None:
         self.engine.trouble = (what, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from gkd.weights import ipc
-from gkd.weights.pieces import Piece, unpack
+from gkd.actor.publishing import Publisher
+from gkd.config import Weights
+from gkd.weights.ipc import IpcReceiver
+from gkd.weights.transfer import Piece
 from tests.gpu.checks.context import Context, require
 
 TENSORS, ROWS, COLUMNS = 25, 8192, 4096  # 64 MiB each in bfloat16, 1.6 GiB in all
-BUCKET_BYTES = 256 << 20
+BUCKET_MB = 256
 PUSHES, UNCHECKED, WARM = 20, 6, 2
 MOST_GROWTH_GIB = 0.1
 LIMIT_S = 60.0
@@ -30,17 +33,22 @@ def pushes(context: Context) -> None:
     device = torch.device("cuda:0")
     tensors = {f"{i}.weight": torch.randn(ROWS, COLUMNS, device=device, dtype=torch.bfloat16) for i in range(TENSORS)}
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    checked, plain = (ipc.Sender(device, BUCKET_BYTES, checksum) for checksum in (True, False))
+    checked, plain = (
+        Publisher(
+            Weights(transfer="ipc", bucket_mb=BUCKET_MB, checksum=checksum), device, lambda: iter(tensors.items())
+        )
+        for checksum in (True, False)
+    )
     free, times = [], []
     for version in range(1, PUSHES + 1):
         tensors["0.weight"].fill_(version)  # what comes is this version and no other
-        _push(checked, tensors, version, mine)
+        _push(checked, version, mine)
         free.append(_free_gib())
     grown = free[WARM - 1] - free[-1]
     context.note(pushes=PUSHES, gib=n_bytes / (1 << 30), memory_grown_gib=grown)
     for version in range(PUSHES + 1, PUSHES + 1 + UNCHECKED):
         tensors["0.weight"].fill_(version)
-        times.append(_push(plain, tensors, version, mine))
+        times.append(_push(plain, version, mine))
     mine.send(None)
     process.join(LIMIT_S)
     copies = [_copy_s(tensors) for _ in range(UNCHECKED)]
@@ -50,30 +58,33 @@ def pushes(context: Context) -> None:
     require(process.exitcode == 0, f"the receiving process ended with {process.exitcode}")
 
 
-def _push(sender: ipc.Sender, tensors: dict[str, torch.Tensor], version: int, there: Connection) -> float:
+def _push(publisher: Publisher, version: int, there: Connection) -> float:
     """Seconds until the other process has all of it."""
     torch.cuda.synchronize()
     began = time.perf_counter()
-    sender.open(tensors.items(), version, packs=True)
-    while (piece := sender.next()) is not None:
+    for number in itertools.count():
+        piece = publisher.pack(version, number, packs=True)
         there.send(piece)
         require(there.poll(LIMIT_S), f"{piece} did not arrive within {LIMIT_S:g} s")
         answer = there.recv()
         require(answer == piece.number, f"{piece}: {answer}")
+        if piece.last:
+            break
+    publisher.sender.release()
     return time.perf_counter() - began
 
 
 def _receive(there: Connection) -> None:
     """In another process on the same GPU: take pieces until there are no more."""
-    device = torch.device("cuda:0")
+    receiver = IpcReceiver(Weights(transfer="ipc"), torch.device("cuda:0"))
     while (piece := there.recv()) is not None:
-        there.send(_answer(piece, device))
+        there.send(_answer(piece, receiver))
 
 
-def _answer(piece: Piece, device: torch.device) -> Any:
+def _answer(piece: Piece, receiver: IpcReceiver) -> Any:
     """The piece's number where it is what it should be, else what is wrong."""
     try:
-        first = unpack(piece, ipc.receive(piece, device)).get("0.weight")
+        first = receiver.receive(piece).get("0.weight")
         if first is None or bool((first == piece.version).all()):
             return piece.number
         return f"holds {float(first.flatten()[0])}, not version {piece.version}"

@@ -21,19 +21,20 @@ def rows(context: Context) -> None:
     """K = 0, 64 and the whole vocabulary, at two temperatures: the numbers, their order and their sum."""
     from gkd.config import Teacher
     from gkd.data.model_info import ModelInfo
-    from gkd.inference.vllm_engine import environment
+    from gkd.inference.vllm_environment import environment
 
     device = "cpu" if context.rehearsal else "cuda"
     os.environ.update(environment(device))  # type: ignore[arg-type]
     path = context.scratch / "rows"
     _make(path, device)
-    from gkd.inference.vllm_scorer import VllmEngine
+    from gkd.inference.engine import EngineSpec
+    from gkd.inference.vllm_scorer import VLLMScorer
 
     dtype = "float32" if context.rehearsal else "bfloat16"
     settings = Teacher(max_model_len=LENGTH, gpu_memory_utilization=0.3, enforce_eager=True, kv_cache_gb=1)
     began = time.monotonic()
     checkpoint = ModelInfo(VOCABULARY, 2 * LENGTH, [1], VOCABULARY)
-    engine = VllmEngine(str(path), checkpoint, settings, device, dtype=dtype)  # type: ignore[arg-type]
+    engine = VLLMScorer(EngineSpec(str(path), checkpoint, settings, device, dtype))  # type: ignore[arg-type]
     context.note(start_s=time.monotonic() - began)
     sequences = np.random.default_rng(0).integers(2, VOCABULARY - LEFT_OUT, (SEQUENCES, LENGTH)).astype(np.int32)
     logits = _logits(path, sequences)
@@ -51,7 +52,7 @@ def rows(context: Context) -> None:
 
 def _worst(engine: Any, sequences: Any, logits: Any, top_k: int, temperature: float) -> tuple[float, float]:
     """Mean and largest difference to ``logits`` [S, L, V], already divided, without the rows that are left out."""
-    from gkd.scoring.requests import Score
+    from gkd.inference.requests import Score
 
     kept = VOCABULARY - LEFT_OUT
     exact = logits[..., :kept].log_softmax(-1).numpy()

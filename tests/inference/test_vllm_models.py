@@ -12,10 +12,16 @@ from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs import _require_engines_run
 from gkd.errors import ConfigError
-from gkd.inference.vllm_support import CPU_HEAD_SIZES, CPU_LATENT_SIZES, why_not_on_a_cpu
+from gkd.inference.vllm_models import (
+    CPU_HEAD_SIZES,
+    CPU_LATENT_SIZES,
+    STUDENT_REMEDY,
+    require_vllm_runs,
+    why_not_on_a_cpu,
+)
 from tests.families import FAMILIES, STATEFUL, config_of
 
-NOT_HERE = {"mamba", "qwen3_5", "minimax_m2", "qwen3_next", "lfm2"}
+NOT_HERE = {"mamba", "qwen3_5", "minimax_m2", "qwen3_next", "lfm2", "phimoe"}
 SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 
 
@@ -62,7 +68,7 @@ def test_a_state_has_no_heads_to_be_refused_for() -> None:
 def test_what_has_no_kernel_is_named(
     kind: str, changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gkd.inference.vllm_support.find_spec", lambda _: None)
+    monkeypatch.setattr("gkd.inference.vllm_models.find_spec", lambda _: None)
     found = why_not_on_a_cpu(AutoConfig.for_model(kind, **SMALL | changed))
     assert found is not None
     assert __import__("re").search(reason, found), found
@@ -79,3 +85,11 @@ def test_each_model_is_named_with_what_to_do(tmp_path: Path) -> None:
         _require_engines_run(config, path, {"reference": path})
     with pytest.raises(ConfigError, match=r"^teacher.models.math=.* heads of 24, .*; choose another model"):
         _require_engines_run(config, path, {"teacher:math": path})
+
+
+def test_a_model_that_is_computed_otherwise_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config_of("apertus").save_pretrained(tmp_path)
+    with caplog.at_level("WARNING", logger="gkd"):
+        require_vllm_runs(str(tmp_path), "model.path", STUDENT_REMEDY)
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "gkd"]
+    assert warning.startswith(f"model.path={tmp_path}: ") and "apertus" in warning and "0.004 nats" in warning

@@ -10,12 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gkd.actor.publishing import Publisher
+from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights import ipc, nccl
-from gkd.weights.pieces import ALIGNMENT, Packer, Piece, buckets, digest, pack, unpack
+from gkd.weights.packing import ALIGNMENT, PackedLayout, PackingSender, buckets, digest, pack, unpack
+from gkd.weights.transfer import Piece, Transfer
 
 CPU = torch.device("cpu")
+PIECE = Piece(4, 2, True)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float64]
+
+
+class Sender(PackingSender):
+    """Packs, and leaves the buffer where it is."""
+
+    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> PackedLayout:
+        return self.pack_buffer(tensors)
+
+
+class Packing(Transfer):
+    sender = Sender
 
 
 @st.composite
@@ -33,17 +48,18 @@ def named(draw: st.DrawFn) -> dict[str, Tensor]:
 @given(named(), st.integers(1, 400))
 def test_buckets_hold_at_most_the_limit_or_one_tensor(tensors: dict[str, Tensor], limit: int) -> None:
     found = list(buckets(tensors.items(), limit))
-    assert [name for bucket in found for name in bucket] == list(tensors)
-    for bucket in found:
+    assert [name for bucket, _ in found for name in bucket] == list(tensors)
+    assert [last for _, last in found] == [False] * (len(found) - 1) + [True]
+    for bucket, _ in found:
         assert len(bucket) == 1 or sum(t.nbytes for t in bucket.values()) <= limit
 
 
 @given(named())
 def test_what_is_packed_is_unpacked_as_it_was(tensors: dict[str, Tensor]) -> None:
-    piece = Piece.of(tensors, 3, 1)
-    packed = pack(piece, tensors, CPU)
-    assert packed.nbytes == piece.n_bytes
-    found = unpack(dataclasses.replace(piece, digest=digest(packed)), packed)
+    layout = PackedLayout.of(tensors)
+    packed = pack(layout, tensors, CPU)
+    assert packed.nbytes == layout.n_bytes
+    found = unpack(PIECE, dataclasses.replace(layout, digest=digest(packed)), packed)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
@@ -67,59 +83,67 @@ def test_the_digest_finds_a_changed_byte_and_words_that_changed_places(raw: byte
 def test_the_digest_does_not_depend_on_how_the_buffer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = torch.randint(0, 256, (4096,), dtype=torch.uint8)
     whole = digest(packed)
-    monkeypatch.setattr("gkd.weights.pieces._WORDS_AT_ONCE", 100)
+    monkeypatch.setattr("gkd.weights.packing._WORDS_AT_ONCE", 100)
     assert digest(packed) == whole
 
 
 def test_a_buffer_that_is_not_the_pieces_is_refused() -> None:
     tensors = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16)}
-    piece = Piece.of(tensors, 4, 2)
-    packed = pack(piece, tensors, CPU)
+    layout = PackedLayout.of(tensors)
+    packed = pack(layout, tensors, CPU)
     with pytest.raises(RunFailed, match=r"weights version 4, piece 3: \(16,\) torch.uint8 came instead of 32 bytes"):
-        unpack(piece, packed[:16])
-    packed_right, piece = packed.clone(), dataclasses.replace(piece, digest=digest(packed))
+        unpack(PIECE, layout, packed[:16])
+    packed_right, layout = packed.clone(), dataclasses.replace(layout, digest=digest(packed))
     packed[0] += 1
     with pytest.raises(RunFailed, match=r"weights version 4, piece 3 differs from what was sent \(weights.checksum\)"):
-        unpack(piece, packed)
-    unpack(piece, packed_right)
+        unpack(PIECE, layout, packed)
+    unpack(PIECE, layout, packed_right)
 
 
 @pytest.mark.parametrize("checksum", [False, True])
 def test_a_rank_that_packs_and_one_that_does_not_cut_alike(checksum: bool) -> None:
-    tensors = {f"{i}": torch.full((100 + i,), float(i)) for i in range(7)}
-    packs, gathers = (Packer(CPU, 900, checksum) for _ in range(2))
-    packs.open(tensors.items(), 5, packs=True)
-    gathers.open(tensors.items(), 5, packs=False)
+    # Of 400 KB and a little more, so that two fill a piece of 1 MiB.
+    tensors = {f"{i}": torch.full((100_000 + i,), float(i)) for i in range(7)}
+    settings = Weights(transfer=f"{__name__}:Packing", checksum=checksum, bucket_mb=1)
+    packs, gathers = (Publisher(settings, CPU, lambda: iter(tensors.items())) for _ in range(2))
     found: dict[str, Tensor] = {}
-    number = 0
-    while (piece := packs.next()) is not None:
-        other = gathers.next()
-        assert other is not None
-        assert (other.names, other.shapes, other.number) == (piece.names, piece.shapes, number)
-        assert gathers.packed is None
-        assert (piece.digest is not None) == checksum
-        assert packs.packed is not None
-        found |= {name: t.clone() for name, t in unpack(piece, packs.packed).items()}
-        number += 1
-    assert number == 4
-    assert gathers.next() is None
-    assert packs.packed is None  # nothing is held between pushes
+    for number in range(4):
+        piece = packs.pack(5, number, packs=True)
+        assert gathers.pack(5, number, packs=False) == Piece(5, number, number == 3)
+        assert gathers.sender.packed is None
+        layout: PackedLayout = piece.contents[0]
+        assert (piece.number, piece.last, layout.digest is not None) == (number, number == 3, checksum)
+        assert packs.sender.packed is not None
+        found |= {name: t.clone() for name, t in unpack(piece, layout, packs.sender.packed).items()}
+    packs.sender.release()
+    assert packs.sender.packed is None
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+def test_a_rank_whose_engine_died_packs_no_more() -> None:
+    tensors = {f"{i}": torch.full((1 << 18,), float(i)) for i in range(4)}
+    publisher = Publisher(Weights(transfer=f"{__name__}:Packing", bucket_mb=1), CPU, lambda: iter(tensors.items()))
+    assert publisher.pack(5, 0, packs=True).contents
+    assert [publisher.pack(5, number, packs=False) for number in (1, 2, 3)] == [
+        Piece(5, number, number == 3) for number in (1, 2, 3)
+    ]
+    assert publisher.sender.packed is None
+
+
 def test_a_gpu_without_a_handle_is_named() -> None:
-    piece = dataclasses.replace(Piece.of({}, 2, 0), handles={"aa": (1,), "bb": (2,)})
-    assert ipc.handle_for(piece, "bb") == (2,)
+    layout = PackedLayout.of({})
+    piece = Piece(2, 0, True, (ipc.SharedBuffer(layout, "aa", (1,)), ipc.SharedBuffer(layout, "bb", (2,))))
+    assert ipc.buffer_on(piece, "bb").handle == (2,)
     with pytest.raises(RunFailed, match=r"weights version 2, piece 1: no actor rank on GPU cc .*, only on aa, bb"):
-        ipc.handle_for(piece, "cc")
+        ipc.buffer_on(piece, "cc")
 
 
 def test_an_engine_outside_of_the_group_says_so() -> None:
     with pytest.raises(RunFailed, match=r"weights version 2, piece 1: this engine is in no NCCL group"):
-        nccl.receive(Piece.of({}, 2, 0), None, CPU)
+        nccl.NcclReceiver(Weights(), CPU).receive(Piece(2, 0, True, (PackedLayout.of({}),)))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has NCCL")
 def test_a_build_without_nccl_says_so() -> None:
     with pytest.raises(RunFailed, match=r"weights.transfer=nccl: NCCL cannot be used here: .*only supports CUDA"):
-        nccl.new_id()
+        nccl.NcclSender(Weights(), CPU).new_group()

@@ -1,10 +1,9 @@
-"""Requests to a model that scores, its limits, and the interface of the engine that answers."""
+"""Requests to engines that score or rate, and what such an engine can answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -20,7 +19,7 @@ Code = Literal[
     "bad_request", "too_long", "out_of_vocabulary", "k_too_large", "expired", "engine", "busy", "stopping"
 ]  # fmt: skip
 SAMPLE_CODES: frozenset[Code] = frozenset({"bad_request", "too_long", "out_of_vocabulary", "k_too_large"})
-"""Codes that say something about the sample; another replica would answer the same."""
+"""Codes that concern the sample; another replica would answer the same."""
 
 
 class ScorerUnavailable(RunFailed):
@@ -169,29 +168,3 @@ class Limits:
         if outside.any():
             at = int(np.argmax(outside))
             raise Refused("out_of_vocabulary", f"token {ids[at]} at position {at}: the vocabulary has {rows}")
-
-
-class Engine(Protocol):
-    """What answers requests. All of it is called from one thread."""
-
-    @property
-    def limits(self) -> Limits:
-        """What it can answer."""
-
-    def add(self, key: int, request: Request) -> None:
-        """Take on a request that passed ``limits.check``."""
-
-    def busy(self) -> bool:
-        """Whether requests are unfinished."""
-
-    def step(self) -> Iterable[tuple[int, Answer | Refused]]:
-        """Work for a while; the keys and answers of requests that it finished, or could not take on after all."""
-
-    def sleep(self) -> None:
-        """Leave the GPU to others, while idle."""
-
-    def wake(self) -> None:
-        """Be as before."""
-
-    def close(self) -> None:
-        """Give back memory and processes."""

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gkd.inference.vllm_engine import compile_apart, environment
+from gkd.inference.vllm_environment import compile_apart, environment
 
 
 def test_a_kernel_that_is_never_used_is_not_imported_on_a_gpu() -> None:

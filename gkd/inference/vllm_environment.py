@@ -1,0 +1,82 @@
+"""The environment that a process with an engine needs, and which device the installed vLLM is built for."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+
+from gkd.errors import ConfigError
+from gkd.inference.engine import Device
+
+
+def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str]:
+    """Environment variables to set before torch or vLLM is imported in a process whose engine runs on ``device``.
+
+    ``cpu_threads`` an engine on a CPU computes with; None: every core this process may use. vLLM logs errors only,
+    unless ``VLLM_LOGGING_LEVEL`` already says otherwise.
+    """
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; 38 s to start become 5
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        # It warns of things chosen here on purpose, with a traceback for the chat template it cannot warm up.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        # Scoring needs room for one token more than the longest sequence; it is never computed (vllm_scorer).
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Threads that spin while they wait take the cores from whoever has work: with one other program on two cores a
+        # step takes ten times as long.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+    }
+    if device == "cuda":
+        # Never used here (requests carry seeds), but imported all the same where it is not switched off.
+        return {**common, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return {
+        **common,
+        # Otherwise every engine of a machine pins itself to the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Ray sets this to the CPUs an actor reserves, which is a share for scheduling, not a width to compute with.
+        "OMP_NUM_THREADS": str(cpu_threads or len(os.sched_getaffinity(0))),
+        # All that would be compiled in eager mode is the count behind a token's rank, in 5 to 18 s.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def compile_apart(device: Device) -> None:
+    """Have vLLM keep what it compiles for GPUs in a directory by the GPUs that this process sees.
+
+    Engines of one model that start at the same time on different GPUs would write the same files. Before the process'
+    engine starts.
+    """
+    if device == "cuda":
+        from vllm import envs
+
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
+        # Not from vLLM alone: in a process that has had an engine it is what the variable was then.
+        root, own = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"gpu-{gpus}"
+        os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
+
+
+def installed_device() -> Device:
+    """Where engines run on this machine: "cpu" when the CPU build of vLLM is installed, "cuda" otherwise."""
+    try:
+        metadata.distribution("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+def require_device(device: Device, who: str) -> None:
+    """Raise ConfigError unless the installed vLLM runs on ``device``, where ``who`` is to run an engine."""
+    if installed_device() == device:
+        return
+    if device == "cpu":
+        raise ConfigError(
+            f"{who} has a simulated GPU, where vLLM computes on the CPU, but its CUDA build is installed: "
+            "GKD_DEVICE=cpu ./launch/quickstart.sh installs the other into a fresh .venv"
+        )
+    raise ConfigError(
+        f"{who} has a GPU, but vLLM's CPU build is installed: pip install 'gkd[cuda]' into a fresh environment, "
+        "or simulate GPUs with placement=cpu"
+    )

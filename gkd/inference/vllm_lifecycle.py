@@ -1,0 +1,111 @@
+"""How an engine of vLLM's starts, sleeps, wakes, and follows another one on a further node.
+
+Engines that sample and engines that score both run vLLM inside their own process, so that the model object is at hand
+and no server outlives a worker that dies. Nothing here imports vLLM or torch before an engine starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+from gkd.errors import RunFailed
+from gkd.inference.engine import Device, EngineSpec
+from gkd.inference.vllm_environment import compile_apart
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+GIB = 1 << 30
+
+
+def engine_arguments(
+    spec: EngineSpec,
+    *,
+    max_model_len: int | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+    prefix_caching: bool = True,
+    seeded: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for the engine with ``spec``.
+
+    Prompts go in and come out as token ids, so no tokenizer is loaded. ``max_model_len`` None is the model's own
+    length, or as much of it as the key-value cache takes. ``logprobs_mode`` "processed_logprobs" are those of the
+    distribution that was sampled from (temperature and top_p applied), "raw_logprobs" the model's. Any number of
+    log-probabilities may be asked for. ``seeded``: requests carry seeds.
+    """
+    settings, on_cpu, batched_tokens = spec.settings, spec.device == "cpu", spec.max_num_batched_tokens
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "dtype": spec.dtype,
+        "max_model_len": -1 if max_model_len is None else max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_logprobs": -1,
+        "logprobs_mode": logprobs_mode,
+        "enable_prefix_caching": prefix_caching,
+        "enforce_eager": settings.enforce_eager or on_cpu,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "seed": spec.seed,
+        "disable_log_stats": True,
+    }
+    if spec.span is not None:
+        arguments |= asdict(spec.span)
+    if spec.sleeps and not on_cpu:
+        arguments["enable_sleep_mode"] = True
+    if batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = batched_tokens
+    if seeded and on_cpu:
+        # Rewinding a request's generator after a part of its prompt is something only CUDA generators can do.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(max_model_len or 0, batched_tokens or 4096)
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_gb * GIB
+    return arguments
+
+
+def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
+    """``vllm.LLM`` with these arguments, see :func:`engine_arguments`. vLLM raises what it likes when it cannot."""
+    from vllm import LLM
+
+    compile_apart(device)
+    return LLM(**arguments)
+
+
+class Follower:
+    """The processes of an engine on a further node: they do what the leader's engine tells them.
+
+    ``arguments`` are those of the leader but for the Span. Returns when all parts of the engine have met; vLLM raises
+    what it likes when they do not.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        compile_apart("cuda")
+        # Defaults, such as how many tokens a step has, depend on the context; vllm.LLM has this one.
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
+        self._executor = MultiprocExecutor(config, monitor_workers=False)
+
+    def serve(self) -> None:
+        """Wait until one of the processes ends, and raise RunFailed then."""
+        self._executor.start_worker_monitor(inline=True)
+        raise RunFailed("a process of an engine that spans nodes has ended")
+
+
+def sleep(llm_engine: Any, device: Device) -> None:
+    """Have an idle engine move its weights to the host and forget its cache; on a CPU there is nowhere to move."""
+    if device == "cuda":
+        llm_engine.sleep(level=1)
+
+
+def wake(llm_engine: Any, device: Device, weights_only: bool = False) -> None:
+    """Have an engine that sleeps be as before; ``weights_only``: without a cache, so that it can load but not run."""
+    if device == "cuda":
+        llm_engine.wake_up(["weights"] if weights_only else None)

@@ -1,0 +1,135 @@
+"""Sampling with vLLM, in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.vllm_lifecycle import Follower, engine_arguments, sleep, start_llm, wake
+from gkd.inference.vllm_logits import SetShape, Shape
+from gkd.types import Sample, SampleRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gkd.weights.transfer import Piece
+
+
+class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
+    """Continuous batching: requests join and leave at every step.
+
+    Log-probabilities are those of the distribution that is sampled from.
+    """
+
+    can_sample = needs_vllm = tensor_parallel = managed_memory = gpu_transfers = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.llm = start_llm(_arguments(spec), spec.device)
+        self.engine, self.device, self._eos_ids = self.llm.llm_engine, spec.device, spec.model.eos_ids
+        self.weights = spec.weights
+        self._requests: dict[str, SampleRequest] = {}
+        if spec.weights is not None and spec.weights.transfer_class.gpu_to_gpu:
+            from gkd.weights import vllm_backend
+
+            vllm_backend.prepare(self.llm, spec.weights)
+        if 0 < spec.model.n_tokens < spec.model.vocabulary:
+            # A padded row has some probability, however small, and no teacher and no tokenizer knows its id.
+            self.llm.apply_model(SetShape(Shape(rows=spec.model.n_tokens)))
+
+    @classmethod
+    def follow(cls, spec: EngineSpec) -> Follower:
+        """vLLM's processes on a further node of the engine with ``spec``."""
+        return Follower(_arguments(spec))
+
+    def add(self, key: int, request: SampleRequest) -> None:
+        """Queue a request. Raises ValueError when it is longer than the model takes."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.exceptions import VLLMValidationError
+
+        sampling = request.sampling
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=request.seed,
+            stop_token_ids=self._eos_ids,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())
+        try:
+            self.engine.add_request(str(key), prompt, params)
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from None
+        self._requests[str(key)] = request
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self.engine.has_unfinished_requests())
+
+    def step(self) -> list[tuple[int, Sample]]:
+        """One forward pass over everything running."""
+        finished = []
+        self.forward_passes += 1
+        for output in self.engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                sample = Sample.single_turn(
+                    self._requests.pop(output.request_id),
+                    np.array(completion.token_ids, dtype=np.int32),
+                    np.array(completion.logprobs.logprobs, dtype=np.float32),
+                    self.version,
+                    "stop" if completion.finish_reason == "stop" else "length",
+                )
+                finished.append((int(output.request_id), sample))
+        return finished
+
+    def sleep(self) -> None:
+        """Move the weights to the host and forget the cache, while idle."""
+        sleep(self.engine, self.device)
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Be as before; ``weights_only``: without a cache, as far as new weights need."""
+        wake(self.engine, self.device, weights_only)
+
+    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
+        """Load the next piece while idle; with the last one forget every cached prefix."""
+        from gkd.weights import vllm_backend
+
+        vllm_backend.load(self.llm, piece, tensors)
+
+    def receive_weights(self, piece: Piece) -> None:
+        """Load the next piece, which each of the engine's processes receives, as :meth:`load_weights`."""
+        from gkd.weights import vllm_backend
+
+        vllm_backend.load(self.llm, piece)
+
+    def join(self, address: str, offset: int, world: int) -> None:
+        """Join the actor's group of ``world`` ranks, with this engine's processes from ``offset`` on."""
+        from gkd.weights import vllm_backend
+
+        assert self.weights is not None, "an engine whose weights change has their settings"
+        vllm_backend.join(self.llm, self.weights, address, offset, world)
+
+    def close(self) -> None:
+        """Free memory and end processes."""
+        self.engine.engine_core.shutdown()
+
+
+def _arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments of vLLM's engine; makes the weight backend known to this process."""
+    from gkd.weights import vllm_plugin
+
+    arguments = engine_arguments(
+        spec,
+        max_model_len=spec.max_length,
+        logprobs_mode="processed_logprobs",
+        prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
+        seeded=True,
+    )
+    if spec.weights is None:
+        return arguments
+    return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register()}}

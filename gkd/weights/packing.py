@@ -1,0 +1,135 @@
+"""Weights in pieces: which tensors travel together, and how those between GPUs lie in one buffer.
+
+Everything here works on any device, and asks neither Ray nor vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gkd.errors import RunFailed
+from gkd.weights.transfer import Piece, Sender
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes. Tensors of any type begin at a multiple of it, so that a part of the buffer can be looked at as that type."""
+
+_WORDS_AT_ONCE = 1 << 22
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """Group named tensors into dictionaries of about ``bucket_bytes``; a larger tensor is one by itself.
+
+    With each, whether it is the last one.
+    """
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket, False
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket, True
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Where tensors lie in a packed buffer."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """Names of torch's types: ``bfloat16``."""
+    shapes: tuple[tuple[int, ...], ...]
+    digest: tuple[int, int] | None = None
+    """Of the packed bytes, see :func:`digest`; None: not to be checked."""
+
+    @classmethod
+    def of(cls, bucket: Mapping[str, Tensor]) -> PackedLayout:
+        """The layout of a bucket."""
+        tensors = bucket.values()
+        dtypes = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
+        return cls(tuple(bucket), dtypes, tuple(tuple(t.shape) for t in tensors))
+
+    def places(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
+        """Of every tensor: its name, type and shape, and where in the buffer it begins and ends, bytes."""
+        import torch
+
+        start = 0
+        for name, kind, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            dtype: torch.dtype = getattr(torch, kind)
+            end = start + math.prod(shape) * dtype.itemsize
+            yield name, dtype, shape, start, end
+            start = _align(end)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the packed buffer."""
+        return max((_align(end) for *_, end in self.places()), default=0)
+
+
+def _align(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def pack(layout: PackedLayout, bucket: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The tensors of ``bucket``, one after the other in a new buffer of bytes."""
+    import torch
+
+    packed = torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device)
+    for name, dtype, shape, start, end in layout.places():
+        packed[start:end].view(dtype).view(shape).copy_(bucket[name])
+    return packed
+
+
+def unpack(piece: Piece, layout: PackedLayout, packed: Tensor) -> dict[str, Tensor]:
+    """The tensors in a buffer, without copying it. Raises RunFailed when it is not the buffer of ``piece``."""
+    import torch
+
+    if packed.dtype != torch.uint8 or packed.shape != (layout.n_bytes,):
+        raise RunFailed(f"{piece}: {tuple(packed.shape)} {packed.dtype} came instead of {layout.n_bytes} bytes")
+    if layout.digest is not None and digest(packed) != layout.digest:
+        raise RunFailed(f"{piece} differs from what was sent (weights.checksum)")
+    return {name: packed[start:end].view(dtype).view(shape) for name, dtype, shape, start, end in layout.places()}
+
+
+def digest(packed: Tensor) -> tuple[int, int]:
+    """The sum of a buffer's 32-bit words and that of the words times their places, both modulo 2^64.
+
+    Two reductions on the buffer's own device, whose result does not depend on their order. Any one changed word is
+    found, and any two that changed places.
+    """
+    import torch
+
+    words = packed.view(torch.int32)
+    sums = torch.zeros(2, dtype=torch.int64, device=packed.device)
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        part = words[start : start + _WORDS_AT_ONCE].long()
+        places = torch.arange(start + 1, start + 1 + len(part), device=packed.device)
+        sums += torch.stack((part.sum(), (part * places).sum()))
+    total, weighted = sums.tolist()
+    return int(total), int(weighted)
+
+
+class PackingSender(Sender):
+    """Packs each piece into one buffer on the sender's device."""
+
+    packed: Tensor | None = None
+    """The bytes of the present piece."""
+
+    def pack_buffer(self, tensors: Mapping[str, Tensor]) -> PackedLayout:
+        """Pack ``tensors`` into :attr:`packed`; returns their layout, with its digest where weights.checksum is set."""
+        layout = PackedLayout.of(tensors)
+        self.packed = pack(layout, tensors, self.device)
+        return replace(layout, digest=digest(self.packed)) if self.settings.checksum else layout
+
+    def release(self) -> None:
+        """Free the buffer."""
+        self.packed = None

@@ -1,0 +1,132 @@
+"""What a transfer of weights is: a sender in every rank of the actor, a receiver in every process of the engines.
+
+The setting ``weights.transfer`` names a class that derives from :class:`Transfer`. The driver
+(:mod:`gkd.driver.weight_sync`) has the ranks pack one :class:`Piece` after the other and has every engine receive it
+before the next one is packed, so deadlines, deaths and the order of pieces are the driver's. The modules of such
+classes import torch, vLLM and Ray within functions alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gkd.config import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one version of the weights.
+
+    ``number`` counts from 0 in every push, and ``last`` marks the end of one. ``contents`` are what the senders that
+    packed the piece made of it, in the order of their ranks: what a receiver gets the tensors from.
+    """
+
+    version: int
+    number: int
+    last: bool
+    contents: tuple[Any, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        return f"weights version {self.version}, piece {self.number + 1}"
+
+
+class Place(Protocol):
+    """A worker, as a transfer has to know it: on which device and which GPUs."""
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+
+    @property
+    def gpu_uuids(self) -> list[str]:
+        """UUIDs of the worker's GPUs."""
+
+
+class Sender(ABC):
+    """The part of a transfer in one rank of the actor, on ``device``."""
+
+    def __init__(self, settings: Weights, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+
+    @abstractmethod
+    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> Any:
+        """Make the tensors of ``piece`` ready to be received, by the names of the model's files; returns its content.
+
+        Called on the ranks of :meth:`Transfer.packing`. Tensors are on the GPU for a ``gpu_to_gpu`` transfer, else on
+        the host.
+        """
+
+    def release(self) -> None:  # noqa: B027 (a sender need not hold anything)
+        """Free what :meth:`pack` holds: every engine has loaded the piece."""
+
+    def new_group(self) -> str:
+        """On rank 0 of a ``collective`` transfer: the address of a new group. Raises RunFailed where there is none."""
+        raise NotImplementedError
+
+    def join(self, address: str, world: int) -> None:
+        """Join a group of ``world`` ranks as rank 0, while the receivers join it. Leaves an earlier group."""
+        raise NotImplementedError
+
+    def broadcast(self) -> None:
+        """Send the packed piece to the group, while the receivers receive it."""
+        raise NotImplementedError
+
+
+class Receiver(ABC):
+    """The part of a transfer in an engine.
+
+    That is in the process of the rollout worker, where ``device`` is the CPU; for a ``gpu_to_gpu`` transfer in every
+    process of the engine, on the GPU ``device`` of that process.
+    """
+
+    def __init__(self, settings: Weights, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+
+    @abstractmethod
+    def receive(self, piece: Piece) -> dict[str, Tensor]:
+        """The tensors of ``piece``. Raises RunFailed when they do not come or are not what was sent."""
+
+    def join(self, address: str, rank: int, world: int) -> None:
+        """Join a group of ``world`` ranks, while the actor joins it. Leaves an earlier group."""
+        raise NotImplementedError
+
+    def close(self) -> None:  # noqa: B027 (nor a receiver be in a group)
+        """Leave the group."""
+
+
+class Transfer:
+    """A way for weights. A nested pydantic model ``Config`` holds settings of the class' own."""
+
+    gpu_to_gpu: ClassVar[bool] = False
+    """Whether weights stay on GPUs; else they pass through the host's memory, which every engine can load from."""
+    collective: ClassVar[bool] = False
+    """Whether sender and receivers form a group in which all take part in each piece: a death there ends the run."""
+    sender: ClassVar[type[Sender]]
+    receiver: ClassVar[type[Receiver]]
+
+    @classmethod
+    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+        """Why the transfer cannot work between these workers, in rank order; None where it can."""
+        return None
+
+    @classmethod
+    def packing(cls, actor: Sequence[Place], gpus: set[str]) -> list[bool]:
+        """By rank of the actor, whether its pieces are received by engines on ``gpus``."""
+        return [rank == 0 for rank in range(len(actor))]
+
+
+def why_not_on_gpus(workers: Sequence[Place]) -> str | None:
+    """Why memory of these workers' GPUs cannot be reached by other processes; None where it can."""
+    for worker in workers:
+        if worker.device == "cpu":
+            return f"{worker} computes on a CPU"
+        if any(uuid.startswith("MIG-") for uuid in worker.gpu_uuids):
+            return f"{worker} is on a slice of a GPU (MIG)"
+    return None

@@ -1,0 +1,33 @@
+"""The weights that an actor hands out, as an engine would receive them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gkd.config import Weights
+from gkd.weights.object_store import ObjectStoreReceiver
+from gkd.weights.packing import buckets
+from gkd.weights.transfer import Piece
+
+
+def received(pack: Callable[[int], list[Piece]]) -> dict[str, Tensor]:
+    """All tensors through the object store; ``pack`` gives the pieces of all ranks by number."""
+    receiver, found = ObjectStoreReceiver(Weights(), torch.device("cpu")), {}
+    for number in count():
+        first, *others = pack(number)
+        assert not any(piece.contents for piece in others)
+        found |= receiver.receive(first)
+        if first.last:
+            return found
+    raise AssertionError("count ends")
+
+
+def load_in_pieces(engine: Any, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    """Have an engine load tensors as those of ``version``, a few at a time."""
+    for number, (bucket, last) in enumerate(buckets(tensors, 20_000)):
+        engine.load_weights(Piece(version, number, last), bucket)
