@@ -76,7 +76,7 @@ def test_a_rank_without_samples_takes_part(ranks: dict[int, Ranks], name: str, k
 def test_two_ranks_learn_from_rewards_as_one_does(ranks: dict[int, Ranks], name: str) -> None:
     """Two updates of one batch: the second one's ratios are against what the first one started from."""
     samples = models.scored(5, seed=6)
-    batch = put([dataclasses.replace(s, target=None, reference=s.sample.logprobs) for s in samples])
+    batch = put([dataclasses.replace(s, teacher=None, reference=s.sample.sampled_logprobs) for s in samples])
     with using(ranks, {"name": name, "kl": {"coef": 0.1}, "policy": {"clip_low": 0.5, "clip_high": 0.5}}):
         for world in (1, 2):
             ranks[world].run("compute_logprobs", batch, True, False)
@@ -91,7 +91,7 @@ def test_two_ranks_learn_from_rewards_as_one_does(ranks: dict[int, Ranks], name:
 
 def test_what_an_engine_computes_otherwise_is_corrected_by_itself(ranks: dict[int, Ranks]) -> None:
     """In bfloat16, where engine and trainer can differ; in float32 every weight is 1."""
-    batch = put([dataclasses.replace(s, target=None) for s in models.scored(5, seed=6)])
+    batch = put([dataclasses.replace(s, teacher=None) for s in models.scored(5, seed=6)])
 
     def compute_in(worker: object, dtype: str) -> None:
         worker.config = worker.config.model_copy(update={"model": Model(dtype=dtype)})
