@@ -7,12 +7,10 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 from __future__ import annotations
 
 from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, user_path
+from gkd.config.cluster import MAX_AUTO_SIMULATED_GPUS, TRANSFERS, Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.groups import (
-    MAX_AUTO_SIMULATED_GPUS,
-    TRANSFERS,
     Actor,
-    Cluster,
     Lora,
     Model,
     Reference,
@@ -22,7 +20,6 @@ from gkd.config.groups import (
     Teacher,
     TeacherModel,
     Trainer,
-    Weights,
 )
 from gkd.config.hints import hint, nearest
 from gkd.config.learning import Algorithm, Loss, Overlong, Policy

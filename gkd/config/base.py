@@ -53,6 +53,9 @@ GROUPS = {"trainer": "actor"}
 GROUP_OF = {name: GROUPS.get(name, name) for name in ("trainer", "rollout", "teacher", "reference", "reward_model")}
 
 
+OWN_CLASS = "your own class as package.module:name or FILE.py:name"
+
+
 class Settings(BaseModel):
     """Base of every section: unknown keys are refused, values keep their YAML types and are finite, nothing changes."""
 

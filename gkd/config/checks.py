@@ -67,18 +67,18 @@ def _external_teacher_has_no_pool(config: Config) -> None:
 
 def _ranges_are_disjoint(config: Config) -> None:
     owner: dict[int, str] = {}
-    guests = config.hosts()
+    colocated = config.hosts()
     for name, pool in config.pools():
-        for index in pool.gpus or [] if GROUPS.get(name, name) not in guests else []:
+        for index in pool.gpus or [] if GROUPS.get(name, name) not in colocated else []:
             if index in owner:
                 raise ValueError(f"{owner[index]}.gpus and {name}.gpus overlap: both name GPU {index}")
             owner[index] = name
 
 
-def _guests_fit_on_their_hosts(config: Config) -> None:
+def _colocated_groups_fit_on_their_hosts(config: Config) -> None:
     pools = {GROUPS.get(section, section): (section, pool) for section, pool in config.pools()}
-    for guest, host in config.hosts().items():
-        (section, own), (other, its) = pools[guest], pools[host]
+    for group, host in config.hosts().items():
+        (section, own), (other, its) = pools[group], pools[host]
         what = f"{section}.colocate_with={own.colocate_with}"
         if own.n_gpus_per_node > its.n_gpus_per_node or own.nnodes > its.nnodes:
             raise ValueError(
@@ -171,7 +171,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _a_chat_template_is_for_a_teacher,
     _external_teacher_has_no_pool,
     _ranges_are_disjoint,
-    _guests_fit_on_their_hosts,
+    _colocated_groups_fit_on_their_hosts,
     _turns_can_be_taken,
     _the_engine_takes_the_weights,
     _policy_gradient_is_on_policy,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from gkd.config.base import Engine, Pool, Settings
+from gkd.config.base import OWN_CLASS, Engine, Pool, Settings
 from gkd.config.open import OpenSections, OpenSettings
 from gkd.registry import Registry, absolute
-
-MAX_AUTO_SIMULATED_GPUS = 8
 
 TRACKERS = Registry(
     "trainer.trackers",
@@ -73,7 +70,6 @@ class TeacherModel(Settings):
         return self
 
 
-OWN_CLASS = "your own class as package.module:name or FILE.py:name"
 SCORING_ENGINES = {"vllm": "gkd.inference.vllm_scorer:VLLMScorer"}
 
 
@@ -337,71 +333,3 @@ class Actor(Settings):
     )
     lora: Lora = Lora()
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
-
-
-TRANSFERS = Registry(
-    "weights.transfer",
-    {
-        "ipc": "gkd.weights.ipc:Ipc",
-        "nccl": "gkd.weights.nccl:Nccl",
-        "object_store": "gkd.weights.object_store:ObjectStore",
-    },
-)
-"""The fastest first; the last one works everywhere."""
-
-
-class Weights(OpenSettings):
-    """From the actor to the rollout engines, after every step."""
-
-    registry: ClassVar[Registry] = TRANSFERS
-    selects: ClassVar[str] = "transfer"
-
-    transfer: Annotated[str, AfterValidator(absolute)] = Field(
-        "auto",
-        description="way of the weights: ipc: CUDA memory shared by the processes on one GPU; nccl: broadcast from "
-        "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of them that the "
-        f"placement allows; or {OWN_CLASS}",
-    )
-    timeout_s: float = Field(300.0, gt=0, description="time one push may take")
-    checksum: bool = Field(
-        False, description="verify every piece: SHA-256 in the object store, sums of its words by ipc and nccl"
-    )
-    bucket_mb: int = Field(512, ge=1, description="weights travel in pieces of this size")
-
-    @property
-    def transfer_class(self) -> Any:
-        """The class of the transfer; for ``auto``, before the placement decides it, the one that works everywhere."""
-        return self.registry.load("object_store" if self.transfer == "auto" else self.transfer)
-
-    def owners(self) -> Mapping[str, Any]:
-        """The class that further settings of the section belong to; ``auto`` has none."""
-        return {"": self.transfer_class}
-
-
-class Cluster(Settings):
-    """Ray."""
-
-    address: str | None = Field(
-        None, description="a running Ray cluster; null: RAY_ADDRESS, or the one launch/ray_cluster.sh started here, or "
-        "a private one; local: a private one"
-    )  # fmt: skip
-    simulate_gpus: int | Literal["auto"] | None = Field(
-        None, description="logical GPUs Ray hands out on a machine that has none; auto: as many as the layout asks, "
-        f"at most {MAX_AUTO_SIMULATED_GPUS}, where no GPU is found"
-    )  # fmt: skip
-    share_gpus: bool = Field(
-        False, description="where there are fewer GPUs than groups, and no pool says which or how many it has, groups "
-        "are colocated as in placement=single_gpu, 2gpu, 3gpu or 4gpu; placement=auto sets it"
-    )  # fmt: skip
-    cpu_threads: int | None = Field(
-        None, ge=1, description="threads a worker computes with where there is no GPU; null: all cores"
-    )
-    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved with each worker's GPU")
-    reserve_timeout_s: float = Field(300.0, gt=0, description="time to wait for GPUs and CPUs to become free")
-    offload: Literal["auto"] | bool = Field(
-        "auto", description="the actor and engines on its GPUs leave these to each other: vLLM sleeps while the actor "
-        "works (TRL: vllm_enable_sleep_mode; verl: free_cache_engine), the actor's weights and optimizer state are "
-        "offloaded to the host while engines do (verl: param_offload, optimizer_offload; slime: --offload); auto: "
-        "where they do not fit side by side"
-    )  # fmt: skip
-    start_timeout_s: float = Field(900.0, gt=0, description="time workers have to start and to load their models")

@@ -10,17 +10,16 @@ from pydantic import Field, model_validator
 
 from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
 from gkd.config.checks import CHECKS
+from gkd.config.cluster import Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.groups import (
     Actor,
-    Cluster,
     Model,
     Reference,
     RewardModel,
     Rollout,
     Teacher,
     Trainer,
-    Weights,
 )
 from gkd.config.learning import Algorithm
 from gkd.config.learning_rate import rates
@@ -94,8 +93,8 @@ class Config(Settings):
     def may_share(self) -> set[frozenset[str]]:
         """Pairs of groups that may be on the same GPU."""
         hosts = self.hosts()
-        crowds = [{host, *(guest for guest, its in hosts.items() if its == host)} for host in set(hosts.values())]
-        return {frozenset(pair) for crowd in crowds for pair in combinations(sorted(crowd), 2)}
+        colocated = [{host, *(group for group, its in hosts.items() if its == host)} for host in set(hosts.values())]
+        return {frozenset(pair) for groups in colocated for pair in combinations(sorted(groups), 2)}
 
     def on_the_actors_gpus(self) -> list[str]:
         """Groups besides the actor that work on its GPUs, in the order of :meth:`pools`."""
