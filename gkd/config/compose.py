@@ -7,7 +7,7 @@ mistake becomes one :class:`ConfigError`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -62,7 +62,7 @@ def _plus(override: str) -> str:
     if override.startswith(("recipe=", "teacher.models")):
         return f"+{override}"
     key = override.partition("=")[0]
-    is_own = any(key.startswith(f"{section}.") for section in open_sections()) and key not in _flat(_defaults())
+    is_own = any(key.startswith(f"{section}.") for section in open_sections()) and key not in _names_with_defaults()
     return f"++{override}" if is_own else override
 
 
@@ -97,15 +97,16 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[str]) -
             _drop_own(values, section)
 
 
-def _flat(tree: DictConfig) -> set[str]:
-    """Dotted names of all that a tree holds."""
+@cache
+def _names_with_defaults() -> frozenset[str]:
+    """Dotted names of all that the defaults hold."""
 
     def walk(node: Any, prefix: str) -> Iterator[str]:
         for name, below in node.items() if isinstance(node, dict) else ():
             yield f"{prefix}{name}"
             yield from walk(below, f"{prefix}{name}.")
 
-    return set(walk(OmegaConf.to_container(tree), ""))
+    return frozenset(walk(OmegaConf.to_container(_defaults()), ""))
 
 
 def _without_file(overrides: Sequence[str], task: Sequence[str]) -> dict[str, Any]:

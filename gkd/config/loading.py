@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,7 +17,8 @@ from gkd.config.run import Config
 from gkd.errors import ConfigError
 
 
-def settings() -> dict[str, str]:
+@cache
+def settings() -> Mapping[str, str]:
     """Every setting's dotted name and its meaning."""
 
     def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, str]]:
@@ -28,10 +31,11 @@ def settings() -> dict[str, str]:
             else:
                 yield f"{prefix}{name}", field.description or ""
 
-    return dict(walk(Config, ""))
+    return MappingProxyType(dict(walk(Config, "")))
 
 
-def open_sections() -> dict[str, type[OpenSettings]]:
+@cache
+def open_sections() -> Mapping[str, type[OpenSettings]]:
     """Return sections that take settings of users' own classes, by dotted name."""
 
     def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, type[OpenSettings]]]:
@@ -41,7 +45,7 @@ def open_sections() -> dict[str, type[OpenSettings]]:
             if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
                 yield from walk(field.annotation, f"{prefix}{name}.")
 
-    return dict(walk(Config, ""))
+    return MappingProxyType(dict(walk(Config, "")))
 
 
 def load(tree: Mapping[str, Any]) -> Config:
