@@ -20,7 +20,7 @@ from gkd.types import Sample, Sampling, Scored
 from gkd.weights.file_names import FileNames
 from gkd.weights.pieces import buckets
 from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
-from tests.inference.test_engines import requests, run, worst_difference
+from tests.vllm.inference.test_engines import requests, run, worst_difference
 
 PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon"}
 DESCRIBED = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)

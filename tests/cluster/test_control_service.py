@@ -9,7 +9,7 @@ import pytest
 
 from gkd.cluster.control_service import ControlService
 from gkd.errors import RunFailed
-from tests.cluster.conftest import eventually
+from tests.ray.cluster.conftest import eventually
 
 
 def test_it_is_missed_when_it_is_gone_and_the_run_ends_once() -> None:

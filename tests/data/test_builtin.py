@@ -2,68 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from gkd.config import Builtin, Config, Trainer
 from gkd.data import builtin, warmup
-from gkd.data.builtin import BuiltinPaths, making, prepare_builtin, recipes
+from gkd.data.builtin import making, recipes
 from gkd.data.sorting import draw, token_rows
-from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer
-from gkd.errors import RunFailed
-
-
-def config(cache: Path, seed: int = 0, teacher_steps: int = 1, student_steps: int = 1) -> Config:
-    steps = {"teacher_steps": teacher_steps, "student_steps": student_steps}
-    return Config(trainer=Trainer(seed=seed), builtin=Builtin(cache_dir=str(cache), digits=3, **steps))
 
 
 def entries(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.is_dir())
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BuiltinPaths, list[str]]:
-    cache, said = tmp_path_factory.mktemp("cache"), list[str]()
-    return cache, prepare_builtin(config(cache), said.append), said
-
-
-def test_made_models_load_and_share_a_tokenizer(made: tuple[Path, BuiltinPaths, list[str]]) -> None:
-    _, paths, said = made
-    for path, layers in ((paths.teacher, 3), (paths.student, 2)):
-        check_causal_lm(path, "model.path")
-        model = AutoModelForCausalLM.from_pretrained(path)
-        assert (model.config.num_hidden_layers, model.config.head_dim) == (layers, 32)
-        assert model.dtype == torch.float32
-        assert model.generation_config.eos_token_id == 2
-    check_same_tokenizer(paths.student, paths.teacher)
-    assert any(line.startswith("teacher: step 1 of 1, loss ") for line in said)
-    assert any(line.startswith("student: step 1 of at most 1, loss ") for line in said)
-    for files in (paths.train_files, paths.val_files):
-        assert json.loads(Path(files[0]).read_text().splitlines()[0]).keys() == {"prompt", "answer"}
-
-
-def test_what_is_cached_starts_no_process(
-    made: tuple[Path, BuiltinPaths, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, paths, _ = made
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    said: list[str] = []
-    assert prepare_builtin(config(cache), said.append) == paths
-    assert [line.split(":")[0] for line in said] == ["teacher", "student"]
 
 
 def test_seeds_share_the_teacher_and_validation_but_not_student_and_training_data(tmp_path: Path) -> None:
@@ -96,40 +51,6 @@ def test_the_measured_accuracy_is_that_of_greedy_decoding() -> None:
     ids = torch.from_numpy(token_rows(draw(np.random.default_rng(1), 64, 2, "train")))
     greedy = model.generate(ids[:, :4], max_new_tokens=3, do_sample=False)
     assert warmup.exact_accuracy(model, ids, student) == (greedy == ids).all(1).float().mean().item()
-
-
-def test_a_failure_names_its_reason_and_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher, student = recipes(Builtin(digits=3), 0)
-    monkeypatch.setattr(builtin, "recipes", lambda *_: (replace(teacher, batch=-1), student))
-    with pytest.raises(RunFailed, match=r"^making the built-in teacher and student failed: \S.*"):
-        prepare_builtin(config(tmp_path), lambda _: None)
-    assert entries(tmp_path) == []
-
-
-def test_an_interruption_ends_the_process_and_leaves_nothing_half_made(tmp_path: Path) -> None:
-    def say(line: str) -> None:
-        if "step 25" in line:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare_builtin(config(tmp_path, teacher_steps=100_000), say)
-    assert entries(tmp_path) == []
-    assert not [child for child in psutil.Process().children() if "gkd.data.warmup" in " ".join(child.cmdline())]
-
-
-def test_the_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
-    program = (
-        "from gkd.config import *; from gkd.data.builtin import prepare_builtin; from pathlib import Path\n"
-        f"b = Builtin(cache_dir={str(tmp_path)!r}, digits=3, teacher_steps=100000)\n"
-        "prepare_builtin(Config(builtin=b), lambda line: print(line, flush=True))"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        assert any("step 25" in line for line in parent.stdout)
-        (child,) = psutil.Process(parent.pid).children()
-        os.kill(parent.pid, signal.SIGKILL)
-        child.wait(30)
-    assert entries(tmp_path) == []
 
 
 def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
@@ -172,8 +93,3 @@ def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert builtin.cache_directory(Builtin(cache_dir="/mine")) == Path("/mine")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert builtin.cache_directory(Builtin()) == Path.home() / ".cache" / "gkd"
-
-
-def test_the_driver_loads_no_torch() -> None:
-    program = "import sys, gkd.data.builtin, gkd.data.prompts, gkd.rewards.accuracy; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)

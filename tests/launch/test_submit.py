@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.server
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -21,7 +19,7 @@ from gkd.launch import jobs as jobs_module
 from gkd.launch import package as package_module
 from gkd.launch.package import pack
 from gkd.launch.paths import settle
-from gkd.launch.submit import FIND_PYTHON, main
+from gkd.launch.submit import main
 from tests.e2e.on_a_cluster.conftest import free_port
 
 
@@ -208,24 +206,6 @@ def test_without_an_address_the_head_started_here_is_meant(monkeypatch: pytest.M
 def test_a_job_without_a_name_is_refused(option: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--address", "http://127.0.0.1:9", option, ""]) == 2
     assert capfd.readouterr().err == f"error: {option} needs the name of a job; --status lists them\n"
-
-
-@pytest.mark.parametrize("folder", ["venv", "my venv"])
-def test_a_job_takes_the_interpreter_that_ray_runs_under(folder: str, tmp_path: Path) -> None:
-    """The processes as Ray makes them: a raylet, a worker below it, and the job's shell below that."""
-    python = tmp_path / folder / "python"
-    python.parent.mkdir()
-    python.write_text('#!/bin/sh\necho "$0" "$@"\n')
-    python.chmod(0o755)
-    entrypoint = f'{FIND_PYTHON}; exec "${{python:-true}}" -m gkd.main "a b"'
-    worker = "import subprocess, sys; subprocess.run(sys.argv[1], shell=True)"
-    raylet = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
-    flag = f"--python_worker_command={subprocess.list2cmdline([str(python), 'setup_worker.py', '--x=1'])}"
-    command = [sys.executable, "-c", raylet, worker, entrypoint, "--raylet_name=x"]
-    found = subprocess.run([*command, flag], capture_output=True, text=True, timeout=60, check=True)
-    assert (found.stdout, found.stderr) == (f"{python} -m gkd.main a b\n", "")
-    without = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert (without.stdout, without.stderr) == ("", "")
 
 
 def test_a_bad_setting_is_refused_before_anything_is_asked(capfd: pytest.CaptureFixture[str]) -> None:

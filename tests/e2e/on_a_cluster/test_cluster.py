@@ -10,12 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
-import pytest
 
-from tests.cluster.conftest import eventually
 from tests.e2e.on_a_cluster.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere
+from tests.ray.cluster.conftest import eventually
 
-pytestmark = pytest.mark.e2e
 USERS = """
 import os, pathlib
 import gkd

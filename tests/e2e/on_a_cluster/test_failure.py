@@ -13,12 +13,10 @@ import time
 from typing import Any
 
 import psutil
-import pytest
 
 from gkd.driver.checkpoint import complete
 from tests.e2e.conftest import Run
 
-pytestmark = pytest.mark.e2e
 LONG = "trainer.total_steps=100000"
 
 

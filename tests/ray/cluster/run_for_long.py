@@ -1,0 +1,49 @@
+"""A run that takes its workers, tells where it is, and stays until it is ended from outside.
+
+With the argument `starting` it tells before Ray starts, to be ended while Ray does; `impatient` shortens the deadline
+of giving back. When Ray's control service is gone it has done what it wanted.
+"""
+
+import sys
+import time
+
+from gkd.cluster import session as session_module
+from gkd.cluster.deadline import leave
+from gkd.cluster.group import gather
+from gkd.cluster.placement import place
+from gkd.cluster.session import connect
+from gkd.cluster.signals import exit_on_signals
+from gkd.cluster.table import assignment_line
+from gkd.errors import guarded
+from tests.ray.cluster.conftest import configuration
+
+
+def tell(directory, *pids):
+    print("at", directory, *pids, flush=True)
+
+
+def run():
+    exit_on_signals()
+    if sys.argv[1:] == ["starting"]:
+        start = session_module._start_private
+        session_module._start_private = lambda directory, *rest, **more: (
+            tell(directory),
+            start(directory, *rest, **more),
+        )
+    if sys.argv[1:] == ["impatient"]:
+        session_module.RELEASE_TIMEOUT_S = 2.0
+    config = configuration({"gpus": [6]}, {"gpus": [4]}, None, simulate_gpus=3)
+    with connect(config) as session:
+        placement = place(config, session)
+        actor = placement.groups["actor"]
+        gather([actor.submit_build("tests.ray.cluster.cluster_targets:Echo", [(0,)])], 60)
+        tell(session.directory, *actor.call("spawn_child", timeout_s=60), *(r.pid for r in placement.reports))
+        print(assignment_line(placement.reports), flush=True)
+        actor.submit("wait_for_flag")
+        while not session.control.lost:
+            time.sleep(0.1)
+        return 0
+
+
+if __name__ == "__main__":
+    leave(guarded(run))

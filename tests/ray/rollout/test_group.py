@@ -1,0 +1,106 @@
+"""Engines that hang, with real processes: their work is done by the others, and nothing waits for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from gkd.cluster.group import Group, gather
+from gkd.cluster.memory import MemoryReports
+from gkd.cluster.reserve import RemoteWorker
+from gkd.config import Config, load
+from gkd.errors import RunFailed
+from gkd.rollout.group import RolloutGroup
+from gkd.types import Judging, Prompt, Request, Sampling
+from tests.ray.cluster.conftest import alive, eventually
+from tests.weights.reports import reports
+
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture
+def engines(local_ray: None) -> Iterator[list[Group]]:
+    """Filled by :func:`start`; ended after the test."""
+    made: list[Group] = []
+    yield made
+    for group in made:
+        for worker in group.workers:
+            ray.kill(worker)
+
+
+def settings() -> Config:
+    return load({"rollout": {"engine_timeout_s": TIMEOUT_S, "max_num_seqs": 4}})
+
+
+def start(engines: list[Group], n: int) -> RolloutGroup:
+    workers = tuple(RemoteWorker.options(num_cpus=0).remote() for _ in range(n))
+    group = Group("rollout", workers, tuple(reports("rollout", *(f"GPU-{i}" for i in range(n)))))
+    gather([group.submit_build("tests.ray.rollout.toy:ToyRollout", [(settings(), rank) for rank in range(n)])], 120)
+    node = ray.get_runtime_context().get_node_id()
+    pids = group.control("pid", timeout_s=30)
+    known = tuple(replace(r, pid=pid, node_id=node) for r, pid in zip(group.reports, pids, strict=True))
+    engines.append(Group("rollout", workers, known))
+    return RolloutGroup(engines[-1], settings(), {})
+
+
+def wanted(n: int) -> list[Request]:
+    return [Request(Prompt(i, np.array([i], np.int32), ""), 0, i, Sampling(4)) for i in range(n)]
+
+
+def test_engines_that_hang_are_ended_and_others_do_their_work(
+    engines: list[Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose process is stopped, one stuck in a pass, one stopped between its samples and their records."""
+    rollout = start(engines, 4)
+    pids = [report.pid for report in rollout.group.reports]
+    memory = MemoryReports()
+    assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 4.0}
+    os.kill(pids[3], signal.SIGSTOP)
+    rollout.group.only([1]).control("get_stuck", timeout_s=30)
+    rollout.group.only([2]).control("send_half", timeout_s=30)
+    with caplog.at_level(logging.WARNING, "gkd"):
+        began = time.monotonic()
+        assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 3.0}
+        assert time.monotonic() - began < 30
+        again = time.monotonic()
+        assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 3.0}
+        assert time.monotonic() - again < 4  # it is not waited for at every step
+        assert len(caplog.messages) == 1
+        assert caplog.messages[0].startswith("rollout rank 3 (pid ")
+        caplog.clear()
+        records = rollout.sample(wanted(13), Judging(), timeout_s=120)
+    assert [record.prompt_id for record in records] == list(range(13))
+    assert {record.worker for record in records} == {0}
+    assert rollout.alive == [0]
+    named = sorted(message for message in caplog.messages if "rollout rank" in message)
+    assert [message[:14] for message in named] == ["rollout rank 1", "rollout rank 2", "rollout rank 3"]
+    assert all("done nothing for 5 s (rollout.engine_timeout_s)" in message for message in named)
+    assert eventually(lambda: not any(map(alive, pids[1:])), 60)
+    assert Path(f"/proc/{pids[0]}").exists()
+    rollout.living.control("get_stuck", timeout_s=30)
+    with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .* has done nothing for 5 s"):
+        rollout.sample(wanted(2), Judging(), timeout_s=120)
+
+
+def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
+    """A batch, which ends the run; one engine of two with new weights, which is ended itself."""
+    rollout = start(engines, 2)
+    began = time.monotonic()
+    with pytest.raises(RunFailed, match=r"3 samples were .* 0.5 s .*still at work: rollout rank 0 .* with 2"):
+        rollout.sample(wanted(3), Judging(), timeout_s=0.5)
+    assert time.monotonic() - began < 5
+    pids = [report.pid for report in rollout.group.reports]
+    os.kill(pids[1], signal.SIGSTOP)
+    assert set(rollout.tell("progress", timeout_s=2.0, what="telling")) == {0}
+    assert rollout.alive == [0]
+    assert eventually(lambda: not alive(pids[1]), 60)
+    assert len(rollout.sample(wanted(2), Judging(), timeout_s=60)) == 2
