@@ -6,6 +6,7 @@ with ``-m``, or where they are named. All other tests are the fast tier, in whic
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.process
 import os
 import platform
@@ -67,6 +68,12 @@ def lane(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: index for index, name in enumerate(LANES)}
     items.sort(key=lambda item: order.get(lane(item.nodeid), len(LANES)))
+
+
+def pytest_collection_finish() -> None:
+    """Take what is there for good, such as torch, out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
