@@ -5,23 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
-from gkd.main import main
+from tests.e2e.conftest import run_here
 from tests.messages import OWN, arguments, entries, make_files, names_what_is_wrong
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bad_input_is_one_line_and_exit_code_2(command: str, files: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of tests/messages.txt; tests/messages.py says how to renew it."""
     connected = ray.is_initialized()
-    assert main(arguments(command, files)) == 2
+    assert run_here(arguments(command, files)) == 2
     out, err = capfd.readouterr()
     assert err.count("\n") == 1 and err.startswith("error: "), err
     line = err.removeprefix("error: ").strip().replace(str(files), "FILES")
@@ -45,19 +35,19 @@ def test_bad_input_is_one_line_and_exit_code_2(command: str, files: Path, capfd:
 
 
 def test_more_gpus_than_there_are_here(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments("trainer.n_gpus_per_node=500", files)) == 2
+    assert run_here(arguments("trainer.n_gpus_per_node=500", files)) == 2
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and "502 GPUs" in err and "trainer.n_gpus_per_node=" in err
 
 
 def test_a_few_long_prompts_are_counted_and_left_out(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
     changed = "data.train_files=[FILES/some_long.jsonl] trainer.gpus=90"  # ends before Ray starts
-    assert main(arguments(changed, files)) == 2
+    assert run_here(arguments(changed, files)) == 2
     assert "data.train_files: 1 prompts longer than 56 tokens are left out, 1 are used" in capfd.readouterr().out
 
 
 def test_a_recipe_has_to_be_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
+    assert run_here([]) == 2
     assert "+recipe=" in capfd.readouterr().err
 
 
@@ -65,7 +55,7 @@ def test_a_recipe_has_to_be_named(capfd: pytest.CaptureFixture[str]) -> None:
 def test_options_of_other_systems_are_answered_with_the_setting(
     arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert run_here(arguments) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"error: unknown option --learning.rate\S*: .* section.name=value \(here: actor.lr\)", line)
 
@@ -74,7 +64,7 @@ def test_a_directory_that_another_run_holds(files: Path, capfd: pytest.CaptureFi
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        assert main(arguments(f"trainer.output_dir={tmp_path}", files)) == 2
+        assert run_here(arguments(f"trainer.output_dir={tmp_path}", files)) == 2
     finally:
         os.close(held)
     assert "another run is writing there now" in capfd.readouterr().err
