@@ -50,7 +50,7 @@ def test_a_mistake_is_one_line_that_names_it(command: str) -> None:
     assert line == entries()[command]
 
 
-@pytest.mark.parametrize("recipe", ["on_policy_distill", "distill_and_reward", "grpo"])
+@pytest.mark.parametrize("recipe", ["distill_and_reward", "grpo"])
 def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tmp_path: Path) -> None:
     """A run's config.yaml says everything, and overrides come on top of it."""
     first = compose([f"+recipe={recipe}", "trainer.gpus=0-1", "actor.lr=0.5"])
