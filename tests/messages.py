@@ -2,6 +2,7 @@
 
     $ trainer.total_step=5              settings, as :func:`gkd.config.compose.compose` takes them
     $ own: model.path=FILES/none        the same beside own models and data, for ``python -m gkd.main``
+    $ node: head --port 0               arguments of ``python -m gkd.launch.node``
 
 To add one, write its command into the file; to renew all lines, run ``python -m tests.messages`` and read the diff.
 """
@@ -21,7 +22,7 @@ from gkd.config.compose import compose
 from gkd.errors import ConfigError
 
 FILE = Path(__file__).with_name("messages.txt")
-OWN = "own: "
+OWN, NODE = "own: ", "node: "
 ROW = '{"question": "1 2 =", "answer": "1 2"}\n'
 
 
@@ -46,7 +47,9 @@ def overrides(command: str) -> list[str]:
 
 
 def names_what_is_wrong(line: str, command: str) -> bool:
-    """Whether a line names a setting, or quotes what the command gives one."""
+    """Whether a line names the option or setting that is wrong, or quotes what it is given."""
+    if command.startswith(NODE):
+        return any(part in line for part in overrides(command) if part.startswith("--"))
     words = set(re.findall(r"\w+", line))
     for part in overrides(command.removeprefix(OWN)):
         key, _, value = part.lstrip("+").partition("=")
@@ -118,12 +121,14 @@ def make_files(directory: Path) -> Path:
 
 
 def ending(command: str, files: Path) -> str:
-    """Run ``gkd.main`` in this process: its last line of errors."""
+    """Run a program in this process: its last line of errors."""
+    from gkd.launch.node import main as node
     from gkd.main import main
 
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-        assert main(arguments(command, files)) == 2
+        node_command = overrides(command.removeprefix(NODE))
+        assert (node(node_command) if command.startswith(NODE) else main(arguments(command, files))) == 2
     return errors.getvalue().splitlines()[-1].removeprefix("error: ").replace(str(files), "FILES")
 
 
@@ -134,7 +139,7 @@ def renew() -> None:
     with tempfile.TemporaryDirectory() as directory:
         files = make_files(Path(directory).resolve())
         for command in entries():
-            line = ending(command, files) if command.startswith(OWN) else refusal(command)
+            line = ending(command, files) if command.startswith((OWN, NODE)) else refusal(command)
             parts.append(f"$ {command}\n{line}\n\n")
     FILE.write_text("".join(parts).rstrip() + "\n")
 

@@ -12,10 +12,9 @@ from omegaconf import OmegaConf
 from gkd.config import Config, parse_gpus, settings
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
-from tests.messages import OWN as OWN_MODELS
-from tests.messages import entries, names_what_is_wrong, refusal
+from tests.messages import NODE, OWN, entries, names_what_is_wrong, refusal
 
-OWN = ["model.path=/x", "data.train_files=[a]", "data.val_files=[b]"]
+OWN_MODELS = ["model.path=/x", "data.train_files=[a]", "data.val_files=[b]"]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_every_setting_says_what_it_means() -> None:
     assert all(meaning for meaning in settings().values())
 
 
-@pytest.mark.parametrize("command", [command for command in entries() if not command.startswith(OWN_MODELS)])
+@pytest.mark.parametrize("command", [command for command in entries() if not command.startswith((OWN, NODE))])
 def test_a_mistake_is_one_line_that_names_it(command: str) -> None:
     """Of tests/messages.txt; tests/messages.py says how to renew it."""
     line = refusal(command)

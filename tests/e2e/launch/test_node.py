@@ -13,6 +13,7 @@ import pytest
 from gkd.cluster import local
 from gkd.cluster.local import LocalNode
 from gkd.launch.node import main
+from tests.messages import NODE, entries, names_what_is_wrong, overrides
 
 
 @pytest.fixture
@@ -30,24 +31,14 @@ def _clean(directory: Path) -> object:
     directory.rmdir()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["head", "--port", "99999999"], "--port: 99999999 is not a port from 1 to 65535"),
-        (["head", "--port", "0"], "--port: 0 is not a port from 1 to 65535"),
-        (["head", "--dashboard-port", "-5"], "--dashboard-port: -5 is not a port from 1 to 65535"),
-        (["head", "--num-cpus", "0"], "--num-cpus: 0 is not a number from 1"),
-        (["worker", "--address", "127.0.0.1:9", "--simulate-gpus", "0"], "--simulate-gpus: 0 is not a number from 1"),
-        (["wait", "--address", "127.0.0.1:9", "--nodes", "-1"], "--nodes: -1 is not a number from 1"),
-    ],
-)
-def test_a_number_that_cannot_be_is_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
+@pytest.mark.parametrize("command", [command for command in entries() if command.startswith(NODE)])
+def test_a_number_that_cannot_be_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of tests/messages.txt; tests/messages.py says how to renew it."""
+    assert main(overrides(command.removeprefix(NODE))) == 2
     error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    assert error.count("\n") == 1 and error.startswith("error: ")
+    assert names_what_is_wrong(error, command)
+    assert error.removeprefix("error: ").strip() == entries()[command]
 
 
 def test_a_damaged_record_is_passed_over(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
