@@ -94,7 +94,7 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
     two: ActorGroup, processes: dict[int, Ranks], path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On one of two ranks; two updates before memory runs out, so that there are moments, and two after it."""
-    batch, small = put(models.scored(80, k=4, lengths=(80, 100))), put(models.scored(8, k=4, lengths=(8, 9)))
+    batch, small = put(models.scored(200, k=4, lengths=(80, 100))), put(models.scored(8, k=4, lengths=(8, 9)))
     started = pids(two)
     two.update(small, 1)
     leave(two, 200)
@@ -122,7 +122,7 @@ def test_one_sequence_that_does_not_fit_ends_with_advice_and_changes_nothing(two
     before = weights(two)
     leave(two, 60)
     with pytest.raises(OutOfMemory, match=r"even with one sequence of \d+ tokens; what would help"):
-        two.update(put(models.scored(2, k=4, lengths=(5_000, 5_001))), 5)
+        two.update(put(models.scored(2, k=4, lengths=(12_000, 12_001))), 5)
     assert two.applied().step == two.stage().step == 4
     found = gather([two.write_staged(str(tmp_path))], 60)[0]
     assert [name for name, _ in found] == ["rank_00000.safetensors", "rank_00001.safetensors"]
