@@ -18,9 +18,10 @@ VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
 @pytest.fixture(scope="session", autouse=True)
 def _imported() -> None:
     """Import vLLM, and keep it out of garbage collections: an engine asks for a dozen while it starts and ends."""
-    from gkd.inference.vllm_engine import environment
+    from gkd.inference.vllm_engine import environment, installed_device
 
-    os.environ.update(environment("cpu"))
+    if installed_device() == "cpu":
+        os.environ.update(environment("cpu"))
     import vllm  # noqa: F401
 
     gc.collect()
@@ -66,8 +67,10 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks."""
     from gkd.data.model_info import ModelInfo
+    from gkd.inference.vllm_engine import environment
     from gkd.inference.vllm_scorer import VllmEngine
 
+    os.environ.update(environment("cpu"))
     settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
     engine = VllmEngine(
         str(tiny_llama),
