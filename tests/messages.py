@@ -53,7 +53,7 @@ def names_what_is_wrong(line: str, command: str) -> bool:
     words = set(re.findall(r"\w+", line))
     for part in overrides(command.removeprefix(OWN)):
         key, _, value = part.lstrip("+").partition("=")
-        if part in line or (key and set(key.split(".")) <= words) or (len(value) > 3 and value in line):
+        if part in line or (key and set(key.split(".")) <= words) or (len(value) > 3 and value.strip("[]'") in line):
             return True
     return bool(set(re.findall(r"[\w.]+", line)) & set(settings()))
 
