@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The one test command: ruff, mypy --strict, pytest.
-#   ./launch/test.sh [PYTEST ARGUMENTS]     e.g. ./launch/test.sh tests/losses -k jsd
+# The one test command.
+#   ./launch/test.sh [PYTEST ARGUMENTS]         ruff, and the tests that start neither Ray nor vLLM nor a program
+#   ./launch/test.sh --all [PYTEST ARGUMENTS]   ruff, mypy --strict, and every test
+# e.g. ./launch/test.sh tests/losses -k jsd; a folder that is named is run whatever it starts: ./launch/test.sh tests/ray/actor
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh` on Debian is another shell
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -8,14 +10,18 @@ case ${1:-} in -h | --help) usage "$0"; exit ;; esac
 environment test
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-said=$(mktemp)
 types=
-trap 'rm -f "$said"; [ -z "$types" ] || kill "$types" 2>/dev/null || true' EXIT
-"$PYTHON" -m mypy >"$said" 2>&1 &  # beside the first tests, which leave it a core; what it says comes last
-types=$!
+output=$(mktemp)
+trap 'rm -f "$output"; [ -z "$types" ] || kill "$types" 2>/dev/null || true' EXIT
+if [[ " $* " == *" --all "* ]]; then
+  "$PYTHON" -m mypy >"$output" 2>&1 &  # beside the first tests, which leave it a core; its report comes last
+  types=$!
+fi
 code=0
 "$PYTHON" -m pytest -n 2 --dist loadscope "$@" || code=$?  # two processes, see tests/conftest.py
-wait "$types" || code=$((code ? code : 1))
-types=
-cat "$said"
+if [ -n "$types" ]; then
+  wait "$types" || code=$((code ? code : 1))
+  types=
+  cat "$output"
+fi
 exit "$code"

@@ -1,35 +1,88 @@
-"""Fixtures that several rooms share: one private Ray, one vLLM engine."""
+"""Tiers of tests, by folder; the two processes that run them; and the Ray that several rooms share.
+
+tests/ray, tests/vllm and tests/e2e hold what starts Ray, a vLLM engine, or other programs, and are run with ``--all``,
+with ``-m``, or where they are named. All other tests are the fast tier, in which starting any of these fails.
+"""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing.process
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
-from typing import Any
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.inference
 
+HERE = Path(__file__).parent
+TIERS = ("ray", "vllm", "e2e")
 
-# Lanes of tests that share a Ray, engines, or models made for them, in the order in which they begin: those of the
-# cluster have their process' connection to Ray for themselves, and small ones are left for the end.
+
+def tier(path: Path) -> str | None:
+    """Name the tier of a test file, None for the fast one."""
+    folder = path.relative_to(HERE).parts[0]
+    return folder if folder in TIERS else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run tests/ray, tests/vllm and tests/e2e")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the slow tiers out; pytest does not ask about folders that are named in its arguments."""
+    slow = collection_path.parent == HERE and collection_path.name in TIERS
+    return True if slow and not (config.getoption("all") or config.option.markexpr) else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    name = tier(item.path)
+    if name is not None:
+        item.add_marker(name)
+
+
+# Lanes: tests that share a Ray, engines, or models made for them, in the order in which they begin. Those of
+# ray/cluster have their process' connection to Ray for themselves. Files of the fast tier are lanes of their own at the
+# end, where they keep both processes busy.
 LIBRARY = "library"
-LANES = ("cluster", LIBRARY, "e2e/on_a_cluster", "e2e", "launch", "planning")
+LANES = ("ray/cluster", LIBRARY, "e2e/on_a_cluster", "e2e")
 
 
 def lane(nodeid: str) -> str:
-    folder = nodeid.partition("::")[0].rpartition("/")[0].removeprefix("tests/")
-    return folder if folder in LANES else LIBRARY
+    """Name the lane of a test."""
+    file = nodeid.partition("::")[0].removeprefix("tests/")
+    folder = file.partition("/")[0]
+    for name in ("ray/cluster", "e2e/on_a_cluster", "e2e"):
+        if file.startswith(f"{name}/"):
+            return name
+    return LIBRARY if folder in TIERS else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LANES.index(lane(item.nodeid)))
+    order = {name: index for index, name in enumerate(LANES)}
+    items.sort(key=lambda item: order.get(lane(item.nodeid), len(LANES)))
+
+
+def pytest_collection_finish() -> None:
+    """Take what is there for good, such as torch, out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # the interpreter ends with a collection, for which compiled extensions wait
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two processes take turns at the lanes."""
+    """Two processes take one lane after the other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
@@ -38,6 +91,39 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Lanes(config, log)
+
+
+class NoVllm:
+    """Refuses to import vLLM."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == "vllm":
+            refuse("imports vLLM", "vllm")
+        return None
+
+
+def refuse(what: str, where: str) -> NoReturn:
+    pytest.fail(f"a test of the fast tier {what}: it belongs into tests/{where}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the fast tier that starts a process (as Ray does) or imports vLLM."""
+    if tier(item.path) is not None:
+        return (yield)
+
+    def popen(_: object, args: object = None, *more: object, **options: object) -> None:
+        refuse(f"starts {args or options.get('args')}", "e2e")
+
+    def start(process: multiprocessing.process.BaseProcess) -> None:
+        refuse(f"starts {process.name}", "e2e")
+
+    platform.processor()  # remembered from here on; openai asks, and it is another program that answers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", popen)
+        patch.setattr(multiprocessing.process.BaseProcess, "start", start)
+        patch.setattr(sys, "meta_path", [NoVllm(), *sys.meta_path])
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,7 @@ class Config(Settings):
         Raises ValueError where groups share with each other in a circle.
         """
         sections = {group: section for section, group in GROUP_OF.items()}
-        present = {GROUP_OF[section] for section, _ in self.pools()}
+        present = [GROUP_OF[section] for section, _ in self.pools()]
         found: dict[str, str] = {}
         for group in present:
             host, seen = group, [group]

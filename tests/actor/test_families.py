@@ -23,7 +23,7 @@ from gkd.types import Sample, Sampling, ScoredSample
 from gkd.weights.file_names import FileNames
 from gkd.weights.transfer import Piece
 from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
-from tests.inference.test_engines import requests, run, worst_difference
+from tests.vllm.inference.test_engines import requests, run, worst_difference
 from tests.weights.received import load_in_pieces
 
 PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon"}

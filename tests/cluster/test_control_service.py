@@ -14,8 +14,8 @@ from gkd.cluster import control_service, group
 from gkd.cluster.control_service import ControlService, finish_s
 from gkd.cluster.group import Group, Pending, gather, settle
 from gkd.errors import ControlLost, RunFailed, guarded
-from tests.cluster.conftest import eventually
 from tests.cluster.test_assignment import report
+from tests.ray.cluster.conftest import eventually
 
 
 @pytest.fixture

@@ -74,6 +74,18 @@ class Run:
         return self.log.read_text() + "\n".join(self.errors())
 
 
+def run_here(arguments: list[str]) -> int:
+    """Run ``gkd.main`` in this process, where it ends before it starts anything; its exit code."""
+    from gkd.main import main
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return main(arguments)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def alive(pid: int) -> bool:
     """Whether a process exists and is not a zombie."""
     try:

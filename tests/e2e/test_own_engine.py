@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.e2e
-
 ENGINE = """
 import numpy as np
 from pydantic import BaseModel, Field

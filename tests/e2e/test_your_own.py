@@ -10,8 +10,6 @@ import pytest
 
 from tests.e2e.conftest import ROOT
 
-pytestmark = pytest.mark.e2e
-
 
 def test_a_divergence_and_an_advantage_of_the_users_own_train_the_student(start: Any, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from gkd.inference import tail
-from gkd.inference.tail import _with_tails, tail_logprobs, tails_instead_of_ranks, tails_of
+from gkd.inference.tail import _with_tails, tail_logprobs, tails_of
 
 
 class Rows(NamedTuple):
@@ -64,20 +63,3 @@ def test_tails_travel_in_place_of_ranks(normalised: bool) -> None:
     scores: Any = torch.log_softmax(peaked(4, 100, 20.0).float(), -1)
     rows = _with_tails(take_apart, normalised)(scores, 5, torch.tensor([0, 7, 99, 8]))
     torch.testing.assert_close(tails_of(rows), tail_logprobs(scores, scores.topk(5).indices))
-
-
-@pytest.mark.vllm
-def test_the_model_runner_for_gpus_keeps_tails_over_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own loop over chunks of a prompt, on a CPU, around a function in place of the one that needs Triton."""
-    from vllm.v1.worker.gpu.sample import prompt_logprob
-
-    monkeypatch.setattr(prompt_logprob, "compute_topk_scores", take_apart)
-    monkeypatch.setattr(prompt_logprob, "CHUNK_SIZE", 16)
-    worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=object()))
-    for _ in range(2):  # the second engine of a process changes nothing any more
-        tails_instead_of_ranks(worker)
-    logits = peaked(50, 200, 22.0).float()
-    ids, scores, ranks = prompt_logprob.compute_prompt_logprobs_with_chunking(
-        torch.zeros(50, dtype=torch.int64), logits, lambda hidden: hidden, 5
-    )
-    torch.testing.assert_close(tails_of(Rows(ids, scores, ranks)), tail_logprobs(logits, logits.topk(5).indices))

@@ -12,32 +12,11 @@ from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs import _require_engines_run
 from gkd.errors import ConfigError
-from gkd.inference.vllm_models import (
-    CPU_HEAD_SIZES,
-    CPU_LATENT_SIZES,
-    STUDENT_REMEDY,
-    require_vllm_runs,
-    why_not_on_a_cpu,
-)
+from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs, why_not_on_a_cpu
 from tests.families import FAMILIES, STATEFUL, config_of
 
 NOT_HERE = {"mamba", "qwen3_5", "minimax_m2", "qwen3_next", "lfm2", "phimoe"}
 SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
-
-
-def test_sizes_are_those_of_the_installed_vllm() -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
-
-    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
-    assert list(CPU_LATENT_SIZES) == CPUMLABackend.get_supported_head_sizes()
-
-
-def test_there_is_no_selective_scan_in_the_installed_vllm() -> None:
-    import torch
-    import vllm._C  # noqa: F401
-
-    assert not hasattr(torch.ops._C, "selective_scan_fwd")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tensorboardX.proto import event_pb2
 
@@ -55,27 +54,6 @@ def test_steps_that_a_resumed_run_does_again_replace_the_first_ones(tmp_path: Pa
     write(config("tensorboard"), tmp_path, ROWS[1:], first=1)
     restarts = [e.step for e in events(tmp_path / "tensorboard") if e.session_log.status == event_pb2.SessionLog.START]
     assert 1 in restarts  # from where on TensorBoard forgets what came before
-
-
-def test_wandb_keeps_the_run_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    write(config("wandb"), tmp_path, ROWS)
-    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    data = run.read_bytes()
-    assert b"val/accuracy" in data
-    assert b"actor/loss" in data
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    _, alive = psutil.wait_procs(left, timeout=10)
-    assert [child.cmdline() for child in alive] == []
-
-
-def test_a_tracker_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 3)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"^trainer.trackers: wandb did not start: .*WANDB_MODE=offline"):
-        write(config("wandb"), tmp_path, ROWS)
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,7 @@ def estimate(model: PretrainedConfig, run: Config, tokens: int, k: int | None, s
     return sum(peak_items(shape_of(model.to_dict()), training, micro).values())
 
 
-@pytest.mark.parametrize("tokens", [2 * LENGTH, N * LENGTH])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "tokens"), [(False, 2 * LENGTH), (True, N * LENGTH)])
 @pytest.mark.parametrize(
     ("name", "algorithm", "k", "r"),
     [

@@ -1,4 +1,4 @@
-"""Memory of vLLM engines: the arithmetic by hand. A real engine's is compared in tests/inference/test_engines.py."""
+"""Memory of vLLM engines: the arithmetic by hand. A real one is compared in tests/vllm/inference/test_engines.py."""
 
 from __future__ import annotations
 

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
-import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from gkd.config import Config, load
 from gkd.data.task import Report, TaskInputs, task_of
-from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer
-from gkd.errors import RunFailed
-from gkd.recipes.sort_digits import task, warmup
+from gkd.recipes.sort_digits import warmup
 from gkd.recipes.sort_digits.sorting import draw, token_rows
 from gkd.recipes.sort_digits.task import SortDigits, make_data, recipes
 
@@ -37,37 +27,6 @@ def prepare(config: Config, report: Report) -> TaskInputs:
 
 def entries(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.is_dir())
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TaskInputs, list[str]]:
-    cache, said = tmp_path_factory.mktemp("cache"), list[str]()
-    return cache, prepare(config(cache), said.append), said
-
-
-def test_made_models_load_and_share_a_tokenizer(made: tuple[Path, TaskInputs, list[str]]) -> None:
-    _, paths, said = made
-    for path, layers in ((paths.teacher, 3), (paths.student, 2)):
-        check_causal_lm(path, "model.path")
-        model = AutoModelForCausalLM.from_pretrained(path)
-        assert (model.config.num_hidden_layers, model.config.head_dim) == (layers, 32)
-        assert model.dtype == torch.float32
-        assert model.generation_config.eos_token_id == 2
-    check_same_tokenizer(paths.student, paths.teacher)
-    assert any(line.startswith("teacher: step 1 of 1, loss ") for line in said)
-    assert any(line.startswith("student: step 1 of at most 1, loss ") for line in said)
-    for files in (paths.train_files, paths.val_files):
-        assert json.loads(Path(files[0]).read_text().splitlines()[0]).keys() == {"prompt", "answer"}
-
-
-def test_what_is_cached_starts_no_process(
-    made: tuple[Path, TaskInputs, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, paths, _ = made
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    said: list[str] = []
-    assert prepare(config(cache), said.append) == paths
-    assert [line.split(":")[0] for line in said] == ["teacher", "student"]
 
 
 def test_seeds_share_the_teacher_and_validation_but_not_student_and_training_data(tmp_path: Path) -> None:
@@ -98,44 +57,3 @@ def test_the_measured_accuracy_is_that_of_greedy_decoding() -> None:
     ids = torch.from_numpy(token_rows(draw(np.random.default_rng(1), 64, 2, "train")))
     greedy = model.generate(ids[:, :4], max_new_tokens=3, do_sample=False)
     assert warmup.exact_accuracy(model, ids, student) == (greedy == ids).all(1).float().mean().item()
-
-
-def test_a_failure_names_its_reason_and_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher, student = recipes(SortDigits.Config(digits=3), 0)
-    monkeypatch.setattr(task, "recipes", lambda *_: (replace(teacher, batch=-1), student))
-    with pytest.raises(RunFailed, match=r"^making the built-in teacher and student failed: \S.*"):
-        prepare(config(tmp_path), lambda _: None)
-    assert entries(tmp_path) == []
-
-
-def test_an_interruption_ends_the_process_and_leaves_nothing_half_made(tmp_path: Path) -> None:
-    def report(line: str) -> None:
-        if "step 25" in line:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(config(tmp_path, teacher_steps=100_000), report)
-    assert entries(tmp_path) == []
-    assert not [child for child in psutil.Process().children() if "sort_digits.warmup" in " ".join(child.cmdline())]
-
-
-def test_the_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
-    program = (
-        "from gkd.config import load; from gkd.data.task import task_of\n"
-        f"own = dict(digits=3, teacher_steps=100000); cache = {str(tmp_path)!r}\n"
-        "config = load(dict(data=dict(task='sort_digits', cache_dir=cache, sort_digits=own)))\n"
-        "task_of(config).make(lambda line: print(line, flush=True))"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        assert any("step 25" in line for line in parent.stdout)
-        (child,) = psutil.Process(parent.pid).children()
-        os.kill(parent.pid, signal.SIGKILL)
-        child.wait(30)
-    assert entries(tmp_path) == []
-
-
-def test_the_driver_loads_no_torch() -> None:
-    modules = "gkd.recipes.sort_digits.task, gkd.data.prompts, gkd.rewards.accuracy"
-    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)

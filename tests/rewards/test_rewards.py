@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ import pytest
 from gkd.config import Reward, load
 from gkd.errors import ConfigError
 from gkd.rewards.completion import Completion, resolve
-from gkd.rewards.pool import RewardPool
 
 MODULE = "tests.rewards.functions"
 
@@ -186,55 +182,3 @@ def test_a_file_that_holds_no_reward(text: str | None, name: str, message: str, 
     with pytest.raises(ConfigError, match=message) as caught:
         configured(f"{tmp_path}/my_reward.py:{name}")
     assert "\n" not in str(caught.value)
-
-
-def test_a_reward_that_raises_or_hangs_costs_its_own_sample_only() -> None:
-    names = [f"{MODULE}:{name}" for name in ("words", "raises", "hangs")]
-    names.append(f"{Path(__file__).with_name('functions.py')}:not_a_number")
-    pool = RewardPool(Reward(functions=names, timeout_s=2.0, workers=2))
-    began = time.monotonic()
-    futures = [pool.submit(judged("a b", n=n)) for n in (1, 2, 3, 4)]
-    found = [{name.rpartition(":")[2]: f.exception(60) or f.result() for name, f in own.items()} for own in futures]
-    pool.close()
-    assert time.monotonic() - began < 50
-    assert [row["words"][0] for row in found] == [2.0] * 4
-    assert all(0 <= row["words"][1] < 1 for row in found)  # seconds
-    assert [str(row["raises"]) for row in found[::2]] == ["KeyError: 'odd'"] * 2
-    assert [row["raises"][0] for row in found[1::2]] == [1.0] * 2
-    assert str(found[0]["hangs"]) == "TimeoutError: no reward within 2 s (reward.timeout_s)"
-    assert [row["hangs"][0] for row in found[1:]] == [0.5] * 3
-    assert all("the reward is nan" in str(row["not_a_number"]) for row in found)
-
-
-def test_a_reward_process_that_is_killed_costs_its_own_sample_only() -> None:
-    """Killed while it evaluates, while it has nothing to do, and while it starts."""
-    own, other = f"{MODULE}:kills_itself", f"{MODULE}:pid"
-    pool = RewardPool(Reward(functions=[own, other], timeout_s=30.0, workers=1))
-    try:
-
-        def evaluated(n: int) -> tuple[object, int]:
-            futures = pool.submit(judged("a", n=n))
-            return futures[own].exception(60) or futures[own].result()[0], int(futures[other].result(60)[0])
-
-        first, pid = evaluated(1)
-        assert str(first) == "ChildProcessError: the process that computed it was ended by SIGKILL"
-        second, pid = evaluated(2)
-        assert str(second) == "ChildProcessError: the process that computed it ended with exit code 7"
-        assert str(evaluated(3)[0]) == "Unpicklable: one and other"
-        os.kill(pid, signal.SIGKILL)
-        time.sleep(0.5)
-        value_, started = evaluated(4)
-        assert value_ == 0.25
-        assert started != pid
-        waiting = [pool.submit(judged("a", n=n))[own] for n in (1, 5, 6, 7)]
-        assert [future.exception(60) is None for future in waiting] == [False, True, True, True]
-    finally:
-        pool.close()
-
-
-def test_what_waits_for_a_pool_that_is_closed_fails() -> None:
-    name = f"{MODULE}:hangs"
-    pool = RewardPool(Reward(functions=[name], timeout_s=600.0, workers=1))
-    futures = [pool.submit(judged("a", n=1))[name] for _ in range(3)]
-    pool.close()
-    assert all("Error" in str(future.exception(30)) for future in futures)

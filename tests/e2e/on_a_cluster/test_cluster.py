@@ -6,16 +6,13 @@ import json
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
-import pytest
 
-from tests.cluster.conftest import eventually
 from tests.e2e.on_a_cluster.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere
+from tests.ray.cluster.conftest import eventually
 
-pytestmark = pytest.mark.e2e
 USERS = """
 import os, pathlib
 import gkd
@@ -38,63 +35,10 @@ def devices(records: list[dict[str, list[str]]]) -> set[str]:
     return {uuid for record in records for uuid in record["gpu_uuids"]}
 
 
-def test_a_job_brings_its_code_and_leaves_its_results_here(
+def test_two_jobs_beside_each_other_one_that_ends_and_one_that_is_stopped(
     cluster: ClusterHere, small: list[str], tmp_path: Path
 ) -> None:
-    """From a user's own directory: the reward and gkd itself travel, the relative output directory means this one.
-
-    Another run on the same machines at the same time has names and ports of its own, or one of the two would fail.
-    """
-    told = tmp_path / "told"
-    (tmp_path / "mine.py").write_text(USERS.format(told=str(told)))
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "large.bin").write_bytes(os.urandom(3_000_000))
-    settings = [
-        "trainer.total_steps=2",
-        "trainer.output_dir=my runs/first",
-        "reward.functions=['mine.py:odd','mine:even']",
-    ]
-    run = [
-        sys.executable,
-        "-m",
-        "gkd.main",
-        *small,
-        "trainer.total_steps=2",
-        f"trainer.output_dir={tmp_path / 'beside'}",
-    ]
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(cluster.run, *run)
-        done = cluster.submit("--follow", *small, *settings, cwd=tmp_path)
-        assert beside.result().returncode == 0, beside.result().stdout + beside.result().stderr
-    assert f"joining the Ray cluster at {cluster.address}" in beside.result().stdout
-    assert [row["step"] for row in rows(tmp_path / "beside")] == [0, 1, 2]
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    assert [row["step"] for row in rows(tmp_path / "my runs" / "first")] == [0, 1, 2]
-    assert "step 2/2" in done.stdout
-    packed = re.search(r"packed \d+ files of .*, ([\d.]+) MB", done.stdout)
-    assert packed is not None
-    assert float(packed[1]) < 1.0
-    code, time_to_stop_s = told.read_text().split()
-    assert "/working_dir_files/" in code
-    assert float(time_to_stop_s) > 60  # for a last checkpoint; without it Ray kills after 3 s
-
-
-def test_a_jobs_own_exit_code_and_what_it_said(cluster: ClusterHere, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
-    files = ["data.train_files=[rows.jsonl]", "data.val_files=[rows.jsonl]", "data.answer_key=answer"]
-    done = cluster.submit("--follow", "+recipe=grpo", "model.path=/nowhere/model", *files, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "error: model.path=/nowhere/model: no such directory" in done.stdout
-    [name] = re.findall(r"^(grpo-\S+): FAILED with exit code 2$", done.stderr, re.M)
-    stopped = cluster.submit("--stop", name)
-    assert (stopped.returncode, stopped.stderr) == (0, "")
-    assert stopped.stdout == f"{name} had ended already: FAILED with exit code 2\n"
-
-
-def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
-    cluster: ClusterHere, small: list[str], tmp_path: Path
-) -> None:
+    """Each has GPUs, names and ports of its own, and brings its code; what is stopped leaves nothing."""
     output = tmp_path / "run"
     submitted = cluster.submit(*small, "trainer.total_steps=100000", f"trainer.output_dir={output}")
     assert submitted.returncode == 0, submitted.stderr
@@ -105,16 +49,8 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     processes += [child for process in processes for child in process.children(recursive=True)]
     assert len(processes) >= 4  # actor, rollout, and the two that compute rewards
 
-    wanted = HEAD_GPUS + WORKER_GPUS - len(placed) - 2
-    beside = cluster.run(
-        sys.executable, "launch/verify_gpus.py", "--json", str(tmp_path / "beside.json"),
-        f"teacher.n_gpus_per_node={wanted}", timeout_s=60,
-    )  # fmt: skip
-    assert beside.returncode == 0, beside.stderr
-    assert f"joining the Ray cluster at {cluster.address}" in beside.stderr
-    others = devices(json.loads((tmp_path / "beside.json").read_text()))
-    assert len(others) == wanted + 2
-    assert not others & devices(placed)
+    others = _a_job_from_a_users_directory(cluster, small, tmp_path / "user")
+    assert others and not others & devices(placed)
 
     stopped = cluster.submit("--stop", name)
     assert (stopped.returncode, stopped.stdout) == (0, f"stopped {name}\n"), stopped.stderr
@@ -130,6 +66,44 @@ def test_a_run_beside_a_job_has_other_gpus_and_a_stopped_job_leaves_nothing(
     assert re.search(r"^stopped by SIGTERM; checkpoint: .*/checkpoints/step_\d+ \(", attached.stdout, re.M)
 
 
+def _a_job_from_a_users_directory(cluster: ClusterHere, small: list[str], directory: Path) -> set[str]:
+    """The reward and gkd itself travel, the relative output directory means this one; returns the job's GPUs."""
+    told = directory / "told"
+    (directory / "data").mkdir(parents=True)
+    (directory / "mine.py").write_text(USERS.format(told=str(told)))
+    (directory / "data" / "large.bin").write_bytes(os.urandom(3_000_000))
+    settings = [
+        "trainer.total_steps=2",
+        "trainer.output_dir=my runs/first",
+        "reward.functions=['mine.py:odd','mine:even']",
+    ]
+    done = cluster.submit("--follow", *small, *settings, cwd=directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    output = directory / "my runs" / "first"
+    assert [row["step"] for row in rows(output)] == [0, 1, 2]
+    assert "step 2/2" in done.stdout
+    packed = re.search(r"packed \d+ files of .*, ([\d.]+) MB", done.stdout)
+    assert packed is not None
+    assert float(packed[1]) < 1.0
+    code, time_to_stop_s = told.read_text().split()
+    assert "/working_dir_files/" in code
+    assert float(time_to_stop_s) > 60  # for a last checkpoint; without it Ray kills after 3 s
+    return devices(json.loads((output / "placement.json").read_text()))
+
+
+def test_a_jobs_own_exit_code_and_what_it_said(cluster: ClusterHere, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    files = ["data.train_files=[rows.jsonl]", "data.val_files=[rows.jsonl]", "data.answer_key=answer"]
+    done = cluster.submit("--follow", "+recipe=grpo", "model.path=/nowhere/model", *files, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: model.path=/nowhere/model: no such directory" in done.stdout
+    [name] = re.findall(r"^(grpo-\S+): FAILED with exit code 2$", done.stderr, re.M)
+    stopped = cluster.submit("--stop", name)
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    assert stopped.stdout == f"{name} had ended already: FAILED with exit code 2\n"
+
+
 def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:
     """One GPU on each: what both halves sample with is what is trained, also after weights have arrived."""
     done = cluster.run(
@@ -139,6 +113,7 @@ def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_pa
         f"trainer.output_dir={tmp_path / 'run'}", timeout_s=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"joining the Ray cluster at {cluster.address}" in done.stdout
     placed = json.loads((tmp_path / "run" / "placement.json").read_text())
     nodes = {(row["group"], row["rank"]): row["node"] for row in placed}
     assert nodes["rollout", 0] != nodes["rollout", 1]

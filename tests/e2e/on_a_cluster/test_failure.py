@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from gkd.driver.checkpoint import complete
-from tests.e2e.conftest import Run
+from tests.e2e.conftest import Run, run_here
 
-pytestmark = pytest.mark.e2e
 LONG = "trainer.total_steps=100000"
 
 
@@ -57,7 +56,9 @@ def test_a_lost_replica_loses_nothing_and_the_last_one_ends_the_run(start: Any) 
     assert not (run.output / "summary.json").exists()
 
 
-def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(start: Any) -> None:
+def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
+    start: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     settings = (
         "trainer.save_minutes=0.001",
         "trainer.keep_checkpoints=100",
@@ -98,12 +99,12 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(start: Any
     samples = [json.loads(line)["step"] for line in (run.output / "samples.jsonl").read_text().splitlines()]
     assert samples == sorted(samples)
     assert {samples.count(step) for step in range(1, last + 1)} == {4}
-    other = start(*settings, LONG, *goes_on, "trainer.seed=5", recipe="grpo")
-    assert other.end() == 2
-    assert "was made with trainer.seed=0, this is 5" in other.errors()[0]
-    done = start(*settings, f"trainer.total_steps={last}", *goes_on, recipe="grpo")
-    assert done.end() == 0
-    assert f"is finished: all {last} steps are done and the trained student is in {run.output / 'model'}" in done.text()
+    command = again.process.args[3:]
+    assert run_here([*command, LONG, "trainer.seed=5"]) == 2
+    assert "was made with trainer.seed=0, this is 5" in capfd.readouterr().err
+    assert run_here(command) == 0
+    done = " ".join(capfd.readouterr().out.split())
+    assert f"is finished: all {last} steps are done and the trained student is in {run.output / 'model'}" in done
 
 
 def test_without_rays_control_service_a_run_saves_what_it_has_and_says_why_it_ends(start: Any) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.data.models import word_tokenizer
 
-pytestmark = pytest.mark.e2e
 PARTS = {
     "reward/mean", "reward/std", "reward/accuracy/mean", "reward/format/mean", "reward/odd/mean", "reward/odd/failed",
     "reward/reward_model/mean", "reward/reward_model/seconds", "timing_s/reward", "memory/reward_model/process_gb",

@@ -18,9 +18,9 @@ from gkd.cluster.placement import lay_out, place
 from gkd.cluster.session import connect
 from gkd.config import load
 from tests.actor import models
-from tests.actor.ranks import put
-from tests.actor.test_memory import leave
 from tests.gpu.checks.context import Context, require
+from tests.ray.actor.ranks import put
+from tests.ray.actor.test_memory import leave
 
 TOKENS = 30_000
 ROOM_MB, ROOM_MB_GPU = 200, 48  # more than the process has before the update, which needs more; in bfloat16 about half

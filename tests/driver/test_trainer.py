@@ -1,0 +1,131 @@
+"""The loop: what a step does in which order, what it logs, and what is left when a part fails.
+
+The groups are played by functions; prompts, batches, advantages, metrics and their files are the run's own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gkd.config import Config
+from gkd.data.prompts import PromptStream
+from gkd.driver.checkpoint import State
+from gkd.driver.saving import Checkpoints
+from gkd.driver.trainer import RunLog, train
+from gkd.errors import RunFailed
+from gkd.observability.metrics import JsonLines
+from tests.driver.test_collect import PROMPTS, Engines, grpo
+
+
+def three_steps() -> Config:
+    config = grpo(1)
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 3, "val_every": 2})})
+
+
+@dataclass
+class Played:
+    """Every group of a run; one of ``fails`` raises, in the step that is named with it."""
+
+    output: Path
+    fails: tuple[str, int] = ("", 0)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    version: int = 0
+    step: int = 0
+
+    def note(self, call: str) -> None:
+        self.calls.append((call, self.step))
+        if self.fails == (call, self.step):
+            raise RunFailed(f"{call} failed")
+
+    def sample(self, requests: Sequence[Any], *rest: Any) -> list[Any]:
+        self.step += 1
+        self.note("sample")
+        self.seeds += [request.seed for request in requests]
+        samples: list[Any] = Engines(lambda request: float(request.index)).sample(requests, *rest)
+        return samples
+
+    def update(self, batch: Sequence[Any], step: int) -> dict[str, float]:
+        assert step == self.step and len(batch) == 8
+        self.note("update")
+        self.version = step
+        return {"actor/loss": 0.5 * step}
+
+    def push(self) -> None:
+        self.note("push")
+
+    def validate(self) -> dict[str, float]:
+        self.note("validate")
+        return {"val/accuracy": 0.1 * self.step}
+
+    def shown(self, step: int, row: dict[str, float]) -> None:
+        assert self.rows()[-1]["step"] == step  # what is shown is in the file
+        self.note("show")
+
+    def rows(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+
+    def run(self, start: State) -> dict[str, float]:
+        config = three_steps()
+        parts: Any = SimpleNamespace(
+            prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
+            validation=SimpleNamespace(run=self.validate), memory=lambda: {"memory/actor/process_gb": 1.0},
+        )  # fmt: skip
+        samples: Any = SimpleNamespace(write=lambda step, batch: self.note("log samples"))
+        progress: Any = SimpleNamespace(step=self.shown)
+        checkpoints = Checkpoints(config, self.output, time.monotonic(), {}, start.step)
+        with JsonLines(self.output / "metrics.jsonl") as metrics:
+            return train(config, parts, RunLog(metrics, samples, progress, checkpoints), start)
+
+
+def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path) -> None:
+    run = Played(tmp_path)
+    assert run.run(State()) == pytest.approx({"val/accuracy": 0.3})  # the last validation
+    every = ("sample", "log samples", "update", "push")
+    assert run.calls == [
+        *((call, 1) for call in (*every, "show")),
+        *((call, step) for step in (2, 3) for call in (*every, "validate", "show")),
+    ]
+    assert len(run.seeds) == len(set(run.seeds)) == 3 * 8
+
+
+def test_a_row_has_what_every_part_measured(tmp_path: Path) -> None:
+    run = Played(tmp_path)
+    run.run(State())
+    rows = run.rows()
+    assert [(row["step"], row["actor/loss"]) for row in rows] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert [row["epoch"] for row in rows] == pytest.approx([0.04, 0.08, 0.12])  # of 100 prompts, 4 a step
+    assert [row.get("val/accuracy") for row in rows] == [None, pytest.approx(0.2), pytest.approx(0.3)]
+    for row in rows:
+        assert row["reward/mean"] == 0.5 and row["advantage/mean"] == 0.0
+        assert row["memory/actor/process_gb"] == 1.0
+        assert row["timing_s/step"] >= row["timing_s/update"] + row["timing_s/sync"]
+        assert row["perf/tokens_per_second"] == pytest.approx(2 * row["perf/tokens_per_second_per_gpu"])
+    # All samples here are of version 0, and the actor is one version further with every step.
+    assert [row["staleness/max"] for row in rows] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", ["sample", "update", "push", "validate"])
+def test_a_step_that_fails_is_not_logged(call: str, tmp_path: Path) -> None:
+    run = Played(tmp_path, fails=(call, 2))
+    with pytest.raises(RunFailed, match=f"{call} failed"):
+        run.run(State())
+    assert [row["step"] for row in run.rows()] == [1]
+    assert run.calls[-1] == (call, 2)
+
+
+def test_a_run_that_goes_on_logs_first_what_was_trained_and_not_logged(tmp_path: Path) -> None:
+    run = Played(tmp_path, step=2)
+    run.run(State(step=2, row={"actor/loss": 7.0}))
+    assert run.calls[:3] == [("validate", 2), ("show", 2), ("sample", 3)]
+    first, last = run.rows()
+    assert (first["step"], first["actor/loss"], first["val/accuracy"]) == (2, 7.0, pytest.approx(0.2))
+    assert last["step"] == 3

@@ -1,0 +1,280 @@
+"""The acceptance run itself: it goes on whatever a check does, and leaves a record of each and no process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gkd.config.compose import compose
+from gkd.doctor.devices import Gpus
+from gkd.driver.checkpoint import Saved, State, write
+from gkd.durable import Sum
+from gkd.errors import ConfigError
+from tests.gpu import acceptance
+from tests.gpu.acceptance import Outcome
+from tests.gpu.checks import CHECKS, Check, runs, w1
+from tests.gpu.checks.context import Context
+from tests.gpu.checks.program import Run
+
+NAMES = ("fine", "fails", "raises", "skips", "dies", "hangs", "leaves_a_process", "breaks_at_the_end")
+FAKES = [Check(name, f"tests.gpu.fakes:{name}", 1, 5 if name == "hangs" else 60) for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "GRACE_S", 1.0)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("acceptance") / "log"
+
+
+@pytest.fixture(scope="module")
+def ended(log: Path) -> dict[str, Outcome]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "GRACE_S", 1.0)
+        outcomes = list(acceptance.outcomes(FAKES, 5, 1, log.parent, log))
+    assert [outcome.name for outcome in outcomes] == list(NAMES)  # the next one runs whatever the last one did
+    return {outcome.name: outcome for outcome in outcomes}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "ok", "failed"),
+    [
+        ("fine", "ok", True, ""),
+        ("fails", "failed", False, "2 is not 3"),
+        ("raises", "failed", False, "KeyError: 'nothing there'"),
+        ("skips", "skipped", None, "needs a lake"),
+        ("dies", "died", False, "signal SIGKILL; about to die"),
+        ("hangs", "timed out", False, "ended after 5 s; it waits"),
+        ("leaves_a_process", "ok", True, ""),
+        ("breaks_at_the_end", "died", False, "signal SIGABRT; "),
+    ],
+)
+def test_every_end_is_named(ended: dict[str, Outcome], name: str, status: str, ok: bool | None, failed: str) -> None:
+    outcome = ended[name]
+    assert (outcome.status, outcome.ok) == (status, ok)
+    assert outcome.failed.startswith(failed)
+    assert bool(outcome.failed) == bool(failed)
+
+
+def test_figures_survive_what_happens_to_the_check(ended: dict[str, Outcome]) -> None:
+    assert ended["fine"].figures == {"speed": 1.2346, "n_gpus": 1}
+    assert ended["fails"].figures == {"seen": 2}
+    assert ended["dies"].figures == {"before": 1}
+
+
+def test_where_a_check_was_when_its_time_was_over_is_in_the_log(ended: dict[str, Outcome], log: Path) -> None:
+    text = log.read_text().partition("=== hangs:")[2]
+    assert "in hangs\n" in text
+    assert ended["hangs"].failed == "ended after 5 s; it waits"
+
+
+def test_nothing_is_left_running(ended: dict[str, Outcome]) -> None:
+    for name in ("hangs", "leaves_a_process"):
+        pid = ended[name].figures["pid"]
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_no_time_is_left_for_is_not_run(tmp_path: Path) -> None:
+    outcomes = [*acceptance.outcomes(FAKES, 0.01, 1, tmp_path, tmp_path / "log")]
+    assert {(outcome.status, outcome.ok) for outcome in outcomes} == {("not run", None)}
+    assert "--minutes" in outcomes[0].failed
+
+
+def test_a_check_gets_no_more_time_than_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def note(check: Check, limit_s: float, *rest: object) -> Outcome:
+        limits.append(limit_s)
+        return Outcome(check.name, "ok")
+
+    monkeypatch.setattr(acceptance, "run_check", note)
+    list(acceptance.outcomes([replace(FAKES[0], limit_s=20), replace(FAKES[0], limit_s=600)], 1, 1, tmp_path, tmp_path))
+    list(acceptance.outcomes([replace(FAKES[0], limit_s=10)], 1, 0, tmp_path, tmp_path))  # a rehearsal
+    assert limits[0] == 20
+    assert 30 < limits[1] <= 60
+    assert limits[2] == 40
+
+
+def test_what_needs_gpus_is_skipped_and_never_ok_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "run_check", lambda check, *_: Outcome(check.name, "ok"))
+    for n_gpus, skipped in ((0, ["attention", "ipc", "graphs", "transfers", "two_gpus"]), (1, ["two_gpus"]), (2, [])):
+        outcomes = [*acceptance.outcomes(CHECKS, 9, n_gpus, tmp_path, tmp_path)]
+        assert [outcome.name for outcome in outcomes if outcome.status == "skipped"] == skipped
+        assert all("GPU" in outcome.failed for outcome in outcomes if outcome.status == "skipped")
+
+
+def test_a_runner_that_breaks_on_one_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> Outcome:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(acceptance, "run_check", breaks)
+    outcomes = [*acceptance.outcomes(FAKES[:2], 5, 1, tmp_path, tmp_path)]
+    assert [outcome.failed for outcome in outcomes] == ["OSError: no space left"] * 2
+
+
+def test_a_check_that_runs_again_replaces_its_record(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    for name, status in (("ipc", "failed"), ("versions", "ok"), ("ipc", "ok")):
+        acceptance.keep(acceptance.record(Outcome(name, status, 1.0), {"torch": "2.13.0"}, False), file)
+    rows = json.loads(file.read_text())["checks"]
+    assert [(row["name"], row["ok"], row["rehearsal"]) for row in rows] == [
+        ("versions", True, False),
+        ("ipc", True, False),
+    ]
+    assert rows[0]["versions"] == {"torch": "2.13.0"}
+
+
+def test_the_machine_and_the_wish_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = Gpus("570.1", 13000, ["H200"], [1], [1])
+    monkeypatch.setattr(acceptance, "installed_device", lambda: "cuda")
+    assert acceptance._n_gpus(h200, False) == 1
+    assert acceptance._n_gpus(None, True) == 0
+    for gpus, rehearse in ((h200, True), (None, False)):
+        with pytest.raises(ConfigError):
+            acceptance._n_gpus(gpus, rehearse)
+    monkeypatch.setattr(acceptance, "installed_device", lambda: "cpu")
+    with pytest.raises(ConfigError, match="CPU build"):
+        acceptance._n_gpus(h200, False)
+
+
+def test_all_of_it_fits_into_its_time_on_one_gpu() -> None:
+    assert sum(check.estimate_s for check in CHECKS if check.n_gpus == 1) <= 9 * 60
+    assert all(check.estimate_s < check.limit_s for check in CHECKS)
+    assert len({check.name for check in CHECKS}) == len(CHECKS) == 14
+
+
+def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arithmetic, on the CPU, where both sides are padded: rounding to bfloat16 passes, a wrong window does not."""
+    from gkd.actor import attention
+    from tests.gpu.checks import attention as check
+    from tests.gpu.checks.attention import MOST, difference
+
+    monkeypatch.setattr(check, "LENGTHS", (1, 40, 7))
+    assert 1e-4 < difference(4, 2, 16, 9, "cpu") < MOST
+    plain = attention._padded
+
+    def wrong(q, k, v, scale, window, cu, longest):
+        return plain(q, k, v, scale, window if q.dtype.itemsize == 4 else window + 1, cu, longest)
+
+    monkeypatch.setattr(attention, "_padded", wrong)
+    assert difference(4, 2, 16, 9, "cpu") > MOST
+
+
+@dataclass
+class Recorded:
+    """In place of whole programs: checks their overrides and gives what such a run would have left."""
+
+    mismatch: float = 0.001
+    peak_gb: float = 30.0
+    weights: bytes = b"weights"
+    names: list[str] = field(default_factory=list)
+
+    def __call__(self, context: Context, name: str, *overrides: str, recipe: str = "on_policy_distill") -> Run:
+        self.names.append(name)
+        config = compose([f"+recipe={recipe}", *overrides])
+        output = context.scratch / name
+        for directory in ("checkpoints/step_4/actor", "model/adapter"):
+            (output / directory).mkdir(parents=True)
+        rank = output / "checkpoints" / "step_4" / "actor" / "rank_0.safetensors"
+        rank.write_bytes(self.weights)
+        files = {"actor/rank_0.safetensors": Sum(7, hashlib.sha256(b"weights").hexdigest())}
+        write(Saved(rank.parents[1], "step", State(4), {}, "", "bfloat16", {}, files))
+        steps = [{"step": i, "distill/loss": 2 - i / 10, "mismatch/kl": self.mismatch, "timing_s/step": 2.5,
+                  **{f"timing_s/{stage}": 0.5 for stage in ("generate", "score", "update", "sync")},
+                  "memory/actor/peak_gb": self.peak_gb} for i in range(1, config.trainer.total_steps + 1)]  # fmt: skip
+        (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+        accuracy = {"before": {"val/accuracy": 0.2}, "after": {"val/accuracy": 0.9}, "teacher": {"val/accuracy": 0.95}}
+        (output / "summary.json").write_text(json.dumps({**accuracy, "wall_s": 30.0}))
+        ways = {
+            "nccl": "by nccl (",
+            "object_store": "by object_store (",
+            "colocation": "colocated: the actor is offloaded",
+        }
+        text = ways.get(name, "by ipc (")
+        output.with_suffix(".txt").write_text(text)
+        return Run(output, text, steps, 40.0, 60.0)
+
+
+RUNS = ("eager", "graphs", "colocation", "transfers", "little_memory", "curve", "two_gpus", "against_trl")
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    runner = Recorded()
+    monkeypatch.setattr(runs, "run", runner)
+    monkeypatch.setattr(w1, "run", runner)
+    monkeypatch.setattr(w1, "SHAPES", w1.SMALL)
+    monkeypatch.setattr(w1, "WORDS", 512)
+    return runner
+
+
+def check(name: str, n_gpus: int, path: Path) -> dict[str, object]:
+    """Run one in this process; returns its figures."""
+    path.mkdir(exist_ok=True)
+    context = Context(n_gpus, path, path / "result.json")
+    getattr(w1 if name == "against_trl" else runs, name)(context)
+    return context.figures
+
+
+def test_every_run_is_one_that_can_be_configured(recorded: Recorded, tmp_path: Path) -> None:
+    for name in RUNS:
+        assert check(name, 2, tmp_path / name)
+    assert recorded.names == [
+        "eager", "graphs", "colocation", "ipc", "object_store", "grpo", "curve", "nccl", "both", "w1",
+    ]  # fmt: skip
+
+
+def test_losses_are_compared_with_those_of_the_run_before(recorded: Recorded, tmp_path: Path) -> None:
+    for name in ("eager", "transfers"):
+        check(name, 1, tmp_path)
+    assert recorded.names == ["eager", "object_store"]
+
+
+@pytest.mark.parametrize("name", ["graphs", "little_memory", "two_gpus", "against_trl"])
+def test_a_sampler_that_has_other_weights_than_the_trainer_fails_every_run(
+    name: str, recorded: Recorded, tmp_path: Path
+) -> None:
+    recorded.mismatch = 0.3
+    with pytest.raises(AssertionError, match=r"mismatch/kl|disagree"):
+        check(name, 2, tmp_path)
+
+
+def test_a_damaged_checkpoint_fails_colocation(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.weights = b"wrights"
+    with pytest.raises(AssertionError, match=r"no checkpoint is intact; .*its sum differs"):
+        check("colocation", 1, tmp_path)
+
+
+def test_runs_whose_weights_went_the_same_way_are_not_compared(recorded: Recorded, tmp_path: Path) -> None:
+    check("eager", 1, tmp_path)
+    (tmp_path / "eager.txt").write_text("weights go by object_store (weights.transfer=auto)")
+    with pytest.raises(AssertionError, match="the weights of eager did not go by ipc"):
+        check("transfers", 1, tmp_path)
+
+
+def test_more_memory_than_the_peer_fails_w1(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.peak_gb = 80.0
+    with pytest.raises(AssertionError, match=r"74.5 GiB in the actor, TRL has 64.8"):
+        check("against_trl", 1, tmp_path)
+
+
+def test_a_rehearsed_check(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "RESULTS", tmp_path / "results")
+    assert acceptance._main(["--rehearse", "--only", "assignment", "ipc", "--json", str(tmp_path / "out")]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert printed == [json.loads(line) for line in (tmp_path / "out" / "acceptance.jsonl").read_text().splitlines()]
+    done, skipped = printed
+    assert (done["name"], done["ok"], done["rehearsal"]) == ("assignment", True, True)
+    assert done["figures"]["uuids"][0].startswith("SIM-")
+    assert {"python", "torch", "ray"} <= done["versions"].keys()
+    assert (skipped["name"], skipped["ok"], skipped["failed"]) == ("ipc", None, "needs a GPU")
+    assert "GPU Assignments: ['0', '0', '0']" in (tmp_path / "out" / "acceptance.log").read_text()
+    assert not (tmp_path / "results").exists()

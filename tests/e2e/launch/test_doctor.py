@@ -1,0 +1,107 @@
+"""What the doctor finds by running programs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray import cloudpickle
+
+from gkd.doctor import devices, node, system
+from tests.e2e.conftest import ROOT
+from tests.launch.test_doctor import H200
+
+
+def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert [*devices.check_compiler(None)] == []
+    monkeypatch.delenv("CC", raising=False)
+    (found,) = devices.check_compiler(H200)
+    assert (found.level, found.what) == ("ok", "compiler")
+    monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    (found,) = devices.check_compiler(H200)
+    assert found.level == "failed"
+    assert f"{tmp_path}/Python.h" in found.found
+    assert "python3-dev" in found.do
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    (found,) = devices.check_compiler(H200)
+    assert "No such file" in found.found
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (found,) = devices.check_compiler(H200)
+    assert found.found.startswith("neither CC, gcc nor clang")
+
+
+def test_the_quickstart_asks_for_a_compiler_before_it_installs(tmp_path: Path) -> None:
+    """Of a checkout without .venv, with a python3 and no compiler in the path."""
+    (tmp_path / "launch").mkdir()
+    for name in ("launch/environment.sh", "launch/quickstart.sh", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "dirname", "cat", "sha256sum", "cut", "rm"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    (tools / "python3").symlink_to(sys._base_executable)
+    venv = {"PATH": str(tools), "GKD_DEVICE": "cuda", "PIP_NO_INDEX": "1"}
+    done = subprocess.run(
+        ["bash", "launch/quickstart.sh"],
+        cwd=tmp_path,
+        env=venv,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "installing" not in done.stdout
+    assert done.stderr.startswith("error: GPUs need a C compiler and Python's headers"), done.stderr
+    assert "tried: gcc and clang, which are not there (Debian: apt-get install gcc python3-dev" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_disks_shared_memory_and_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    places = {"outputs": tmp_path / "not" / "there"}
+    assert [f.level for f in system.check_disks(places)] != ["failed"]
+    monkeypatch.setattr(system, "TOO_LITTLE_DISK", 1 << 60)
+    assert [f.level for f in system.check_disks(places)] == ["failed"]
+    monkeypatch.setattr(system, "memory", lambda: 1 << 60)
+    assert [f.level for f in system.check_shared_memory(1)] == ["warning"]
+    monkeypatch.setattr(system, "NCCL_SHM", 1 << 60)
+    assert [f.level for f in system.check_shared_memory(2)] == ["failed"]
+    check = "from gkd.doctor.system import check_limits; print(next(check_limits()))"
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -n 900; exec "{sys.executable}" -c "{check}"'],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("failed   limits         ulimit -n is 900")
+
+
+AS_ON_A_NODE = """
+import importlib.util, json, pickle, sys
+sys.modules["gkd"] = None  # any import of it fails
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "gkd" else real(name, *rest)
+print(json.dumps(pickle.loads(sys.stdin.buffer.read())(("ray",))))
+"""
+
+
+def test_a_node_need_not_have_this_project() -> None:
+    """What is looked at there travels with what it uses."""
+    modules = (node, *node.SENT)
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        sent = cloudpickle.dumps(node.look)
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ON_A_NODE], input=sent, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    facts = json.loads(done.stdout)
+    assert facts["versions"]["gkd"] == "missing"
+    assert facts["versions"]["ray"] == node.look(("ray",))["versions"]["ray"]

@@ -1,0 +1,84 @@
+"""launch/ray_cluster.sh without a Ray: what it refuses, and what it makes of what it finds written down."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster import local
+from gkd.cluster.local import LocalNode
+from gkd.launch.node import main
+from tests.messages import NODE, entries, names_what_is_wrong, overrides
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = Path(f"/tmp/gkd-t-{os.getpid()}")
+    monkeypatch.setenv(local.DIRECTORY, str(path))
+    return local.make_directory()
+
+
+@pytest.fixture(autouse=True)
+def _clean(directory: Path) -> object:
+    yield
+    for file in directory.iterdir():
+        file.unlink()
+    directory.rmdir()
+
+
+@pytest.mark.parametrize("command", [command for command in entries() if command.startswith(NODE)])
+def test_a_number_that_cannot_be_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of tests/messages.txt; tests/messages.py says how to renew it."""
+    assert main(overrides(command.removeprefix(NODE))) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("error: ")
+    assert names_what_is_wrong(error, command)
+    assert error.removeprefix("error: ").strip() == entries()[command]
+
+
+def test_a_damaged_record_is_passed_over(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (directory / "node-x.json").write_text("")
+    (directory / "node-y.json").write_text('{"kind": "head"}')
+    assert local.nodes() == []
+    assert local.running_address() is None
+    assert "node-x.json is not read" in caplog.text
+
+
+def test_what_a_dead_head_left_is_ended_and_a_run_that_joined_is_not(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both hide their environment and hold a log open, as Ray's agents do; one is of the node's session."""
+    monkeypatch.setattr(local, "GRACE_S", 0.2)
+    logs = directory / "ray-feedbeef"
+    logs.mkdir()
+    agent, run = _writer(logs / "agent.log"), _writer(logs / "run.log")
+    try:
+        node = LocalNode("head", "127.0.0.1:6379", None, agent.pid, "feedbeef")
+        node.write()
+        assert not node.alive
+        assert node.processes() == [agent.pid]
+        assert main(["stop"]) == 0
+        assert capsys.readouterr().out == "stopped the head of 127.0.0.1:6379\n"
+        assert agent.wait(timeout=10) < 0
+        assert run.poll() is None
+        assert main(["stop"]) == 0
+        assert "no Ray node of" in capsys.readouterr().out
+    finally:
+        for process in (agent, run):
+            process.kill()
+            process.wait()
+        shutil.rmtree(logs)
+
+
+def _writer(log: Path) -> subprocess.Popen[bytes]:
+    """A process in a session of its own that holds ``log`` open."""
+    program = f"import time; f = open({str(log)!r}, 'w'); print('open', flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={}, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process

@@ -1,0 +1,99 @@
+"""launch/slurm.sbatch and launch/kuberay/rayjob.yaml: what Slurm and Kubernetes would make of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import ray
+import yaml
+from jsonschema import Draft202012Validator
+
+from gkd.config.compose import compose
+from tests.e2e.conftest import ROOT, environment
+from tests.e2e.on_a_cluster.conftest import marked
+
+SBATCH = ROOT / "launch" / "slurm.sbatch"
+# One machine as two nodes: srun drops its own options and starts the rest here.
+SRUN = '#!/usr/bin/env bash\nwhile [[ ${1:-} == --* ]]; do shift; done\nexec "$@"\n'
+SCONTROL = "#!/usr/bin/env bash\nprintf 'here\\nhere\\n'\n"
+
+
+def directives() -> dict[str, str]:
+    lines = [line for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH")]
+    found = [re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?(?:\s+#.*)?", line) for line in lines]
+    assert all(found), lines
+    return {match[1]: match[2] or "" for match in found if match}
+
+
+def test_slurm_reads_the_directives() -> None:
+    lines = SBATCH.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert (
+        max(i for i, line in enumerate(lines) if line.startswith("#SBATCH")) < first_command
+    )  # later ones are ignored
+    found = directives()
+    assert found.keys() >= {"nodes", "gpus-per-node", "cpus-per-task", "time", "output"}
+    assert found["ntasks-per-node"] == "1"
+    assert sum("EDIT:" in line for line in lines) == 5
+    subprocess.run(["bash", "-n", SBATCH], check=True)
+
+
+def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path: Path) -> None:
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = str(100_000 + os.getpid() % 1_000_000)
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "here[1-2]"}
+    variables = {**environment(), **slurm, "GKD_PYTHON": sys.executable, "GKD_SIMULATE_GPUS": "2"}
+    done = subprocess.run(
+        ["bash", SBATCH, "+recipe=grpo", "model.path=/nowhere/model", "data.train_files=[x]", "data.val_files=[x]",
+         "data.answer_key=a", f"trainer.output_dir={tmp_path / 'run'}"],
+        env={**variables, "PATH": f"{tmp_path}:{variables['PATH']}"}, capture_output=True, text=True, timeout=150,
+        check=False, cwd=tempfile.gettempdir(),
+    )  # fmt: skip
+    directory = Path(f"/tmp/gkd-{job}")
+    try:
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "the head is up" in done.stdout
+        assert "the worker is up" in done.stdout
+        assert "error: model.path=/nowhere/model: no such directory" in done.stderr
+        assert marked(directory) == []
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_kubernetes_accepts_the_ray_job() -> None:
+    """KubeRay's schema for RayJob, and what it leaves to the operator."""
+    text = (ROOT / "launch" / "kuberay" / "rayjob.yaml").read_text()
+    job = yaml.safe_load(text)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    schema = Draft202012Validator(json.loads((Path(__file__).parent / "rayjob_schema.json").read_text()))
+    assert [f"{error.json_path}: {error.message}" for error in schema.iter_errors(job)] == []
+    wrong = yaml.safe_load(text.replace("submissionMode: K8sJobMode", "submissionmode: K8sJobMode"))
+    assert "submissionmode" in next(schema.iter_errors(wrong)).message
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == ray.__version__
+    assert isinstance(yaml.safe_load(spec["runtimeEnvYAML"]), dict)
+    (worker,) = cluster["workerGroupSpecs"]
+    assert worker["minReplicas"] <= worker["replicas"] <= worker["maxReplicas"]
+    for group in (cluster["headGroupSpec"], worker):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert all(isinstance(variable["value"], str) for variable in container["env"])
+        assert "# EDIT" in text
+    program, module, name, *overrides = shlex.split(spec["entrypoint"])
+    assert (program, module, name) == ("python", "-m", "gkd.main")
+    config = compose(overrides)
+    n_gpus = int(worker["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert sum(pool.n_workers for _, pool in config.pools()) <= n_gpus * worker["replicas"]

@@ -1,0 +1,5 @@
+"""The fixtures of tests/planning."""
+
+from tests.planning.conftest import model
+
+__all__ = ["model"]

@@ -1,0 +1,59 @@
+"""Servers that are killed, stopped and started again."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from gkd.scoring.client import ScorerUnavailable
+from tests.scoring.conftest import a_score
+from tests.scoring.test_failover import Connect, Serve, Spawn, all_right
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_a_lost_replica_had_goes_to_the_other(spawn: Spawn, serve: Serve, connect: Connect, number: int) -> None:
+    lost, other = spawn(delay_s=1.0), serve()
+    client = connect(lost.address, other.server.address, request_timeout_s=600.0)
+    client.connect(10)
+    futures = [client.submit(a_score(i)) for i in range(10)]
+    time.sleep(0.3)
+    lost.signal(number)
+    assert all_right(futures, 60.0)  # by heartbeats, long before the request's own time is over
+    assert client.counts["lost"] == 1 and client.counts["retried"] >= 1
+
+
+def test_a_server_that_comes_back_on_its_port_is_used_again(spawn: Spawn, connect: Connect) -> None:
+    first = spawn(delay_s=0.2)
+    client = connect(first.address, request_timeout_s=10.0)
+    client.connect(10)
+    futures = [client.submit(a_score(i)) for i in range(5)]
+    futures[0].result(5)
+    first.kill()
+    spawn(first.port)
+    assert all_right(futures)
+
+
+def test_a_stopped_server_that_goes_on_is_used_again(spawn: Spawn, connect: Connect) -> None:
+    server = spawn()
+    client = connect(server.address, request_timeout_s=10.0)
+    client.connect(10)
+    server.signal(signal.SIGSTOP)
+    futures = [client.submit(a_score(i)) for i in range(5)]
+    time.sleep(0.6)
+    assert client.counts["lost"] == 1 and not any(f.done() for f in futures)
+    server.signal(signal.SIGCONT)
+    assert all_right(futures)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_any_replica_a_request_fails_in_time(spawn: Spawn, connect: Connect, number: int) -> None:
+    servers = [spawn(delay_s=5.0), spawn(delay_s=5.0)]
+    client = connect(*(s.address for s in servers), request_timeout_s=1.0)
+    client.connect(10)
+    for server in servers:
+        server.signal(number)
+    with pytest.raises(ScorerUnavailable, match=r"no answer from the teacher after \d") as failure:
+        client.submit(a_score()).result(60)
+    assert all(s.address in str(failure.value) for s in servers)

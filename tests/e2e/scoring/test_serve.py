@@ -1,0 +1,68 @@
+"""``python -m gkd.teacher.serve``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.cli.serve_teacher import compose_server
+from tests.scoring.conftest import ROOT
+
+
+def serve(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gkd.teacher.serve", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_ctrl_c_while_the_model_loads(model: Path) -> None:
+    process = serve(f"teacher.model.path={model}", f"teacher.server_port={free_port()}")
+    assert process.stderr is not None
+    assert process.stderr.readline() == f"loading the teacher in {model} ...\n"
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 130 and out == "" and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["teacher.model.path=/nowhere"], "teacher.model.path=/nowhere: no such directory"),
+        (["teacher.server_port=1"], "teacher.model.path is missing"),
+        (["teacher.modle.path=x"], "unknown setting teacher.modle.path (did you mean teacher.model.path?)"),
+        (["teacher.model.path=x", "teacher.server_ip=0.0.0.0"], "0.0.0.0 is not loopback and has no key"),
+        (["teacher.model.path=x", "teacher.n_gpus_per_node=2"], "2 are asked for: start one server for each"),
+        (["teacher.model.path=x", "teacher.server_port=IN_USE"], "cannot listen on tcp://127.0.0.1:IN_USE: Address"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(arguments: list[str], message: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = str(taken.getsockname()[1])
+        out, err = (process := serve(*(a.replace("IN_USE", port) for a in arguments))).communicate(timeout=60)
+    assert process.returncode == 2 and out == ""
+    assert err.startswith("error: ") and message.replace("IN_USE", port) in err and err.count("\n") == 1
+
+
+def test_where_a_file_says_a_server_listens(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("teacher: {model: {path: x}, server_ip: 10.0.0.1}\n")
+    (tmp_path / "b.yaml").write_text("teacher: {model: {path: x}, server_ip: null}\n")
+    assert compose_server([str(tmp_path / "a.yaml")]).teacher.server_ip == "10.0.0.1"
+    assert compose_server([str(tmp_path / "a.yaml"), "teacher.server_ip=10.0.0.2"]).teacher.server_ip == "10.0.0.2"
+    assert compose_server([str(tmp_path / "b.yaml")]).teacher.server_ip == "127.0.0.1"
+    assert compose_server(["teacher.model.path=x"]).teacher.server_ip == "127.0.0.1"

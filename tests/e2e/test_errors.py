@@ -1,0 +1,53 @@
+"""How programs end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STUCK = """
+import threading
+from gkd.cluster.shutdown import leave, within
+assert not within(0.1, "waiting for ever", threading.Event().wait)
+threading.Thread(target=threading.Event().wait).start()  # which Python would wait for at its end
+print("the last words")
+leave(7)
+"""
+RICH = """
+import sys
+from gkd.errors import guarded
+from gkd.observability.progress import console
+def program():
+    out = console()
+    for _ in range(100_000):
+        out.print("a line")
+sys.exit(guarded(program))
+"""
+
+
+def python(*arguments: str, **streams: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, text=True, **streams)
+
+
+@pytest.mark.parametrize("command", [("-m", "gkd.main", "--settings"), ("-c", RICH)])
+def test_output_into_a_closed_pipe_ends_with_a_line_and_a_code(command: tuple[str, ...]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    program = python(*command, stdout=writes, stderr=subprocess.PIPE)
+    both = python(*command, stdout=writes, stderr=writes)
+    os.close(writes)
+    assert program.communicate(timeout=60)[1] == (
+        "failed: standard output was closed before the end: the program that read it has ended\n"
+    )
+    assert (program.returncode, both.wait(60)) == (1, 1)
+
+
+def test_a_program_leaves_with_its_code_where_a_call_never_returns() -> None:
+    program = python("-c", STUCK, stdout=subprocess.PIPE)
+    assert program.communicate(timeout=30)[0] == "the last words\n"
+    assert program.returncode == 7

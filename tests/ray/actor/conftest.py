@@ -1,0 +1,18 @@
+"""Processes that all tests of the folder train in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ray.actor.ranks import Ranks
+
+
+@pytest.fixture(scope="package")
+def processes(local_ray: None) -> Iterator[dict[int, Ranks]]:
+    """One rank by itself and two together, by their number."""
+    found = {world: Ranks(world) for world in (1, 2)}
+    yield found
+    for ranks in found.values():
+        ranks.end()

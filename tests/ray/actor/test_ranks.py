@@ -1,0 +1,182 @@
+"""Two ranks train exactly as one does: the real workers, in Ray, over gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gkd.actor.worker import ActorWorker
+from gkd.config import Algorithm, Loss, Model
+from tests.actor import models
+from tests.ray.actor.ranks import Ranks, config, put
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("student")
+    models.make("qwen2 tied").save_pretrained(path)
+    return str(path)
+
+
+@contextmanager
+def using(ranks: dict[int, Ranks], algorithm: dict[str, object]) -> Iterator[None]:
+    """Have all workers optimise something else for a while."""
+
+    def change(worker: object, wanted: dict[str, object]) -> None:
+        worker.config = worker.config.model_copy(update={"algorithm": Algorithm.model_validate(wanted)})
+
+    for wanted in (algorithm, {}):
+        ray.get([w.__ray_call__.remote(change, wanted) for g in ranks.values() for w in g.workers], timeout=60)
+        if wanted is algorithm:
+            yield
+
+
+@pytest.fixture(scope="module")
+def ranks(processes: dict[int, Ranks], model_path: str) -> dict[int, Ranks]:
+    """One rank and two ranks of the same student."""
+    return {world: found.become(model_path, config()) for world, found in processes.items()}
+
+
+def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int, Ranks]) -> None:
+    before = ranks[1].weights()
+    for step in range(1, STEPS + 1):
+        batch = put(models.scored(9, seed=step))
+        one, two = (ranks[world].run("update", batch, step) for world in (1, 2))
+        for there_and_back in ("offload", "onload"):  # which changes nothing
+            ray.get([getattr(w, there_and_back).remote() for w in ranks[2].workers], timeout=60)
+        assert one.keys() == two.keys()
+        assert two == pytest.approx(one, rel=2e-4), step
+        assert {"distill/loss", "distill/reverse_kl", "actor/grad_norm", "actor/lr", "mismatch/kl"} <= one.keys()
+    single, double = ranks[1].weights(), ranks[2].weights()
+    assert single.keys() == double.keys()
+    for key, value in single.items():
+        torch.testing.assert_close(double[key], value, rtol=1e-3, atol=1e-4)
+    assert any(not torch.allclose(before[key], single[key], atol=1e-3) for key in single)  # it did train
+
+
+@pytest.mark.parametrize(("name", "k"), [("jsd", 7), ("sampled_reverse_kl", 0)])
+def test_a_rank_without_samples_takes_part(ranks: dict[int, Ranks], name: str, k: int) -> None:
+    batch = put(models.scored(1, k, seed=5))
+    with using(ranks, {"loss": {"name": name}}):
+        one, two = (ranks[world].run("update", batch, 4) for world in (1, 2))
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_two_ranks_learn_from_rewards_as_one_does(ranks: dict[int, Ranks], name: str) -> None:
+    """Two updates of one batch: the second one's ratios are against what the first one started from."""
+    samples = models.scored(5, seed=6)
+    batch = put([dataclasses.replace(s, teacher=None, reference=s.sample.sampled_logprobs) for s in samples])
+    with using(ranks, {"name": name, "kl": {"coef": 0.1}, "policy": {"clip_low": 0.5, "clip_high": 0.5}}):
+        for world in (1, 2):
+            ranks[world].run("compute_logprobs", batch, True, False)
+        first, again = ([ranks[world].run("update", batch, 5) for world in (1, 2)] for _ in range(2))
+    for one, two in (first, again):
+        assert two == pytest.approx(one, rel=2e-3, abs=1e-5)
+        assert {"actor/policy_loss", "actor/kl_loss", "actor/clip_fraction", "mismatch/kl"} <= one.keys()
+    # The sampler's disagreement is with the weights that the batch started from, so the second update's is the same.
+    assert again[0]["mismatch/kl"] == pytest.approx(first[0]["mismatch/kl"], rel=1e-6)
+    assert again[0]["actor/policy_loss"] != pytest.approx(first[0]["actor/policy_loss"], rel=1e-3)
+
+
+def test_what_an_engine_computes_otherwise_is_corrected_by_itself(ranks: dict[int, Ranks]) -> None:
+    """In bfloat16, where engine and trainer can differ; in float32 every weight is 1."""
+    batch = put([dataclasses.replace(s, teacher=None) for s in models.scored(5, seed=6)])
+
+    def compute_in(worker: object, dtype: str) -> None:
+        worker.config = worker.config.model_copy(update={"model": Model(dtype=dtype)})
+
+    with using(ranks, {"name": "grpo"}):
+        found = {}
+        for dtype in ("bfloat16", "auto"):
+            ray.get([w.__ray_call__.remote(compute_in, dtype) for w in ranks[1].workers], timeout=60)
+            found[dtype] = ranks[1].run("update", batch, 5)
+    assert found["auto"]["actor/correction"] == pytest.approx(1.0, abs=1e-6)
+    assert abs(found["bfloat16"]["actor/correction"] - 1) > 0.01
+
+
+def test_evaluate_changes_nothing(ranks: dict[int, Ranks]) -> None:
+    batch = put(models.scored(6, seed=9))
+    before = ranks[1].weights()
+    first = ranks[1].run("evaluate", batch, Loss())
+    again = ranks[1].run("evaluate", batch, Loss())
+    assert first == again
+    after = ranks[1].weights()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_saved_student_is_the_trained_one(ranks: dict[int, Ranks], model_path: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers import models as kinds
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(models.VOCAB)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(kinds.WordLevel(words, unk_token="t0"))).save_pretrained(
+        model_path
+    )
+    ray.get([w.save.remote(str(tmp_path / "model")) for w in ranks[2].workers], timeout=60)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    for name, value in ranks[2].weights().items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
+
+
+def test_targets_that_are_no_distribution_are_refused(ranks: dict[int, Ranks]) -> None:
+    batch = models.scored(2, seed=3)
+    batch[0].teacher.logprobs[:] = float("nan")
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"teacher's probability .* is nan"):
+        ranks[1].run("update", put(batch), 7)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) -> None:
+    """It says which updates of its step were made before it."""
+
+    def fill(value: float) -> None:
+        def change(worker: object) -> None:
+            with torch.no_grad():
+                worker.student.lm.model.norm.weight.to_local().fill_(value)
+
+        ray.get(ranks[1].workers[0].__ray_call__.remote(change), timeout=60)
+
+    batch = models.scored(2, seed=3)
+    for message in ("nothing was updated", "1 of its mini-batches were learned from before"):
+        fill(float("nan"))
+        before = ranks[1].weights()
+        with pytest.raises(ray.exceptions.RayTaskError, match=rf"gradient of step 7 is not finite .*; {message}"):
+            ranks[1].run("update", put(batch), 7)
+        after = ranks[1].weights()
+        assert all(torch.equal(before[key], after[key]) for key in before if "model.norm" not in key)
+        fill(1.0)
+        ranks[1].run("update", put(batch), 7, False)
+
+
+def test_only_rank_0_holds_the_whole_model_while_it_is_read(processes: dict[int, Ranks], tmp_path: Path) -> None:
+    """The other rank keeps its half, and has one tensor more at a time."""
+    shape = {**models.SHAPE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+    lm = LlamaForCausalLM(LlamaConfig(**shape))
+    whole_mb = sum(p.nbytes for p in lm.parameters()) >> 20
+    lm.save_pretrained(tmp_path)
+
+    def peak_mb(worker: object) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+    def read(worker: ActorWorker, path: str) -> tuple[int, float]:
+        before = peak_mb(worker)
+        worker.model_path = path
+        worker.load()
+        return peak_mb(worker) - before, float(sum(p.to_local().double().sum() for p in worker.student.parameters()))
+
+    calls = [w.__ray_call__.remote(read, str(tmp_path)) for w in processes[2].workers]
+    (grown, there), (grown_other, here) = ray.get(calls, timeout=120)
+    assert whole_mb > 150
+    assert grown > 0.8 * whole_mb > 0.65 * whole_mb > grown_other
+    assert there + here == pytest.approx(float(sum(p.detach().double().sum() for p in lm.parameters())), rel=1e-6)

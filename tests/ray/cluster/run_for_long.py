@@ -1,0 +1,56 @@
+"""A run that takes its workers, tells where it is, and stays until it is ended from outside.
+
+With the argument `starting` it tells before Ray starts, to be ended while Ray does; `impatient` shortens the deadline
+of giving back; `waiting` waits for a call and has a second to finish without Ray's control service; `joined` does
+so on the cluster that RAY_ADDRESS names. Otherwise it has done what it wanted when that is gone.
+"""
+
+import sys
+import time
+
+from gkd.cluster import session as session_module
+from gkd.cluster.assignment import assignment_line
+from gkd.cluster.group import gather
+from gkd.cluster.placement import place
+from gkd.cluster.session import connect
+from gkd.cluster.shutdown import exit_on_signals, leave
+from gkd.errors import guarded
+from tests.ray.cluster.conftest import configuration
+
+
+def tell(directory, *pids):
+    print("at", directory, *pids, flush=True)
+
+
+def run():
+    exit_on_signals()
+    if sys.argv[1:] == ["starting"]:
+        start = session_module._start_private
+        session_module._start_private = lambda directory, *rest, **more: (
+            tell(directory),
+            start(directory, *rest, **more),
+        )
+    if sys.argv[1:] == ["impatient"]:
+        session_module.RELEASE_TIMEOUT_S = 2.0
+    waits = sys.argv[1:] in (["waiting"], ["joined"])
+    if waits:
+        session_module.finish_s, session_module.RESTART_GRACE_S = lambda *_: 1.0, 4.0
+    config = configuration({"gpus": [6]}, {"gpus": [4]}, None, simulate_gpus=3)
+    if sys.argv[1:] == ["joined"]:
+        config = configuration(1, 1, None)
+    with connect(config) as session:
+        placement = place(config, session)
+        actor = placement.groups["actor"]
+        gather([actor.submit_build("tests.ray.cluster.cluster_targets:Echo", [(0,)])], 60)
+        tell(session.directory, *actor.call("spawn_child", timeout_s=60), *(r.pid for r in placement.reports))
+        print(assignment_line(placement.reports), flush=True)
+        call = actor.submit("wait_for_flag")
+        if waits:
+            gather([call], 600)
+        while not session.control.lost:
+            time.sleep(0.1)
+        return 0
+
+
+if __name__ == "__main__":
+    leave(guarded(run))

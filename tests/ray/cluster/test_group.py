@@ -1,0 +1,150 @@
+"""Calling the workers of a group: order, concurrency, and what is said when one fails, dies or is late."""
+
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+import ray
+
+from gkd.cluster.failure import WorkerDied, explain
+from gkd.cluster.group import gather, kill_worker
+from gkd.cluster.placement import place
+from gkd.cluster.reserve import read_nodes
+from gkd.cluster.session import connect
+from gkd.errors import ConfigError, RunFailed
+from tests.ray.cluster.conftest import alive, configuration, eventually
+
+ECHO = "tests.ray.cluster.cluster_targets:Echo"
+
+
+@pytest.fixture(scope="module")
+def groups(cluster):
+    """Actor of one worker and rollout of two, built together."""
+    config = configuration(1, 2, None)
+    with connect(config) as session:
+        found = place(config, session).groups
+        gather(
+            [
+                found["actor"].submit_build(ECHO, [(0,)], environment={"OMP_NUM_THREADS": "3"}),
+                found["rollout"].submit_build(ECHO, [(0,), (1,)]),
+            ],
+            60,
+        )
+        yield found
+    assert eventually(lambda: sum(node.free_gpus for node in read_nodes()) == 32)
+
+
+def test_results_come_in_rank_order_from_the_thread_that_built(groups):
+    rollout = groups["rollout"]
+    assert rollout.call("rank_times", 10, timeout_s=20) == [0, 10]
+    assert rollout.call_each("rank_times", [(1,), (5,)], timeout_s=20) == [0, 5]
+    assert all(rollout.call("same_thread", timeout_s=20)[0] for _ in range(20))
+    assert rollout.call("torch_loaded", timeout_s=20) == [False, False]
+    assert groups["actor"].call("environment", "OMP_NUM_THREADS", timeout_s=20) == ["3"]
+    assert rollout.call("environment", "CUDA_DEVICE_ORDER", timeout_s=20) == ["PCI_BUS_ID"] * 2
+    with pytest.raises(RunFailed, match="build came after the worker was built"):
+        gather([rollout.submit_build(ECHO, [(0,), (1,)])], 20)
+
+
+def test_control_gets_through_while_call_is_busy(groups):
+    rollout = groups["rollout"]
+    busy = rollout.submit("wait_for_flag")
+    assert rollout.control("rank_times", 2, timeout_s=10) == [0, 2]
+    rollout.control("set_flag", timeout_s=10)
+    assert gather([busy], 10) == [[True, True]]
+
+
+def test_a_stream_yields_each_item_as_soon_as_it_is_there(groups):
+    actor = groups["actor"]
+    stream = actor.stream(0, "count", 4)
+    assert [ray.get(next(stream)) for _ in range(2)] == [0, 1]
+    actor.control("set_flag", timeout_s=10)
+    assert [ray.get(item) for item in stream] == [2, 3]
+
+
+def test_an_error_in_a_stream_is_named_too(groups):
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        ray.get(next(groups["rollout"].stream(1, "count", "many")))
+    assert re.match(r"rollout rank 1 .* raised TypeError: ", str(groups["rollout"].explain(1, caught.value)))
+
+
+def test_one_that_ray_ended_for_lack_of_memory_is_dead_and_others_can_go_on():
+    found = explain(ray.exceptions.OutOfMemoryError("3 workers were killed\nby a long\ntable"), "rollout rank 0")
+    assert isinstance(found, WorkerDied)
+    assert str(found) == "rollout rank 0 died: Ray ended it because its node was short of memory"
+
+
+def test_the_first_failure_is_raised_at_once_and_names_the_worker(groups):
+    rollout = groups["rollout"]
+    second = re.escape(str(rollout.reports[1]))
+    with pytest.raises(RunFailed, match=rf"^rollout rank 1 .*{second[-10:]} raised ValueError: two lines$"):
+        rollout.call("fail", 1, "value", timeout_s=60)
+    rollout.control("set_flag", timeout_s=10)
+
+
+@pytest.mark.parametrize(("kind", "raised"), [("config", ConfigError), ("run", RunFailed)])
+def test_our_own_errors_come_out_as_they_are(groups, kind, raised):
+    with pytest.raises(raised, match=r"^two\nlines$"):
+        groups["actor"].call("fail", 0, kind, timeout_s=30)
+
+
+def test_a_timeout_says_what_was_awaited_and_for_how_long(groups):
+    with pytest.raises(
+        RunFailed, match=r"^actor: holding still: not done after 0.5 s, still waiting for actor rank 0 \(pid \d+ on "
+    ):
+        groups["actor"].call("wait_for_flag", timeout_s=0.5, what="holding still")
+    groups["actor"].control("set_flag", timeout_s=10)
+
+
+def test_a_death_names_the_worker_and_the_reason(placed):
+    found = placed(configuration(1, 2, None)).groups
+    actor, rollout = found["actor"], found["rollout"]
+    gather([actor.submit_build(ECHO, [(0,)]), rollout.submit_build(ECHO, [(0,), (1,)])], 60)
+    pid = rollout.reports[1].pid
+    busy = rollout.submit("wait_for_flag")
+    os.kill(pid, 9)
+    with pytest.raises(RunFailed, match=rf"^rollout rank 1 \(pid {pid} on .*\) died: its process ended without a word"):
+        gather([busy], 30)
+    with pytest.raises(RunFailed, match=r"^actor rank 0 .* died: ") as caught:
+        actor.call("die", timeout_s=30)
+    assert "\n" not in str(caught.value)
+
+
+def test_calling_before_building_is_said(placed):
+    actor = placed(configuration(1, 1, None)).groups["actor"]
+    with pytest.raises(RunFailed, match="rank_times was called before the worker was built"):
+        actor.call("rank_times", 1, timeout_s=30)
+    with pytest.raises(RunFailed, match="raised ModuleNotFoundError: No module named 'nowhere'"):
+        gather([actor.submit_build("nowhere:Thing", [()])], 30)
+
+
+def test_children_of_workers_end_with_the_session(cluster):
+    config = configuration(1, 1, None)
+    with connect(config) as session:
+        actor = place(config, session).groups["actor"]
+        gather([actor.submit_build(ECHO, [(0,)])], 30)
+        (child,) = actor.call("spawn_child", timeout_s=30)
+        assert alive(child)
+    assert eventually(lambda: not alive(child))
+
+
+def test_a_worker_is_killed_with_its_children_and_nobody_else_is():
+    """As parts of an engine on several GPUs, which wait for each other in a collective for good."""
+    family = "sleep 1000 & sleep 1000 & echo $!; wait"
+    worker = subprocess.Popen(["bash", "-c", f"exec -a ray::toy bash -c '{family}'"], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(["sleep", "1000"])
+    try:
+        child = int(worker.stdout.readline())
+        worker.send_signal(signal.SIGSTOP)
+        kill_worker(other.pid)
+        kill_worker(worker.pid)
+        assert worker.wait(30) == -signal.SIGKILL
+        assert eventually(lambda: not alive(child))
+        assert other.poll() is None
+        kill_worker(worker.pid)  # it is gone already
+    finally:
+        kill_worker(worker.pid)
+        other.kill()
+        other.wait()

@@ -1,0 +1,419 @@
+"""Checkpoints: which are written and kept, what they are called, which is gone on from. An actor of files, in Ray.
+
+Real ranks are in tests/ray/actor/test_state.py, whole runs that go on in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from gkd import __version__
+from gkd.actor.applied import Applied
+from gkd.cluster.group import Pending
+from gkd.config import Config, load
+from gkd.data.prompts import fingerprint
+from gkd.driver.checkpoint import Saved, State, complete, read
+from gkd.driver.resume import cut, differences, find, finished, require_same_data
+from gkd.driver.saving import Checkpoints
+from gkd.durable import sum_of
+from gkd.errors import ConfigError, RunFailed
+from gkd.observability.metrics import JsonLines
+from gkd.observability.run_files import RunFiles
+from gkd.recipes.sort_digits.sorting import make_tokenizer
+from gkd.types import Prompt
+
+SAME = {"trainer": {"total_steps": 10}}
+DATA = {"train": "1", "val": "2"}
+
+
+@ray.remote(num_cpus=0)
+def later(found: object, file: str) -> object:
+    """``found``, once ``file`` is there."""
+    while not Path(file).exists():
+        time.sleep(0.01)
+    return found
+
+
+class Actor:
+    """Has the weights of ``step`` (None: of none), and a file in place of its state, which is perhaps written later."""
+
+    model_path, dtype = "/model", "float32"
+
+    def __init__(self, step: int | None, *, broken: bool = False, until: Path | None = None) -> None:
+        self.step, self.broken, self.until = step, broken, until
+        self.copies = 0
+
+    def applied(self) -> Applied:
+        if self.step is None:
+            raise RunFailed("the actor is in the middle of an update")
+        return Applied(self.step, ({"actor/loss": 1.0}, {"actor/loss": 2.0}))
+
+    def answers(self) -> bool:
+        return self.step is not None
+
+    def stage(self) -> Applied:
+        self.copies += 1
+        return self.applied()
+
+    def write_staged(self, directory: str) -> Pending:
+        @ray.remote(num_cpus=0)
+        def fail() -> None:
+            raise RunFailed("no space left on device: /there")
+
+        file = Path(directory, "rank_00000.safetensors")
+        file.write_bytes(b"weights of %d" % (self.step or 0))
+        found = (file.name, sum_of(file))
+        ref = fail.remote() if self.broken else later.remote(found, str(self.until)) if self.until else ray.put(found)
+        return Pending("writing", ("actor rank 0",), (ref,))
+
+
+def checkpoints(config: Config, output: Path, first: int = 0) -> Checkpoints:
+    return Checkpoints(config, output, time.monotonic(), DATA, first)
+
+
+def write(config: Config, output: Path, *steps: int) -> None:
+    """Checkpoints of these steps, by number of steps."""
+    every = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_every": 1})})
+    writer = checkpoints(every, output)
+    for step in steps:
+        writer.after(Actor(step), State(step, {"drawn": 8 * step}))
+        writer.wait()
+    writer.finish()
+
+
+def names(output: Path) -> set[str]:
+    return {path.name for path in (output / "checkpoints").glob("step_*")}
+
+
+@pytest.fixture(autouse=True)
+def _ray(local_ray: None) -> None:
+    pass
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    caplog.set_level(logging.INFO, "gkd")
+    logging.getLogger("gkd").propagate = True  # a run in this process has its own handler
+    yield caplog
+
+
+def test_the_newest_whole_one_is_found_and_old_ones_are_forgotten(tmp_path: Path) -> None:
+    config = load({"trainer": {"total_steps": 200, "keep_checkpoints": 2}})
+    write(config, tmp_path, 8, 9)
+    (tmp_path / "checkpoints" / "step_50").mkdir()  # a run was ended while it wrote this one
+    write(config, tmp_path, 100)
+    found = find(config, tmp_path)
+    assert (found.path.name, found.state.step, found.state.prompts) == ("step_100", 100, {"drawn": 800})
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_100"
+    assert names(tmp_path) == {"step_9", "step_100"}
+
+
+def test_those_by_time_take_no_place_of_those_by_step(tmp_path: Path) -> None:
+    config = load({"trainer": {"total_steps": 200, "keep_checkpoints": 2, "save_every": 10, "save_minutes": 1e-9}})
+    writer = checkpoints(config, tmp_path)
+    for step in range(1, 24):
+        writer.after(Actor(step), State(step))
+        writer.wait()
+    assert names(tmp_path) == {"step_10", "step_20", "step_22", "step_23"}
+    assert [read(path).cause for path in complete(tmp_path / "checkpoints")] == ["step", "step", "time", "time"]
+
+
+def test_by_time_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
+    config = load({"trainer": {"total_steps": 200, "save_minutes": 1e-9}})
+    writer, actor = checkpoints(config, tmp_path), Actor(1, until=tmp_path / "written")
+    for actor.step in (1, 2, 3):
+        writer.train(State(actor.step, row={}))
+        writer.after(actor, State(actor.step))
+    assert actor.copies == 1  # the first is under way still
+    assert not complete(tmp_path / "checkpoints")
+    (tmp_path / "written").touch()
+    deadline = time.monotonic() + 30
+    while not complete(tmp_path / "checkpoints"):
+        assert time.monotonic() < deadline
+        writer.train(State(4, row={}))
+    assert names(tmp_path) == {"step_1"}
+    none = checkpoints(load({"trainer": {"save_minutes": None}}), tmp_path / "none")
+    none.after(Actor(1), State(1))
+    assert not (tmp_path / "none").exists()
+
+
+def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_run(
+    tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    writer = checkpoints(load({"trainer": {"total_steps": 3, "save_every": 1}}), tmp_path)
+    writer.after(Actor(1), State(1))
+    writer.after(Actor(2, broken=True), State(2))
+    writer.wait()
+    (text,) = (record.getMessage() for record in told.records)
+    assert text == ("the checkpoint of step 2 could not be written: no space left on device: /there; the run goes on")
+    assert names(tmp_path) == {"step_1"}
+    writer.finish()
+    writer.after(Actor(3, broken=True), State(3))
+    writer.wait()
+    with pytest.raises(RunFailed, match=r"^the checkpoint of step 3 could not be written: no space left on device"):
+        writer.finish()
+
+
+def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    """Whatever the run knew when it ended: between update and row the checkpoint has what is left to do."""
+
+    def ended(actor: Actor, output: Path) -> State | None:
+        writer = checkpoints(load(SAME), output)
+        writer.train(State(5, {"drawn": 5}, row={"length": 1.0}))
+        writer.after(Actor(5), State(5, {"drawn": 5}))
+        writer.train(State(6, {"drawn": 6}, row={"length": 2.0}))
+        writer.rescue(actor)
+        return find(load(SAME), output).state if (output / "checkpoints").exists() else None
+
+    before, within, after = (ended(Actor(step), tmp_path / str(step)) for step in (5, None, 6))
+    assert before is not None
+    assert (before.step, before.prompts, before.row, before.logged) == (5, {"drawn": 5}, None, 5)
+    assert within is None
+    assert after is not None
+    assert (after.step, after.prompts, after.logged) == (6, {"drawn": 6}, 5)
+    assert after.row == {"length": 2.0, "actor/loss": 1.5}
+    text = told.text
+    assert f"checkpoint of step 6: {tmp_path / '6' / 'checkpoints' / 'step_6'} (go on with trainer.resume=true)" in text
+    assert "no checkpoint of the last step could be written: the actor is in the middle of an update" in text
+    assert "there is no checkpoint to go on from" in text
+
+
+def test_one_that_takes_too_long_is_given_up_and_said(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    """As on a disk that does not answer: training goes on, and without a word nobody would know what is missing."""
+    writer = checkpoints(load({"trainer": {"save_minutes": 1e-9, "save_timeout_s": 0.1}}), tmp_path)
+    writer.after(Actor(1, until=tmp_path / "written"), State(1))
+    time.sleep(0.2)
+    writer.train(State(2, row={}))
+    (tmp_path / "written").touch()
+    assert told.messages == [
+        "the checkpoint of step 1 could not be written: it was not on the disk after 0.1 s (trainer.save_timeout_s); "
+        "the run goes on"
+    ]
+    assert not names(tmp_path)
+
+
+def test_no_error_while_a_run_is_saved_hides_what_ended_it(
+    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> Applied:
+        raise ValueError("Ray is\nnot there")
+
+    writer, actor = checkpoints(load(SAME), tmp_path), Actor(1)
+    monkeypatch.setattr(actor, "applied", gone)
+    writer.train(State(1, row={}))
+    writer.rescue(actor)
+    assert told.messages == [
+        "no checkpoint of the last step could be written: ValueError: Ray is not there",
+        "there is no checkpoint to go on from",
+    ]
+
+
+def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
+    tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    writer = checkpoints(load({"trainer": {"save_minutes": 1e-9}}), tmp_path)
+    nothing = checkpoints(load(SAME), tmp_path / "nothing")
+    nothing.train(State(1, row={}))
+    nothing.rescue(Actor(0))  # no step is done
+    assert not told.records
+    writer.after(Actor(1), State(1))
+    writer.train(State(2, row={}))
+    writer.rescue(Actor(None))
+    assert f"checkpoint of step 1: {tmp_path / 'checkpoints' / 'step_1'} (go on with" in told.records[-1].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"trainer": {"total_steps": 10, "seed": 1}}, r"was made with trainer.seed=0, this is 1"),
+        ({**SAME, "rollout": {"n": 2}}, r"rollout.n=1, this is 2"),
+        ({**SAME, "algorithm": {"loss": {"name": "jsd"}}}, r"algorithm.loss.name=reverse_kl, this is jsd"),
+        ({**SAME, "actor": {"lora": {"r": 4}}}, r"actor.lora.r=None, this is 4"),
+        ({"trainer": {"total_steps": 4}}, r"step_5 is beyond trainer.total_steps=4"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(changed: dict[str, object], message: str, tmp_path: Path) -> None:
+    write(load(SAME), tmp_path, 5)
+    with pytest.raises(ConfigError, match=message):
+        find(load(changed), tmp_path)
+
+
+def test_what_may_change_is_said(tmp_path: Path) -> None:
+    write(load({**SAME, "actor": {"lr": 1e-5}}), tmp_path, 5)
+    resumed = {"trainer": {"total_steps": 10, "save_every": 1, "resume": True, "output_dir": str(tmp_path)}}
+    changed = load({**resumed, "actor": {"lr": 1e-6}, "rollout": {"temperature": 0.5}})
+    saved = find(changed, tmp_path)
+    assert differences(saved, changed) == (
+        "goes on with other settings: actor.lr 1e-05 -> 1e-06, rollout.temperature 1 -> 0.5"
+    )
+    same = load({**resumed, "actor": {"lr": 1e-5}})
+    assert differences(saved, same) == ""
+    assert saved.version == __version__
+    assert differences(dataclasses.replace(saved, version="0.0.1"), same).endswith(f": gkd 0.0.1 -> {__version__}")
+
+
+def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_path: Path) -> None:
+    def run(directory: str, **reward: object) -> Config:
+        models = {"model": {"path": "/student"}, "teacher": {"model": {"path": "/teacher"}}}
+        data = {"train_files": [f"{directory}/train.jsonl"], "val_files": [f"{directory}/val.jsonl"]}
+        trainer = {"total_steps": 10, "save_every": 1}
+        return load({"trainer": trainer, **models, "data": data, "reward": reward})
+
+    write(run("/here"), tmp_path, 5)
+    changed = run("/there", timeout_s=60.0, workers=4, max_failed_share=0.5)
+    assert differences(find(changed, tmp_path), changed) == (
+        "goes on with other settings: data.train_files ['/here/train.jsonl'] -> ['/there/train.jsonl'], "
+        "data.val_files ['/here/val.jsonl'] -> ['/there/val.jsonl'], reward.max_failed_share 0.2 -> 0.5, "
+        "reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
+    )
+    with pytest.raises(ConfigError, match=r"reward\.length\.wanted=None, this is 3"):
+        find(run("/here", length={"wanted": 3}), tmp_path)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit": (lambda path: _flip(path / "actor" / "rank_00000.safetensors"), "rank_00000.safetensors is not"),
+    "a file cut": (lambda path: os.truncate(path / "actor" / "rank_00000.safetensors", 3), "rank_00000.safetensors is"),
+    "a file gone": (lambda path: (path / "actor" / "rank_00000.safetensors").unlink(), "no such file or directory"),
+    "no JSON": (lambda path: (path / "state.json").write_text("{"), "state.json cannot be read"),
+    "a list": (lambda path: (path / "state.json").write_text("[]"), "state.json cannot be read"),
+    "empty": (lambda path: (path / "state.json").write_text(""), "state.json cannot be read"),
+    "of an earlier version": (
+        lambda path: (path / "state.json").write_text('{"state": {"step": 1}, "settings": {}}'),
+        "state.json cannot be read: it has no sum",
+    ),
+    "a number changed": (
+        lambda path: (path / "state.json").write_text((path / "state.json").read_text().replace("48", "40")),
+        "state.json is not what was written",
+    ),
+    "a pickle": (
+        lambda path: (path / "state.json").write_bytes(b"cos\nsystem\n(S'false'\ntR."),
+        "state.json cannot be",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_newest_intact_one_is_taken_and_damaged_ones_are_named(
+    damage: str, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="there is no complete checkpoint"):
+        find(load(SAME), tmp_path)
+    write(load(SAME), tmp_path, 5, 6)
+    change, message = DAMAGE[damage]
+    change(tmp_path / "checkpoints" / "step_6")
+    assert find(load(SAME), tmp_path).state.step == 5
+    (text,) = (record.getMessage() for record in told.records)
+    assert text.startswith(f"{tmp_path / 'checkpoints' / 'step_6'} is damaged and left out: ")
+    assert message in text
+    _flip(tmp_path / "checkpoints" / "step_5" / "actor" / "rank_00000.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"every checkpoint in .* is damaged: step_6: .*; step_5: actor/rank_00000"
+    ) as e:
+        find(load(SAME), tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_the_intact_one_stays_until_the_damaged_one_is_written_again(tmp_path: Path) -> None:
+    config = load({"trainer": {"total_steps": 100, "keep_checkpoints": 1}})
+    write(config, tmp_path, 20)
+    _flip(tmp_path / "checkpoints" / "step_20" / "state.json")
+    write(config, tmp_path, 5)
+    assert find(config, tmp_path).state.step == 5
+    write(config, tmp_path, 20)
+    assert find(config, tmp_path).state.step == 20
+    assert names(tmp_path) == {"step_20"}
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A file system with hardly any room."""
+    path = tmp_path / "full"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", path]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only root can make a small file system")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_disk_is_named_and_what_was_begun_is_deleted(full: Path, told: pytest.LogCaptureFixture) -> None:
+    writer = checkpoints(load({"trainer": {"total_steps": 3, "save_every": 1}}), full)
+    (full / "filling").write_bytes(b"x" * (40 << 10))
+    writer.after(Actor(1), State(1, {"x" * 50_000: 1}))
+    writer.wait()
+    (text,) = (record.getMessage() for record in told.records)
+    path = full / "checkpoints" / "step_1" / "state.json"
+    assert text.startswith(f"the checkpoint of step 1 could not be written: no space left on device: {path}; the run")
+    assert not names(full)
+
+
+def test_lines_of_steps_that_are_done_again_are_cut(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    """Whatever the characters: some that JSON has as they are end lines elsewhere."""
+    file, text = tmp_path / "metrics.jsonl", "a\u2028b\u2029c\u0085d\ud800e é\n"
+    with JsonLines(file) as lines:
+        for step in range(6):
+            lines.write({"step": step, "text": text})
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 6  # for those who read it so
+    assert "é" in file.read_text(encoding="utf-8")
+    raw = json.dumps({"step": 2, "text": "a\u2028b\u2029c\u0085d"}, ensure_ascii=False)  # as earlier versions wrote it
+    file.write_text(file.read_text(encoding="utf-8") + raw + "\nno JSON\n" + '{"step": 6, "lo', encoding="utf-8")
+    cut(file, 3)
+    assert "line 8 is left out: it is no row of a step" in told.text
+    (tmp_path / "config.yaml").write_text("trainer: {total_steps: 3}")
+    rows = RunFiles(tmp_path).rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 2]
+    assert rows[0]["text"] == text
+    cut(tmp_path / "missing.jsonl", 3)
+
+
+def test_other_data_is_refused() -> None:
+    def prompts(answer: str, *ids: int) -> list[Prompt]:
+        return [Prompt(0, np.array(ids, dtype=np.int32), "", answer)]
+
+    own = fingerprint(prompts("1", 2, 3))
+    assert own == fingerprint(prompts("1", 2, 3))
+    assert len({own, fingerprint(prompts("1", 2, 4)), fingerprint(prompts("2", 2, 3)), fingerprint([])}) == 4
+    saved = Saved(Path("/step_1"), "end", State(), {}, "", "float32", {"train": own, "val": "0"}, {})
+    require_same_data(saved, {"train": own, "val": "0"})
+    with pytest.raises(ConfigError, match=r"prompts of data.val_files are not those that /step_1 was made with"):
+        require_same_data(saved, {"train": own, "val": "1"})
+
+
+def test_a_finished_run_is_said_to_be(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    assert finished(load(SAME), tmp_path) is None
+    (tmp_path / "summary.json").write_text('{"steps": 10}')
+    assert finished(load(SAME), tmp_path) is None  # its student is missing: that part is to be done
+    assert "its student is not all there" in told.text
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=20)).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    done = f"the run in {tmp_path} is finished: all 10 steps are done and the trained student is in {tmp_path}/model; "
+    own = f"it left no checkpoint, so more steps are a run of their own, with model.path={tmp_path}/model"
+    assert finished(load(SAME), tmp_path) == done + own
+    write(load(SAME), tmp_path, 8)
+    more = f"a larger trainer.total_steps would go on after step 8, from {tmp_path}/checkpoints/step_8"
+    assert finished(load(SAME), tmp_path) == done + more
+    assert finished(load({"trainer": {"total_steps": 11}}), tmp_path) is None
+    with pytest.raises(ConfigError, match=r"has done 10 steps, more than trainer.total_steps=9"):
+        finished(load({"trainer": {"total_steps": 9}}), tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert finished(load(SAME), tmp_path) is None

@@ -1,0 +1,125 @@
+"""Engines that hang, with real processes: their work is done by the others, and nothing waits for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from gkd.cluster.group import Group, MemoryReports, gather
+from gkd.cluster.reserve import RemoteWorker
+from gkd.config import Config, load
+from gkd.errors import RunFailed
+from gkd.rollout.group import RolloutGroup
+from gkd.rollout.stream import SampleStream
+from gkd.types import Prompt, SampleRequest, Sampling, TrainingSample
+from tests.ray.cluster.conftest import alive, eventually
+from tests.samples import training_sample
+from tests.weights.reports import reports
+
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture
+def engines(local_ray: None) -> Iterator[list[Group]]:
+    """Filled by :func:`start`; ended after the test."""
+    made: list[Group] = []
+    yield made
+    for group in made:
+        for worker in group.workers:
+            ray.kill(worker)
+
+
+def settings() -> Config:
+    return load(
+        {"rollout": {"engine": "tests.ray.rollout.toy:ToyEngine", "engine_timeout_s": TIMEOUT_S, "max_num_seqs": 4}}
+    )
+
+
+def start(engines: list[Group], n: int) -> RolloutGroup:
+    workers = tuple(RemoteWorker.options(num_cpus=0).remote() for _ in range(n))
+    group = Group("rollout", workers, tuple(reports("rollout", *(f"GPU-{i}" for i in range(n)))))
+    gather([group.submit_build("tests.ray.rollout.toy:ToyRollout", [(settings(), rank) for rank in range(n)])], 120)
+    node = ray.get_runtime_context().get_node_id()
+    pids = group.control("pid", timeout_s=30)
+    known = tuple(replace(r, pid=pid, node_id=node) for r, pid in zip(group.reports, pids, strict=True))
+    engines.append(Group("rollout", workers, known))
+    return RolloutGroup(engines[-1], settings(), {})
+
+
+def wanted(n: int) -> list[SampleRequest]:
+    return [SampleRequest(Prompt(i, np.array([i], np.int32), ""), 0, i, Sampling(4)) for i in range(n)]
+
+
+def test_engines_that_hang_are_ended_and_others_do_their_work(
+    engines: list[Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose process is stopped, one stuck in a pass, one stopped between its arrays and their numbers."""
+    rollout = start(engines, 4)
+    pids = [report.pid for report in rollout.group.reports]
+    memory = MemoryReports()
+    assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 4.0}
+    os.kill(pids[3], signal.SIGSTOP)
+    rollout.group.only([1]).control("get_stuck", timeout_s=30)
+    rollout.group.only([2]).control("send_half", timeout_s=30)
+    with caplog.at_level(logging.WARNING, "gkd"):
+        for _ in range(2):
+            assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 3.0}
+            assert memory._waits(rollout.group.workers[3])  # for its first answer, without asking at every step
+        assert len(caplog.messages) == 1
+        assert caplog.messages[0].startswith("rollout rank 3 (pid ")
+        caplog.clear()
+        samples = rollout.sample(wanted(13), timeout_s=120)
+    assert [sample.prompt_id for sample in samples] == list(range(13))
+    assert {sample.worker for sample in samples} == {0}
+    assert rollout.alive == [0]
+    named = sorted(message for message in caplog.messages if "rollout rank" in message)
+    assert [message[:14] for message in named] == ["rollout rank 1", "rollout rank 2", "rollout rank 3"]
+    assert all("done nothing for 5 s (rollout.engine_timeout_s)" in message for message in named)
+    assert eventually(lambda: not any(map(alive, pids[1:])), 60)
+    assert Path(f"/proc/{pids[0]}").exists()
+    rollout.living.control("get_stuck", timeout_s=30)
+    with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .* has done nothing for 5 s"):
+        rollout.sample(wanted(2), timeout_s=120)
+
+
+def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
+    """A batch, which ends the run; one engine of two with new weights, which is ended itself."""
+    rollout = start(engines, 2)
+    with pytest.raises(RunFailed, match=r"3 samples were .* 0.5 s .*still at work: rollout rank 0 .* with 2"):
+        rollout.sample(wanted(3), timeout_s=0.5)
+    pids = [report.pid for report in rollout.group.reports]
+    os.kill(pids[1], signal.SIGSTOP)
+    assert set(rollout.tell("progress", timeout_s=2.0, what="telling")) == {0}
+    assert rollout.alive == [0]
+    assert eventually(lambda: not alive(pids[1]), 60)
+    assert len(rollout.sample(wanted(2), timeout_s=60)) == 2
+
+
+def test_samples_on_their_way_keep_nobody_waiting(local_ray: None) -> None:
+    """Their arrays are here and they are not, as between nodes: the stream is late, and goes on when they have come."""
+    gate = ray.remote(num_cpus=0, max_concurrency=2)(threading.Event).remote()
+
+    @ray.remote(num_cpus=0)
+    def numbers(opened: list[object]) -> list[TrainingSample]:
+        ray.get(opened)
+        return [training_sample(3)]
+
+    arrays = ray.put(["arrays"])
+    stream = SampleStream(iter([arrays, numbers.remote([gate.wait.remote()])]))
+    assert stream.take() == [] and not stream.is_late
+    assert stream.take() == [] and stream.is_late
+    assert stream.take() == [] and stream.is_late
+    ray.get(gate.set.remote(), timeout=30)
+    assert eventually(stream._late.done, 60)
+    assert stream.take() == [training_sample(3, ref=arrays)]
+    assert not stream.is_late
+    ray.kill(gate)

@@ -1,0 +1,234 @@
+"""The driver's pushes by each way, with real workers in Ray (see wire.py for what stands in for GPUs)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gkd.actor.group import ActorGroup
+from gkd.cluster.colocation import Colocation
+from gkd.cluster.group import Group, gather
+from gkd.cluster.reserve import RemoteWorker
+from gkd.config import Config, load
+from gkd.driver.weight_sync import WeightSync
+from gkd.errors import RunFailed
+from gkd.rollout.group import RolloutGroup
+from gkd.weights.transfer import Piece
+from tests.weights.reports import reports
+
+# By ipc engines are on the actor's GPUs, the other way round.
+ACTOR_GPUS = ["GPU-0", "GPU-1"]
+WAYS = {
+    "ipc": "tests.ray.weights.wire:CopyIpc",
+    "nccl": "tests.ray.weights.wire:GlooNccl",
+    "object_store": "object_store",
+}
+ENGINE_GPUS = {"ipc": ["GPU-1", "GPU-0"], "nccl": ["GPU-2", "GPU-3", "GPU-4"], "object_store": ["GPU-2", "GPU-3"]}
+SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("student")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, vocab_size=500)).save_pretrained(path)
+    return str(path)
+
+
+def group(name: str, gpus: list[str], target: str, args: list[tuple[Any, ...]]) -> Group:
+    """Built workers that believe to be on these GPUs."""
+    workers = [RemoteWorker.options(num_cpus=0).remote() for _ in gpus]
+    found = Group(name, tuple(workers), tuple(reports(name, *gpus)))
+    gather([found.submit_build(target, args, environment={"OMP_NUM_THREADS": "1"})], 120)
+    return found
+
+
+def settings(transfer: str, **weights: object) -> Config:
+    return load(
+        {
+            "weights": {"transfer": WAYS[transfer], "bucket_mb": 1, "timeout_s": 60.0, **weights},
+            "rollout": {"engine": "tests.ray.weights.wire:Keeper", "gpus_of_engines": ENGINE_GPUS[transfer]},
+            "cluster": {"cpu_threads": 1, "start_timeout_s": 120.0},
+        }
+    )
+
+
+@dataclass
+class System:
+    """An actor of two ranks, shared by all tests, and engines."""
+
+    actor: ActorGroup
+    rollout: RolloutGroup
+    sync: WeightSync
+
+    def push(self, version: int) -> None:
+        self.actor.version = version
+        self.sync.push()
+
+    def found(self) -> list[Any]:
+        return self.rollout.group.only(self.rollout.alive).control("found", timeout_s=30)
+
+    def expect_served(self, version: int) -> list[Any]:
+        """Every living engine has exactly the actor's weights and may sample from them."""
+        wanted, found = self.actor.group.call("weights", timeout_s=30)[0], self.found()
+        for tensors, served, intact, _, _ in found:
+            assert served == version
+            assert intact
+            assert tensors.keys() == wanted.keys()
+            assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+        return found
+
+    def trouble(self, engine: int, what: str, number: int) -> None:
+        self.rollout.group.only([engine]).control("make_trouble", what, number, timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def actors(local_ray: None, model_path: str) -> Iterator[Group]:
+    """Two ranks of a student; they outlive what goes wrong with engines."""
+    config = settings("ipc")
+    found = group(
+        "actor",
+        ACTOR_GPUS,
+        "tests.ray.weights.wire:CpuActor",
+        [(config, model_path, rank, 2, ACTOR_GPUS) for rank in range(2)],
+    )
+    ActorGroup(found, config, model_path, lambda: found).load()
+    yield found
+    end(found)
+
+
+def start(actors: Group, engines: Group, config: Config) -> System:
+    actors.call("use", config, timeout_s=30)
+    actor, rollout = ActorGroup(actors, config, "", lambda: actors), RolloutGroup(engines, config, {})
+    return System(actor, rollout, WeightSync(actor, rollout, engines.reports, config))
+
+
+def make_engines(config: Config, n: int) -> Group:
+    gpus = config.rollout.own().gpus_of_engines[:n]
+    return group("rollout", gpus, "tests.ray.weights.wire:CpuRollout", [(config, rank) for rank in range(n)])
+
+
+def end(found: Group) -> None:
+    for worker in found.workers:
+        ray.kill(worker)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("transfer", ["object_store", "ipc", "nccl"])
+def test_every_engine_gets_every_tensor_as_it_is(actors: Group, pair: Group, transfer: str, checksum: bool) -> None:
+    config, gpus = settings(transfer, checksum=checksum), ENGINE_GPUS[transfer][:2]
+    pair.control("use", config, gpus, timeout_s=30)
+    system = start(actors, replace(pair, reports=tuple(reports("rollout", *gpus))), config)
+    for version in (1, 2):
+        system.push(version)
+        found = system.expect_served(version)
+        if transfer != "object_store":
+            assert all(pieces > 3 for *_, pieces, _ in found)
+    if transfer == "nccl":  # met once for both pushes, each with a place of its own
+        assert [groups[-1] for *_, groups in found] == [(1, 3), (2, 3)]
+        assert [len(groups) for *_, groups in found] == [1 + checksum] * 2
+
+
+@pytest.fixture(scope="module")
+def pair(local_ray: None) -> Iterator[Group]:
+    """Two engines for tests that do them no harm."""
+    engines = make_engines(settings("nccl"), 2)
+    RolloutGroup(engines, settings("nccl"), {})  # which has them serve
+    yield engines
+    end(engines)
+
+
+def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> None:
+    config = settings("ipc", checksum=True)
+    engines = make_engines(config, 2)
+    system = start(actors, engines, config)
+    system.trouble(0, "die in receive", 2)
+    system.push(1)  # it dies in the middle of this one
+    assert system.rollout.alive == [1]
+    system.expect_served(1)
+    system.push(2)  # and is not there at this one: nobody packs for it
+    assert system.sync._packing() == [True, False]
+    system.expect_served(2)
+    system.trouble(1, "damage", 1)
+    with pytest.raises(RunFailed, match=r"^weights version 7, piece 2 differs from what was sent \(weights.checksum"):
+        system.push(7)
+    (found,) = system.found()
+    assert (found[1], found[2]) == (2, False)
+    system.rollout.group.only([1]).control("submit", [], timeout_s=30)
+    with pytest.raises(RunFailed, match=r"rollout rank 1 was asked to sample from weights that are only half there"):
+        while True:
+            system.rollout._collect(time.monotonic() + 30)
+    end(engines)
+
+
+def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_ends_the_run(actors: Group) -> None:
+    config = settings("nccl")
+    engines = make_engines(config, 3)
+    system = start(actors, engines, config)
+    system.push(1)
+    ray.kill(engines.workers[0])
+    system.push(2)
+    assert system.rollout.alive == [1, 2]
+    assert [groups for *_, groups in system.expect_served(2)] == [[(2, 4), (1, 3)], [(3, 4), (2, 3)]]
+    system.trouble(2, "die in receive", 1)
+    # At once: at the deadline it would not be a death.
+    with pytest.raises(RunFailed, match=r"rollout rank 2 .* died: .*middle of loading piece 2 of weights version 3"):
+        system.push(3)
+    end(engines)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "where", "message"),
+    [
+        ("ipc", ("hang in receive", 1), "loading piece 2 of"),
+        ("nccl", ("hang in join", 0), "joining a group for"),
+    ],
+)
+def test_who_does_not_answer_is_named_with_the_version(
+    actors: Group, transfer: str, where: tuple[str, int], message: str
+) -> None:
+    config = settings(transfer, timeout_s=4.0)
+    engines = make_engines(config, 1)
+    system = start(actors, engines, config)
+    system.trouble(0, *where)
+    text = rf"{message} weights version 4 \(weights.timeout_s=4\): not done after .* s, .*rollout rank 0 \("
+    with pytest.raises(RunFailed, match=text) as caught:
+        system.push(4)
+    assert "\n" not in str(caught.value)
+    end(engines)
+
+
+def test_an_engine_that_hangs_takes_no_time_from_the_others() -> None:
+    """All that a push may take is waited for it; what comes after that has as much time as if it had not been there."""
+    limits: list[float] = []
+
+    def tell(method: str, *_: Any, timeout_s: float, what: str) -> dict[int, int]:
+        if method == "pause" and len(rollout.alive) == 2:
+            time.sleep(timeout_s)
+            rollout.alive.remove(1)
+        limits.append(timeout_s)
+        return dict.fromkeys(rollout.alive, 3)
+
+    def call(*_: Any, timeout_s: float, what: str) -> list[Piece]:
+        limits.append(timeout_s)
+        return [Piece(3, 0, True)]
+
+    config = settings("ipc", timeout_s=0.5)
+    engines = tuple(reports("rollout", *ENGINE_GPUS["ipc"]))
+    rollout: Any = SimpleNamespace(
+        alive=[0, 1], tell=tell, colocation=Colocation(), group=SimpleNamespace(reports=engines)
+    )
+    ranks = SimpleNamespace(call=call, call_each=call, reports=tuple(reports("actor", "GPU-0")))
+    actor: Any = SimpleNamespace(version=3, group=ranks)
+    WeightSync(actor, rollout, engines, config).push()
+    assert rollout.alive == [0]
+    assert len(limits) == 4  # pause, pack_piece, receive, release_piece
+    assert all(limit > 0.25 for limit in limits), limits

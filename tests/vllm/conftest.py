@@ -1,0 +1,79 @@
+"""A tiny model with a tokenizer, and one vLLM engine for the whole session."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.config import Teacher
+
+VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported() -> None:
+    """Import vLLM, and keep it out of garbage collections: an engine asks for a dozen while it starts and ends."""
+    from gkd.inference.vllm_environment import environment, installed_device
+
+    if installed_device() == "cpu":
+        os.environ.update(environment("cpu"))
+    import vllm  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def model(tiny_llama: Path) -> Path:
+    """The tiny Llama with a tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(95)} | {"</s>": 95}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tiny_llama)
+    return tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 96 tokens and 128 positions."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VLLM_VOCABULARY,
+        max_position_embeddings=VLLM_LENGTH,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("tiny_llama")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
+    """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks."""
+    from gkd.data.model_info import ModelInfo
+    from gkd.inference.engine import EngineSpec
+    from gkd.inference.vllm_environment import environment
+    from gkd.inference.vllm_scorer import VLLMScorer
+
+    os.environ.update(environment("cpu"))
+    settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
+    model = ModelInfo.read(str(tiny_llama), "teacher.model.path")
+    engine = VLLMScorer(EngineSpec(str(tiny_llama), model, settings, "cpu", "float32", max_num_batched_tokens=CHUNK))
+    yield engine
+    engine.close()

@@ -1,0 +1,190 @@
+"""Both engines against the model itself, before and after weights are pushed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from gkd.config import Rollout, Weights
+from gkd.data.model_info import ModelInfo
+from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.vllm_environment import environment
+from gkd.planning.memory import kv_bytes, pool_memory
+from gkd.types import Prompt, Sample, SampleRequest, Sampling
+from tests.planning.layouts import layout_of
+from tests.weights.received import load_in_pieces
+
+EOS = 1
+N_TOKENS = 90  # of 96 rows; the others are padding
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "eos_token_id": EOS,
+    "bos_token_id": 0,
+}
+
+
+def make(tied: bool, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = (
+        Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+        if tied
+        else LlamaForCausalLM(LlamaConfig(**SHAPE))
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model.float().eval()
+
+
+def small_spec(path: str, *, transfer: str = "object_store", stateful: bool = False) -> EngineSpec:
+    """Few tokens a step, so that prompts compete for them: on a CPU a seeded prompt must never be split."""
+    model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS, stateful)
+    weights = Weights(transfer=transfer)
+    return EngineSpec(path, model, Rollout(), "cpu", "float32", 64, weights=weights, max_num_batched_tokens=128)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A vLLM and an hf engine of the same model."""
+    os.environ.update(environment("cpu"))
+    from gkd.inference.hf import HFSampler
+    from gkd.inference.vllm_sampler import VLLMSampler
+
+    path = str(tmp_path_factory.mktemp("model"))
+    model = make(request.param, seed=0)
+    model.save_pretrained(path)
+    vllm = VLLMSampler(small_spec(path))
+    yield {
+        "vllm": vllm,
+        "hf": HFSampler(small_spec(path)),
+        "model": model,
+        "tied": request.param,
+        "path": path,
+    }
+    vllm.close()
+
+
+def requests(sampling: Sampling, n: int = 9) -> list[SampleRequest]:
+    rng = np.random.default_rng(0)
+    return [
+        SampleRequest(Prompt(i, rng.integers(2, N_TOKENS, 3 + i).astype(np.int32), ""), 0, 100 + i, sampling)
+        for i in range(n)
+    ]
+
+
+def run(engine: InferenceEngine[SampleRequest, Sample], wanted: list[SampleRequest]) -> list[Sample]:
+    for key, request in enumerate(wanted):
+        engine.add(key, request)
+    samples: dict[int, Sample] = {}
+    while engine.busy():
+        samples |= dict(engine.step())
+    return [samples[key] for key in sorted(samples)]
+
+
+def worst_difference(model: torch.nn.Module, wanted: list[SampleRequest], found: list[Sample]) -> float:
+    """Largest |log p| between what the engine said of its tokens and the model's own softmax(logits / T)."""
+    worst = 0.0
+    for request, finished in zip(wanted, found, strict=True):
+        prompt = request.prompt.token_ids
+        ids = torch.from_numpy(finished.token_ids.astype(np.int64))
+        assert np.array_equal(ids[: len(prompt)], prompt)
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float()
+        logits[:, N_TOKENS:] = -torch.inf
+        own = (logits / request.sampling.temperature).log_softmax(-1)
+        own = own.gather(-1, ids[len(prompt) :, None])[:, 0].numpy()
+        worst = max(worst, float(np.abs(own - finished.sampled_logprobs).max()))
+    return worst
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_logprobs_are_those_of_what_was_sampled_from(pair, name: str, temperature: float) -> None:
+    wanted = requests(Sampling(12, temperature))
+    found = run(pair[name], wanted)
+    assert len(found) == len(wanted)
+    assert worst_difference(pair["model"], wanted, found) < 2e-4
+    for finished in found:
+        ended = finished.finish_reason == "stop"
+        assert ended == (finished.sampled_ids[-1] == EOS)  # the end token is part of the response
+        assert EOS not in finished.sampled_ids[:-1]
+        assert finished.sampled_ids.max() < N_TOKENS
+        assert ended or len(finished.sampled_ids) == 12
+        assert len(finished.sampled_logprobs) == len(finished.sampled_ids)
+
+
+def test_more_prompts_than_fit_into_one_step(pair) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [Prompt(i, rng.integers(2, N_TOKENS, 50).astype(np.int32), "") for i in range(20)]
+    wanted = [SampleRequest(p, 0, 7 + p.id, Sampling(8)) for p in prompts]
+    found = run(pair["vllm"], wanted)
+    assert worst_difference(pair["model"], wanted, found) < 2e-4
+
+
+def test_both_engines_decode_greedily_to_the_same_tokens(pair) -> None:
+    wanted = requests(Sampling(10, temperature=0.0))
+    for a, b in zip(run(pair["vllm"], wanted), run(pair["hf"], wanted), strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.finish_reason == b.finish_reason
+
+
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_equal_seeds_give_equal_samples_whatever_runs_beside_them(pair, name: str) -> None:
+    wanted = requests(Sampling(12))
+    together = run(pair[name], wanted)
+    alone = [run(pair[name], [request])[0] for request in wanted]
+    assert [f.token_ids.tolist() for f in together] == [f.token_ids.tolist() for f in alone]
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_the_engine_lives_on(pair) -> None:
+    long = SampleRequest(Prompt(0, np.full(300, 5, dtype=np.int32), ""), 0, 0, Sampling(4))
+    for name in ("vllm", "hf"):
+        with pytest.raises(ValueError, match=r"\d+"):
+            pair[name].add(long)
+        assert len(run(pair[name], requests(Sampling(3), n=2))) == 2
+
+
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
+    wanted = requests(Sampling(12))
+    run(pair[name], wanted)  # fills the prefix cache with the old weights
+    for version, seed in ((1, 7), (2, 8)):
+        pushed = make(pair["tied"], seed)
+        state = {n: t for n, t in pushed.state_dict().items() if not (pair["tied"] and n == "lm_head.weight")}
+        load_in_pieces(pair[name], state.items(), version)
+        found = run(pair[name], wanted)
+        assert {span.version for sample in found for span in sample.versions} == {version}
+        assert worst_difference(pushed, wanted, found) < 2e-4
+        assert worst_difference(pair["model"], wanted, found) > 0.1  # the old weights would not have passed
+
+
+def test_an_engine_holds_what_was_planned(pair) -> None:
+    """The weights that it reads, its cache, and the sequences that vLLM's own blocks hold, within 15 %."""
+    planned_for = layout_of(
+        "+recipe=grpo", f"model.path={pair['path']}", "placement=cpu", "data.max_prompt_length=32",
+        "rollout.max_response_length=32", on_cpu=True,
+    )  # fmt: skip
+    planned = pool_memory(planned_for, "rollout", planned_for.config.rollout)
+    # Not of the engine's parameters: on a CPU vLLM packs the layers' matrices away from them.
+    weights = sum(tensor.nbytes for tensor in load_file(f"{pair['path']}/model.safetensors").values())
+    config = pair["vllm"].engine.vllm_config
+    tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+    assert planned.items["weights"] == pytest.approx(weights, rel=0.15)
+    assert planned.items["key-value cache"] == pytest.approx(
+        tokens * kv_bytes(planned_for.models.student, 1, 4), rel=0.15
+    )
+    held = int(planned.notes[0].split("holds ")[1].split(" ")[0].replace(",", ""))
+    assert held == pytest.approx(tokens / 64, rel=0.15)

@@ -1,0 +1,20 @@
+"""What the table of supported models says, against the installed vLLM."""
+
+from __future__ import annotations
+
+from gkd.inference.vllm_models import CPU_HEAD_SIZES, CPU_LATENT_SIZES
+
+
+def test_sizes_are_those_of_the_installed_vllm() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert list(CPU_LATENT_SIZES) == CPUMLABackend.get_supported_head_sizes()
+
+
+def test_there_is_no_selective_scan_in_the_installed_vllm() -> None:
+    import torch
+    import vllm._C  # noqa: F401
+
+    assert not hasattr(torch.ops._C, "selective_scan_fwd")

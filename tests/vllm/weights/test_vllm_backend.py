@@ -1,0 +1,99 @@
+"""vLLM loads packed pieces: the real engine on a CPU, where the bytes are handed over instead of fetched by CUDA."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gkd.actor.publishing import Publisher
+from gkd.config import Weights
+from gkd.errors import RunFailed
+from gkd.inference.vllm_environment import environment
+from gkd.types import Sampling
+from gkd.weights import nccl
+from gkd.weights.packing import buckets
+from gkd.weights.transfer import Piece
+from tests.vllm.inference.test_engines import make, requests, run, small_spec, worst_difference
+
+COPY = "tests.ray.weights.wire:CopyIpc"
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gkd.actor.publishing.buckets", lambda tensors, _: buckets(tensors, 20_000))
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine with the backend of a way; its embeddings are tied to its head."""
+    os.environ.update(environment("cpu"))
+    from gkd.inference.vllm_sampler import VLLMSampler
+
+    path: Path = tmp_path_factory.mktemp("model")
+    make(True, seed=0).save_pretrained(path)
+    found = VLLMSampler(small_spec(str(path), transfer=request.param))
+    yield found
+    found.close()
+
+
+def pieces(model: nn.Module, version: int, transfer: str) -> Iterator[Piece]:
+    settings = Weights(transfer=transfer, bucket_mb=1, checksum=True)
+    state = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    publisher = Publisher(settings, torch.device("cpu"), lambda: iter(state.items()))
+    for number in itertools.count():
+        piece = publisher.pack(version, number, packs=True)
+        yield piece
+        if piece.last:
+            return
+
+
+@pytest.mark.parametrize("engine", [COPY], indirect=True)
+def test_the_engine_becomes_the_pushed_model_piece_by_piece(engine: Any) -> None:
+    wanted = requests(Sampling(12))
+    run(engine, wanted)  # fills the prefix cache with the old weights
+    for version, seed in ((1, 7), (2, 8)):
+        pushed, count = make(True, seed), 0
+        for piece in pieces(pushed, version, COPY):
+            engine.receive_weights(piece)
+            count += 1
+        assert count > 3
+        assert engine.llm.get_weight_version() == str(version)
+        found = run(engine, wanted)
+        assert worst_difference(pushed, wanted, found) < 2e-4
+        assert worst_difference(make(True, 0), wanted, found) > 0.1
+
+
+@pytest.mark.parametrize("engine", [COPY], indirect=True)
+def test_a_damaged_piece_is_not_loaded(engine: Any) -> None:
+    piece = next(pieces(make(True, 9), 3, COPY))
+    piece.contents[0].handle[0][5] ^= 1
+    with pytest.raises(RunFailed, match=r"weights version 3, piece 1 differs from what was sent"):
+        engine.receive_weights(piece)
+
+
+@pytest.mark.parametrize("engine", ["nccl"], indirect=True)
+def test_by_nccl_an_engine_needs_the_group_and_asks_vllm_for_it(engine: Any) -> None:
+    """As far as a CPU goes: vLLM takes the id, and fails where it would load NCCL."""
+    with pytest.raises(RunFailed, match=r"weights version 3, piece 1: this engine is in no NCCL group"):
+        engine.receive_weights(next(pieces(make(True, 9), 3, "nccl")))
+    with pytest.raises(ValueError, match=r"128 bytes, got 3"):
+        engine.join(base64.b64encode(b"abc").decode(), 1, 2)
+    if torch.version.cuda is None:
+        with pytest.raises(RuntimeError, match=r"NCCL library|accelerator"):
+            engine.join(base64.b64encode(bytes(128)).decode(), 1, 2)
+
+
+def test_a_communicator_that_would_do_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+    monkeypatch.setattr("vllm.envs.VLLM_DISABLE_PYNCCL", True, raising=False)
+    with pytest.raises(RunFailed, match=r"communicator is disabled \(VLLM_DISABLE_PYNCCL\)"):
+        nccl.enabled(uid_init_process_group(bytes(128), 1, 2, 0))
