@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -65,29 +63,6 @@ def test_it_ends_a_run_with_one_line_and_code_1(capsys: pytest.CaptureFixture[st
     assert not issubclass(ControlLost, RunFailed)  # which is a warning where a checkpoint is written
     assert guarded(run) == 1
     assert capsys.readouterr().err == "failed: it is gone\n"
-
-
-STUCK = """
-import sys, time
-from gkd.cluster import control_service
-control_service.STUCK_S = 1.0
-service = control_service.ControlService(sys.argv[1], 0.0, 600.0)
-end = time.monotonic() + 4.0
-while time.monotonic() < end:  # what asks is not stuck
-    service.require_time()
-    time.sleep(0.2)
-print("asked", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_run_that_is_stuck_in_a_call_into_ray_is_ended_and_one_that_looks_is_not() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", STUCK, "127.0.0.1:9"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (run.returncode, run.stdout) == (1, "asked\n")
-    assert run.stderr.startswith("failed: Ray's control service (GCS) at 127.0.0.1:9 is gone")
-    assert run.stderr.endswith("; the run waited for it\n")
 
 
 class Lost:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def test_checking_settings_loads_nothing_heavy() -> None:
     code = (
@@ -16,3 +18,11 @@ def test_checking_settings_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["gkd.losses.reverse_kl", "gkd.losses.clip", "gkd.algorithms.group_mean"])
+def test_an_entry_may_be_imported_before_the_settings_that_name_it(module: str) -> None:
+    """As the user's files do, and without torch."""
+    code = f"import sys, {module}, gkd.config; gkd.config.Config(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
