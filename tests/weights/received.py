@@ -28,6 +28,7 @@ def received(pack: Callable[[int], list[Piece]]) -> dict[str, Tensor]:
 
 
 def load_in_pieces(engine: Any, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-    """Have an engine load tensors as those of ``version``, a few at a time."""
+    """Have an engine load tensors as those of ``version``, a few at a time, and serve it, as a rollout worker does."""
     for number, (bucket, last) in enumerate(buckets(tensors, 20_000)):
         engine.load_weights(Piece(version, number, last), bucket)
+    engine.version = version

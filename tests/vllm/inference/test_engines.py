@@ -153,7 +153,7 @@ def test_a_prompt_that_is_too_long_is_refused_and_the_engine_lives_on(pair) -> N
     long = SampleRequest(Prompt(0, np.full(300, 5, dtype=np.int32), ""), 0, 0, Sampling(4))
     for name in ("vllm", "hf"):
         with pytest.raises(ValueError, match=r"\d+"):
-            pair[name].add(long)
+            pair[name].add(long.key, long)
         assert len(run(pair[name], requests(Sampling(3), n=2))) == 2
 
 
