@@ -56,12 +56,17 @@ class Registry:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         own = _own(self.setting, name)
+        config = getattr(own, "Config", None)
+        if config is not None and not hasattr(config, "model_fields"):
+            raise ConfigError(f"{self.setting}={name}: its Config is no pydantic model (pydantic.BaseModel)")
         if self.base is not None:
             base = _attribute(self.base)
             if not (isinstance(own, base) or (isinstance(own, type) and issubclass(own, base))):
                 raise ConfigError(
                     f"{self.setting}={name}: it is no {self.base.replace(':', '.')}, which it must extend"
                 )
+            if lacking := sorted(getattr(own, "__abstractmethods__", ())):
+                raise ConfigError(f"{self.setting}={name}: it lacks the method {lacking[0]}")
         return own
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from gkd.actor import attention
+from gkd.actor.head import Head
 from gkd.actor.model import Student, named_tensors, shard
 from gkd.actor.quantize import loading
 from gkd.config import Lora
@@ -24,7 +24,10 @@ from gkd.weights.file_names import FileNames
 CPU = torch.device("cpu")
 META = torch.device("meta")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
 """What a model's tensors are of, by the number that rank 0 tells the others."""
 
 
@@ -39,9 +42,9 @@ def load_sharded(
 ) -> Student:
     """Read a model directory and shard it over the ranks of ``mesh``, as :func:`load` and then :func:`shard` would.
 
-    Rank 0 alone reads the weights, in the type that the files have, and broadcasts one tensor after the other; the
-    other ranks hold the shards that they keep and one whole tensor at a time. With ``lora.quantize`` every rank reads
-    all of it: packed weights are whole on every rank. A collective. Raises what :func:`load` raises.
+    Rank 0 alone reads the weights and broadcasts one tensor after the other; the other ranks hold the shards that they
+    keep and one whole tensor at a time. With ``lora.quantize`` every rank reads all of it: packed weights are whole on
+    every rank. A collective. Raises what :func:`load` raises.
     """
     quantize = lora is not None and lora.quantize is not None
     if mesh.size() == 1 or quantize:
@@ -50,7 +53,7 @@ def load_sharded(
         return student
     whole: Student | None = None
     if mesh.get_rank() == 0:
-        whole = load(path, False, lora, device, dtype, exact=False)
+        whole = load(path, False, lora, device, dtype)
     packed = torch.tensor(whole is not None and whole.packed, dtype=torch.int32, device=device)
     dist.broadcast(packed, 0, group=mesh.get_group())
     student = load(path, gradient_checkpointing, lora, device, dtype, packed=bool(packed))
@@ -64,14 +67,18 @@ def load_sharded(
 def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: torch.device) -> None:
     """Give the empty ``student`` what rank 0 has in ``whole``, which is empty after that. A collective."""
     group, names = mesh.get_group(), dict(named_tensors(student.lm))
-    sources = [] if whole is None else [dict(named_tensors(whole.lm))[name] for name in names]
+    by_name = {} if whole is None else dict(named_tensors(whole.lm))
+    sources = [] if whole is None else [by_name[name] for name in names]
+    if odd := [name for name, tensor in by_name.items() if tensor.dtype not in DTYPES]:
+        raise ConfigError(f"model.path: its tensor {odd[0]} is of {by_name[odd[0]].dtype}, which cannot be trained")
     kinds = torch.tensor([DTYPES.index(t.dtype) for t in sources] or [0] * len(names), device=device)
     dist.broadcast(kinds, 0, group=group)
     for place, (value, kind) in enumerate(zip(names.values(), kinds.tolist(), strict=True)):
         full = torch.empty(value.shape, dtype=DTYPES[kind], device=device)
         if whole is not None:
             full.copy_(sources[place])
-            sources[place].data = torch.empty(0, dtype=full.dtype)  # it is not needed any more
+            if isinstance(sources[place], nn.Parameter):  # it is not needed any more; buffers are, below
+                sources[place].data = torch.empty(0, dtype=full.dtype)
         dist.broadcast(full, 0, group=group)
         if isinstance(value, DTensor):
             value.to_local().copy_(distribute_tensor(full, mesh, value.placements, src_data_rank=None).to_local())
@@ -83,6 +90,7 @@ def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: tor
             own.copy_(getattr(whole.lm.get_submodule(holder), name))
         dist.broadcast(own, 0, group=group)
         setattr(student.lm.get_submodule(holder), name, own)
+    student.head = Head(student.lm)  # which holds what the model held before
 
 
 def _beside_parameters(lm: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -100,14 +108,13 @@ def load(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     *,
-    exact: bool = True,
     packed: bool | None = None,
 ) -> Student:
     """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
 
     ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
     read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``.
-    Without ``exact`` parameters stay in bfloat16 where all files have them so. With ``packed`` no weight is read: the
+    With ``packed`` no weight is read: the
     student is on the meta device, and takes sequences laid end to end or not, as that says.
     Nothing is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the
     model cannot have.
@@ -117,7 +124,7 @@ def load(
     lm, found = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
-        dtype=dtype if adapted and device.type == "cuda" else torch.float32 if exact else _stored_dtype(Path(path)),
+        dtype=dtype if adapted and device.type == "cuda" else torch.float32,
         attn_implementation=exact_attention(config) if packed is False else _attention(config),
         local_files_only=True,
         output_loading_info=True,
@@ -148,15 +155,6 @@ def empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrai
     with META:
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return lm
-
-
-def _stored_dtype(path: Path) -> torch.dtype:
-    """bfloat16 where every file of a model has nothing else, float32 otherwise: nothing is lost by reading in it."""
-    kinds: set[str] = set()
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            kinds |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    return torch.bfloat16 if kinds == {"BF16"} else torch.float32
 
 
 def _without_dropout(lm: nn.Module) -> None:

@@ -43,19 +43,21 @@ def write_pretrained(
             return
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        write_weights(tensors, new)
         write_config(model_path, stored, new)
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         tokenizer.save_pretrained(new)
         _stop_at(template_end(tokenizer), new)
+        write_weights(tensors, new)
         if student.has_adapter:
             from gkd.actor.lora import save_adapter
 
             save_adapter(adapter, lora, model_path, new / "adapter")
         replace_directory(new, directory)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # tokenizers have no class of their own for a full disk
         shutil.rmtree(new, ignore_errors=True)
-        raise RunFailed(f"the student could not be written: {reason(error, new)}") from None
+        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
+            raise RunFailed(f"the student could not be written: {reason(error, new)}") from None
+        raise
     finally:
         for _ in tensors:  # gathering takes all ranks, also those that do not write and one that cannot go on
             pass

@@ -38,6 +38,8 @@ class Publisher:
         if number == 0:
             self._buckets = buckets(self._gathered(), self.settings.bucket_mb << 20)
         bucket, last = next(self._buckets)
+        if last:  # what gathered the pieces holds the last tensor
+            self._buckets = iter(())
         piece = Piece(version, number, last)
         if not packs:
             return piece

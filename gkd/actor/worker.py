@@ -74,7 +74,10 @@ class ActorWorker:
             store=self.store,
             rank=self.rank,
             world_size=self.world,
-            timeout=datetime.timedelta(seconds=self.config.trainer.update_timeout_s),
+            # Ranks wait for each other while rank 0 reads the model as well; the driver has a limit for each of both.
+            timeout=datetime.timedelta(
+                seconds=max(self.config.trainer.update_timeout_s, self.config.cluster.start_timeout_s)
+            ),
         )
 
     def load(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gkd.algorithms.advantages import AdvantageEstimator, Float64, groups_that_differ, with_overlong
 from gkd.config import Config
-from gkd.errors import RunFailed
+from gkd.errors import RunFailed, one_line
 from gkd.types import TrainingSample
 
 log = logging.getLogger("gkd")
@@ -81,11 +81,15 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
 
 def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Float64:
     """Advantages [S]. Raises RunFailed where ``algorithm.advantage.name`` does not give a number for each sample."""
-    estimator: AdvantageEstimator = config.algorithm.advantage.build()
-    advantages = np.asarray(estimator(rewards.tolist(), groups), np.float64)
+    name = config.algorithm.advantage.name
+    try:
+        estimator: AdvantageEstimator = config.algorithm.advantage.build()
+        advantages = np.asarray(estimator(rewards.tolist(), groups), np.float64)
+    except Exception as error:  # it may be the user's
+        raise RunFailed(f"algorithm.advantage.name={name}: {type(error).__name__}: {one_line(error)}") from error
     if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
         raise RunFailed(
-            f"algorithm.advantage.name={config.algorithm.advantage.name} gave {advantages.shape} advantages, "
+            f"algorithm.advantage.name={name} gave {advantages.shape} advantages, "
             f"{np.isfinite(advantages).sum()} of them finite: expected {rewards.shape}"
         )
     return advantages

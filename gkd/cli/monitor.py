@@ -36,7 +36,7 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR", help="output directory of a run")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="show again and again, until Ctrl-C")
     options = parser.parse_args(arguments)
-    if options.every is not None and not options.every > 0:
+    if options.every is not None and not 0 < options.every <= 86_400:
         raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
     from gkd.observability.progress import console
     from gkd.observability.run_files import RunFiles

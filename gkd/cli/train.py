@@ -1,6 +1,6 @@
 """``gkd train +recipe=on_policy_distill [OVERRIDES]``: compose the configuration, connect to Ray, run.
 
-Exit codes: 0 done; 1 the run failed; 2 what was asked cannot run; 130 and 143 ended by Ctrl-C and SIGTERM.
+Exit codes: 0 done; 1 the run failed; 2 it cannot run; 129, 130 and 143 ended by SIGHUP, Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations

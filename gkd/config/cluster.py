@@ -20,6 +20,7 @@ TRANSFERS = Registry(
         "nccl": "gkd.weights.nccl:Nccl",
         "object_store": "gkd.weights.object_store:ObjectStore",
     },
+    "gkd.weights.transfer:Transfer",
 )
 """The fastest first; the last one works everywhere."""
 

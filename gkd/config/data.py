@@ -52,6 +52,8 @@ class Data(OpenSections):
     @model_validator(mode="after")
     def _task_makes_models_and_data(self) -> Data:
         kind = None if self.task is None else TASKS.load(self.task)
-        if kind is not None and not (isinstance(kind, type) and hasattr(kind, "make")):
+        if kind is not None and not (
+            isinstance(kind, type) and hasattr(kind, "make") and hasattr(kind, "model_configs")
+        ):
             raise ValueError(f"task: {self.task} is no class with the methods make and model_configs")
         return self

@@ -70,6 +70,7 @@ class TeacherModel(Settings):
         return self
 
 
+ENGINE = "gkd.inference.engine:InferenceEngine"
 SCORING_ENGINES = {"vllm": "gkd.inference.vllm_scorer:VLLMScorer"}
 
 
@@ -109,7 +110,7 @@ class Served(Pool):
 class Scorer(Served, Engine, EngineSection):
     """Engines that compute how likely every token of what was sampled is."""
 
-    registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES)
+    registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES, ENGINE)
     ability: ClassVar[str] = "can_score"
 
     engine: Annotated[str, AfterValidator(absolute)] = Field("vllm", description=f"what scores: vllm, or {OWN_CLASS}")
@@ -161,7 +162,7 @@ class ReferenceModel(Settings):
 class Reference(Scorer):
     """The model that the student is to stay near, where ``algorithm.kl.coef`` is above 0."""
 
-    registry: ClassVar[Registry] = Registry("reference.engine", SCORING_ENGINES)
+    registry: ClassVar[Registry] = Registry("reference.engine", SCORING_ENGINES, ENGINE)
 
     model: ReferenceModel = ReferenceModel()
 
@@ -178,7 +179,7 @@ class RewardModel(Served, EngineSection):
     """A model that rates responses: the reward ``reward_model``. One replica a GPU."""
 
     registry: ClassVar[Registry] = Registry(
-        "reward_model.engine", {"classifier": "gkd.inference.classifier:Classifier"}
+        "reward_model.engine", {"classifier": "gkd.inference.classifier:Classifier"}, ENGINE
     )
     ability: ClassVar[str] = "can_rate"
 
@@ -239,7 +240,9 @@ class Rollout(Engine, EngineSection):
     """Sampling from the student."""
 
     registry: ClassVar[Registry] = Registry(
-        "rollout.engine", {"vllm": "gkd.inference.vllm_sampler:VLLMSampler", "hf": "gkd.inference.hf:HFSampler"}
+        "rollout.engine",
+        {"vllm": "gkd.inference.vllm_sampler:VLLMSampler", "hf": "gkd.inference.hf:HFSampler"},
+        ENGINE,
     )
     ability: ClassVar[str] = "can_sample"
 

@@ -70,7 +70,8 @@ def load(tree: Mapping[str, Any]) -> Config:
                 known = [f"{key}.{name}" for name in context["known"]]
                 raise unknown(f"{key}.{context['key']}", context["value"], known) from None
             shown = f"={context['value']}" if context["value"] else ""
-            raise ConfigError(f"{key}.{context['key']}{shown}: {context['why']}") from None
+            why = str(context["why"])
+            raise ConfigError(f"{key}.{context['key']}{shown}: {why[:1].lower()}{why[1:]}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
+from gkd.errors import one_line
 from gkd.registry import Registry, short
 
 OWN = "own_setting"
@@ -67,14 +68,18 @@ class OpenSettings(Settings):
             kind, extra = getattr(owner, "Config", None) or Settings, (self.model_extra or {}).get(section, {})
             if not isinstance(extra, Mapping):
                 raise _refused(section, extra, f"a section with the settings of {owner.__name__} is expected")
+            if not section and (twice := sorted(kind.model_fields.keys() & type(self).model_fields.keys())):
+                raise ValueError(f"{owner.__name__}: {twice[0]} is the name of another setting here; give it another")
             given = self._given(section)
             prefix = f"{section}." if section else ""
             try:
                 kind.model_validate(given)
+            except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # of the user's own check
+                raise ValueError(f"{owner.__name__}.Config: {type(error).__name__}: {one_line(error)}") from None
             except ValidationError as error:
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))
-                why = str(first["msg"]).removeprefix("Value error, ")
+                why = " ".join(str(first["msg"]).removeprefix("Value error, ").split())
                 known = [f"{prefix}{name}" for name in kind.model_fields]
                 raise _refused(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
             if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them
@@ -91,7 +96,7 @@ class OpenSettings(Settings):
     def _own_settings_are_complete(self) -> OpenSettings:
         """Add defaults of settings that stand beside the class' name, so that what is written of a run says them."""
         if "" in self.owners() and self.model_extra is not None and (own := self.own()) is not None:
-            self.model_extra.update(own.model_dump())
+            self.model_extra.update(own.model_dump(mode="json"))
         return self
 
 
@@ -137,7 +142,7 @@ class OpenSections(OpenSettings):
     def _settings_of_named_classes_are_complete(self) -> OpenSections:
         for name in self.chosen():
             own = self.settings_of(name)
-            complete = {} if own is None else own.model_dump()
+            complete = {} if own is None else own.model_dump(mode="json")
             if complete and self.model_extra is not None:
                 self.model_extra[short(name)] = complete
         return self

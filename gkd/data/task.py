@@ -8,7 +8,7 @@ from typing import Any
 
 from gkd.config import Config
 from gkd.config.data import TASKS
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 Report = Callable[[str], None]
 """Takes progress, a line at a time."""
@@ -34,6 +34,9 @@ class Task:
     run's. The file of a class is imported wherever settings are checked, so torch belongs into its methods.
     """
 
+    def __init__(self, *arguments: Any) -> None:
+        """Keep nothing; a class that needs its settings or the run's configuration has an ``__init__`` of its own."""
+
     def make(self, report: Report) -> TaskInputs:
         """Make the models and data, or find them where they were made before. Raises RunFailed where that fails."""
         raise NotImplementedError
@@ -49,7 +52,10 @@ def task_of(config: Config) -> Task:
     if name is None:
         raise ConfigError(f"no model is named: set model.path, or data.task to one of {', '.join(TASKS.names())}")
     settings = config.data.settings_of(name)
-    task: Task = TASKS.load(name)(config) if settings is None else TASKS.load(name)(settings, config)
+    try:
+        task: Task = TASKS.load(name)(config) if settings is None else TASKS.load(name)(settings, config)
+    except TypeError as error:
+        raise ConfigError(f"data.task={name} cannot be made: {one_line(error)}") from None
     return task
 
 

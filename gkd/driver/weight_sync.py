@@ -94,6 +94,8 @@ class WeightSync:
         The push has the time again that was waited for an engine that was lost.
         """
         began, alive = time.monotonic(), len(self.rollout.alive)
+        if not self._left():  # the time is over, and no engine hangs
+            raise RunFailed(f"{what}: no time is left (weights.timeout_s={self.config.weights.timeout_s:g})")
         answers = self.rollout.tell(method, *args, timeout_s=self._left(), what=what)
         if len(self.rollout.alive) < alive:
             self._end += time.monotonic() - began

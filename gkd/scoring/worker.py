@@ -99,6 +99,5 @@ class RewardModelWorker(ScoringWorker):
 
     def __init__(self, settings: RewardModel, spec: ScorerSpec) -> None:
         model = ModelInfo.read(spec.model_path, "reward_model.model.path")
-        super().__init__(
-            settings.engine_class(EngineSpec(spec.model_path, model, settings, spec.device, spec.dtype)), spec
-        )
+        engine_spec = EngineSpec(spec.model_path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps)
+        super().__init__(settings.engine_class(engine_spec), spec)

@@ -109,7 +109,7 @@ def test_a_run_says_every_setting_of_its_classes_and_another_class_brings_its_ow
     ("overrides", "setting"),
     [
         (["rollout.engine=sglang"], "rollout.engine"),
-        (["rollout.engine=pathlib:Path"], "rollout: engine=pathlib:Path cannot sample"),
+        (["rollout.engine=pathlib:Path"], "rollout.engine=pathlib:Path: it is no gkd.inference"),
         (["rollout.engine=gkd.inference.vllm_scorer:VLLMScorer"], "cannot sample"),
         (["teacher.engine=hf"], "teacher.engine"),
         (["reference.engine=gkd.inference.hf:HFSampler"], "reference: .* cannot score"),
@@ -126,4 +126,39 @@ def test_a_run_says_every_setting_of_its_classes_and_another_class_brings_its_ow
 def test_an_engine_or_a_transfer_that_cannot_do_it_is_refused(overrides: list[str], setting: str) -> None:
     with pytest.raises(ConfigError, match=setting) as refused:
         compose(overrides)
+    assert "\n" not in str(refused.value)
+
+
+OWN_CLASSES = """
+import pydantic
+from gkd.algorithms.advantages import AdvantageEstimator
+class Twice(AdvantageEstimator):
+    class Config(pydantic.BaseModel):
+        name: str = "x"
+    def of_group(self, rewards): return rewards
+class Abstract(AdvantageEstimator):
+    pass
+class NoModel(AdvantageEstimator):
+    Config = 3
+    def of_group(self, rewards): return rewards
+class Plain:
+    can_sample = True
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "why"),
+    [
+        ("algorithm.advantage.name", "Twice", "name is the name of another setting here"),
+        ("algorithm.advantage.name", "Abstract", "lacks the method of_group"),
+        ("algorithm.advantage.name", "NoModel", "Config is no pydantic model"),
+        ("weights.transfer", "Plain", "no gkd.weights.transfer.Transfer"),
+        ("rollout.engine", "Plain", "no gkd.inference.engine.InferenceEngine"),
+    ],
+)
+def test_a_class_that_will_not_do_is_refused_in_one_line(setting: str, name: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN_CLASSES)
+    with pytest.raises(ConfigError, match=why) as refused:
+        compose(["+recipe=grpo", f"{setting}={file}:{name}"])
     assert "\n" not in str(refused.value)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gkd.actor.worker import ActorWorker
 from gkd.config import Algorithm, Loss, Model
 from tests.actor import models
+from tests.families import make as make_family
 from tests.ray.actor.ranks import Ranks, config, put
 
 STEPS = 3
@@ -180,3 +181,26 @@ def test_only_rank_0_holds_the_whole_model_while_it_is_read(processes: dict[int,
     assert whole_mb > 150
     assert grown > 0.8 * whole_mb > 0.65 * whole_mb > grown_other
     assert there + here == pytest.approx(float(sum(p.detach().double().sum() for p in lm.parameters())), rel=1e-6)
+
+
+def test_what_a_model_keeps_beside_parameters_is_on_every_rank(processes: dict[int, Ranks], tmp_path: Path) -> None:
+    """A bias of the router is a buffer that files have; frequencies are one that they lack."""
+    model = make_family("deepseek_v3", 0)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.normal_()
+    model.save_pretrained(tmp_path)
+    exact = dict(model.state_dict())
+    assert any("correction" in name for name in exact)
+    two = processes[2].become(str(tmp_path), config())
+    sent = two.weights()
+    assert all(torch.equal(sent[name], exact[name]) for name in exact if "correction" in name)
+
+    def buffers(worker: ActorWorker) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in worker.student.lm.named_buffers()}
+
+    there, here = ray.get([w.__ray_call__.remote(buffers) for w in two.workers], timeout=60)
+    wanted = dict(model.named_buffers())
+    assert there.keys() == here.keys() == wanted.keys()
+    assert all(torch.equal(there[name], value) and torch.equal(here[name], value) for name, value in wanted.items())
