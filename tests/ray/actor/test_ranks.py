@@ -34,7 +34,8 @@ def using(ranks: dict[int, Ranks], algorithm: dict[str, object]) -> Iterator[Non
     """Have all workers optimise something else for a while."""
 
     def change(worker: object, wanted: dict[str, object]) -> None:
-        worker.config = worker.config.model_copy(update={"algorithm": Algorithm.model_validate(wanted)})
+        changed = worker.config.model_copy(update={"algorithm": Algorithm.model_validate(wanted)})
+        worker.config = worker.trainer.config = changed
 
     for wanted in (algorithm, {}):
         ray.get([w.__ray_call__.remote(change, wanted) for g in ranks.values() for w in g.workers], timeout=60)
@@ -95,7 +96,7 @@ def test_what_an_engine_computes_otherwise_is_corrected_by_itself(ranks: dict[in
     batch = put([dataclasses.replace(s, teacher=None) for s in models.scored(5, seed=6)])
 
     def compute_in(worker: object, dtype: str) -> None:
-        worker.config = worker.config.model_copy(update={"model": Model(dtype=dtype)})
+        worker.config = worker.trainer.config = worker.config.model_copy(update={"model": Model(dtype=dtype)})
 
     with using(ranks, {"name": "grpo"}):
         found = {}

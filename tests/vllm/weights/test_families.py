@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,23 @@ class Engines:
             self.running.close()
         self.running = None
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _transformers_as_it_was(family: str) -> Iterator[None]:
+    """vLLM changes classes of transformers where it runs a model by them, and other tests need those as they were."""
+    module = sys.modules[type(make(family, seed=0)).__module__]
+    classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    before = [(kind, kind.__bases__, dict(vars(kind))) for kind in classes]
+    yield
+    for kind, bases, attributes in before:
+        if kind.__bases__ != bases:
+            kind.__bases__ = bases
+        for name in set(vars(kind)) - set(attributes):
+            delattr(kind, name)
+        for name, value in attributes.items():
+            if vars(kind)[name] is not value and not name.startswith("__dict"):
+                setattr(kind, name, value)
 
 
 @pytest.fixture
