@@ -24,12 +24,6 @@ from gkd.weights.file_names import FileNames
 CPU = torch.device("cpu")
 META = torch.device("meta")
 
-DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
-"""What a model's tensors are of, by the number that rank 0 tells the others."""
-
 
 def load_sharded(
     path: str,
@@ -51,9 +45,7 @@ def load_sharded(
         student = load(path, gradient_checkpointing, lora, device, dtype)
         shard(student, mesh, dtype, offload)
         return student
-    whole: Student | None = None
-    if mesh.get_rank() == 0:
-        whole = load(path, False, lora, device, dtype)
+    whole = load(path, False, lora, device, dtype) if mesh.get_rank() == 0 else None
     packed = torch.tensor(whole is not None and whole.packed, dtype=torch.int32, device=device)
     dist.broadcast(packed, 0, group=mesh.get_group())
     student = load(path, gradient_checkpointing, lora, device, dtype, packed=bool(packed))
@@ -66,24 +58,18 @@ def load_sharded(
 @torch.no_grad()
 def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: torch.device) -> None:
     """Give the empty ``student`` what rank 0 has in ``whole``, which is empty after that. A collective."""
-    group, names = mesh.get_group(), dict(named_tensors(student.lm))
-    by_name = {} if whole is None else dict(named_tensors(whole.lm))
-    sources = [] if whole is None else [by_name[name] for name in names]
-    if odd := [name for name, tensor in by_name.items() if tensor.dtype not in DTYPES]:
-        raise ConfigError(f"model.path: its tensor {odd[0]} is of {by_name[odd[0]].dtype}, which cannot be trained")
-    kinds = torch.tensor([DTYPES.index(t.dtype) for t in sources] or [0] * len(names), device=device)
-    dist.broadcast(kinds, 0, group=group)
-    for place, (value, kind) in enumerate(zip(names.values(), kinds.tolist(), strict=True)):
-        full = torch.empty(value.shape, dtype=DTYPES[kind], device=device)
+    group = mesh.get_group()
+    source = {} if whole is None else dict(named_tensors(whole.lm))
+    for name, value in named_tensors(student.lm):
+        if not isinstance(value, nn.Parameter):
+            continue  # a buffer, below
+        full = torch.empty(value.shape, dtype=value.dtype, device=device)
         if whole is not None:
-            full.copy_(sources[place])
-            if isinstance(sources[place], nn.Parameter):  # it is not needed any more; buffers are, below
-                sources[place].data = torch.empty(0, dtype=full.dtype)
+            full.copy_(source[name])
+            source[name].data = torch.empty(0, dtype=full.dtype)  # it is not needed any more
         dist.broadcast(full, 0, group=group)
-        if isinstance(value, DTensor):
-            value.to_local().copy_(distribute_tensor(full, mesh, value.placements, src_data_rank=None).to_local())
-        else:
-            value.copy_(full)
+        assert isinstance(value, DTensor), "every parameter is sharded"
+        value.to_local().copy_(distribute_tensor(full, mesh, value.placements, src_data_rank=None).to_local())
     for holder, name, value in list(_beside_parameters(student.lm)):
         own = torch.empty_like(value, device=device)
         if whole is not None:
@@ -113,11 +99,10 @@ def load(
     """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
 
     ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
-    read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``.
-    With ``packed`` no weight is read: the
-    student is on the meta device, and takes sequences laid end to end or not, as that says.
-    Nothing is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the
-    model cannot have.
+    read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``. With ``packed`` no
+    weight is read: the student is on the meta device, and takes sequences laid end to end or not, as that says. Nothing
+    is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the model cannot
+    have.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     adapted = lora is not None and lora.r is not None

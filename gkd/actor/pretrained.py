@@ -20,6 +20,7 @@ from gkd.data.answers import template_end
 from gkd.data.model_info import ModelInfo
 from gkd.durable import reason, replace_directory
 from gkd.errors import RunFailed
+from gkd.weights.packing import buckets
 
 SHARD_BYTES = 4 << 30
 """Weights are written to files of about this size; what is written is held until a file is full."""
@@ -69,22 +70,14 @@ def write_weights(tensors: Iterator[tuple[str, Tensor]], directory: Path, shard_
     Raises OSError or SafetensorError.
     """
     shards: list[tuple[Path, list[str]]] = []
-    held: dict[str, Tensor] = {}
     total = 0
-
-    def flush() -> None:
+    on_host = ((name, tensor.cpu().contiguous()) for name, tensor in tensors)
+    for bucket, _ in buckets(on_host, shard_bytes):
         file = directory / f"shard-{len(shards)}"
-        save_file(held, file, {"format": "pt"})
-        shards.append((file, list(held)))
-        held.clear()
-
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if held and sum(t.numel() * t.element_size() for t in held.values()) + size > shard_bytes:
-            flush()
-        held[name] = tensor.cpu().contiguous()
-        total += size
-    flush()
+        save_file(bucket, file, {"format": "pt"})
+        shards.append((file, list(bucket)))
+        total += sum(tensor.nbytes for tensor in bucket.values())
+        bucket.clear()  # before more is gathered
     if len(shards) == 1:
         shards[0][0].rename(directory / "model.safetensors")
         return

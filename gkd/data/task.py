@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,23 +28,23 @@ class TaskInputs:
     val_files: list[str]
 
 
-class Task:
+class Task(ABC):
     """Base of tasks; a user's class may derive from it, or have the same two methods.
 
     A class with a ``Config`` is made as ``Kind(settings, config)``, one without as ``Kind(config)``; ``config`` is the
     run's. The file of a class is imported wherever settings are checked, so torch belongs into its methods.
     """
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:  # noqa: B027 (most keep nothing)
         """Keep nothing; a class that needs its settings or the run's configuration has an ``__init__`` of its own."""
 
+    @abstractmethod
     def make(self, report: Report) -> TaskInputs:
         """Make the models and data, or find them where they were made before. Raises RunFailed where that fails."""
-        raise NotImplementedError
 
+    @abstractmethod
     def model_configs(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the config.json of the models ``student`` and ``teacher``, for planning without making them."""
-        raise NotImplementedError
 
 
 def task_of(config: Config) -> Task:

@@ -22,6 +22,7 @@ from gkd.errors import RunFailed, guarded
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 LOOK_EVERY_S = 0.5
+START_S = 300.0
 RAYLET_S = 6.0
 """Time that a raylet has to end the workers of its node, before the servers that it talks to are ended."""
 
@@ -35,7 +36,11 @@ def _hold(arguments: Sequence[str]) -> int:
     exit_on_signals()
     _adopt_orphans()
     try:
-        started = subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "start", *arguments], check=False)
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments]
+        try:
+            started = subprocess.run(command, check=False, timeout=START_S)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"ray start has not started a node within {START_S:g} s") from None
         if started.returncode:
             return started.returncode
         while _raylet_lives():

@@ -30,7 +30,7 @@ def memory(process: Process, which: str = "VmHWM") -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(which))
 
 
-@pytest.mark.parametrize(("n", "size"), [(40, 4 * MIB), (20_000, 4096), (300_000, 0)])
+@pytest.mark.parametrize(("n", "size"), [(40, 4 * MIB), (60_000, 4096), (3_000_000, 0)])
 def test_a_message_of_many_frames_is_cut_off(
     attacked: Process, connect: Connect, dealer: Any, n: int, size: int
 ) -> None:
@@ -43,8 +43,9 @@ def test_a_message_of_many_frames_is_cut_off(
         attacker.send(frame, zmq.SNDMORE, copy=False)
     attacker.send(frame)
     served_for(client, 1.5)
-    # A frame of nothing is 64 bytes in memory and 35 on the network.
-    assert memory(attacked) - before < 24 * MIB
+    # Sent whole they are 170, 240 and 190 MiB: a frame of nothing is 64 bytes in memory. How much arrives between two
+    # looks of the server depends on the machine.
+    assert memory(attacked) - before < 80 * MIB
 
 
 def test_a_client_that_never_reads_is_passed_over(attacked: Process, connect: Connect, dealer: Any) -> None:
