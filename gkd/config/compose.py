@@ -1,4 +1,4 @@
-"""Hydra composes files and overrides into one tree; :func:`gkd.config.load` checks it.
+"""Hydra composes recipe, placement and task into one tree; :func:`gkd.config.load` checks it.
 
 Hydra's own messages run over several lines and end with exit code 1, so overrides are looked at first and every
 mistake becomes one :class:`ConfigError`.
@@ -6,13 +6,12 @@ mistake becomes one :class:`ConfigError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -20,13 +19,22 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, nearest, settings
+from gkd.config.base import GROUP_OF
 from gkd.config.data import TASKS
 from gkd.config.file import CONF_DIR, read_yaml
 from gkd.config.loading import is_text, open_sections, unknown
+from gkd.config.open import OpenSections
 from gkd.errors import ConfigError, one_line
-from gkd.registry import absolute
+from gkd.registry import absolute, short
+
+BASE: Mapping[str, Any] = {
+    **{name: {"n_gpus_per_node": None, "nnodes": None} for name in GROUP_OF},  # so that ranges alone say how many
+    "actor": {"lr": None},  # so that the recipe's algorithm decides
+}
+"""What every configuration begins with; the defaults of all other settings are those of :class:`gkd.config.Config`."""
 
 
+@cache
 def groups() -> dict[str, list[str]]:
     """Choices of every configuration group: recipe, placement, ..."""
     return {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(CONF_DIR.iterdir()) if d.is_dir()}
@@ -41,124 +49,132 @@ def compose(overrides: Sequence[str]) -> Config:
     and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
     files = [o for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
-    overrides = [o for o in overrides if o not in files]
-    # The recipe has no default to override, so Hydra asks for a plus; people forget it.
-    overrides = [_plus(o) for o in overrides]
-    _check(overrides)
     if len(files) > 1:
         raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
-    composed = partial(_with_file, files[0], overrides) if files else partial(_without_file, overrides)
-    config = load(composed([]))
-    if config.uses_task and not any(o.startswith("+task=") for o in overrides):
+    parsed = _parse([o for o in overrides if o not in files])
+    below, given = _read(files[0]) if files else ({}, {})
+    above: dict[str, str] = {}
+    for override in parsed:
+        if (group := override.key_or_group) in groups():
+            over_file = bool(files) and (group == "placement" or group in below)
+            (above if over_file else below)[group] = str(override.value())
+    values = [override for override in parsed if override.key_or_group not in groups()]
+    _drop_own_of_replaced(given, values)
+
+    def composed(task: Mapping[str, str]) -> Config:
+        return load(_tree([_chosen(**{"placement": "auto", **below, **task}), given, _chosen(**above)], values))
+
+    config = composed({})
+    if config.uses_task and "task" not in below:
         task = config.data.task or TASKS.names()[0]
         variants = [task] if config.algorithm.distils else [f"{task}_rewards", task]
         for variant in [name for name in variants if name in groups()["task"]][:1]:
-            config = load(composed([f"+task={variant}"]))
+            config = composed({"task": variant})
     return config
 
 
-def _plus(override: str) -> str:
-    """``override`` with the plus that Hydra wants before what has no default to override."""
-    if override.startswith(("recipe=", "teacher.models")):
-        return f"+{override}"
-    key = override.partition("=")[0]
-    is_own = any(key.startswith(f"{section}.") for section in open_sections()) and key not in _names_with_defaults()
-    return f"++{override}" if is_own else override
-
-
-def _defaults() -> DictConfig:
-    defaults = Config().model_dump()
-    for name in ("trainer", "rollout", "teacher", "reference", "reward_model"):
-        defaults[name] |= {"n_gpus_per_node": None, "nnodes": None}  # so that ranges alone say how many
-    defaults["actor"]["lr"] = None  # so that the recipe's algorithm decides
-    for name in open_sections():
-        _drop_own(defaults, name)  # which are those of the class that is named in the end
-    return OmegaConf.create(defaults)
-
-
-def _drop_own(tree: Mapping[str, Any], section: str) -> None:
-    """Leave of ``section`` in ``tree`` the settings that it has whatever class it names."""
-    node: Any = tree
-    for part in section.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    for key in set(node or {}) - set(open_sections()[section].model_fields):
-        del node[key]
-
-
-def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Drop from a file's ``values`` the own settings of classes in whose place ``overrides`` name others."""
-    texts = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
-    for section, kind in open_sections().items():
-        name: Any = values
-        for part in [*section.split("."), kind.selects]:
-            name = name.get(part, {}) if isinstance(name, Mapping) else {}
-        text = texts.get(f"{section}.{kind.selects}")
-        if isinstance(name, str) and text is not None and absolute(text.strip("\"'")) != absolute(name):
-            _drop_own(values, section)
-
-
 @cache
-def _names_with_defaults() -> frozenset[str]:
-    """Dotted names of all that the defaults hold."""
+def _chosen(**choices: str) -> DictConfig:
+    """Return what the files of these groups say, the later above the earlier."""
+    if not choices:
+        return OmegaConf.create({})
+    named = [f"+{group}={choice}" for group, choice in choices.items()]
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR.resolve())):
+            composed: DictConfig = hydra_compose("config", overrides=named)
+    except HydraException as error:
+        raise ConfigError(one_line(error)) from None
+    OmegaConf.set_struct(composed, False)  # what is merged with it may hold further names
+    return composed
 
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for name, below in node.items() if isinstance(node, dict) else ():
-            yield f"{prefix}{name}"
-            yield from walk(below, f"{prefix}{name}.")
 
-    return frozenset(walk(OmegaConf.to_container(_defaults()), ""))
-
-
-def _without_file(overrides: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
-    return _tree(_defaults(), [*overrides, *task])
-
-
-def _with_file(file: str, overrides: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
-    values = read_yaml(file)
+def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Read a configuration file; returns the choices of groups that it names, and its values."""
+    values, choices = read_yaml(file), groups()
     chosen = {group: values.pop(group, None) for group in ("recipe", "placement")}
     for key in values:
-        if key not in Config.model_fields:  # before Hydra, to which some names mean more
+        if key not in Config.model_fields:
             raise unknown(key, values[key])
-    choices = groups()
+        if any(name.startswith(f"{key}.") for name in settings()) and not isinstance(values[key], Mapping | None):
+            raise ConfigError(f"{file} does not fit: {key} is a section of settings, not {values[key]!r}")
     for group, choice in chosen.items():
         if choice not in (None, "none", *choices[group]):
             known = f"{nearest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
             raise ConfigError(f"{file}: {group}={choice}: no such choice{known}")
-    placement = [] if chosen["placement"] is None else [f"placement={chosen['placement']}"]
-    recipe = [f"+recipe={chosen['recipe']}"]
-    if chosen["recipe"] in (None, "none"):
-        recipe = [o for o in overrides if o.startswith("+recipe=")]
-        overrides = [o for o in overrides if o not in recipe]
-    _drop_own_of_replaced(values, overrides)
-    below = OmegaConf.create(_tree(_defaults(), [*placement, *recipe, *task]))
-    if not any(o.startswith("placement=") for o in overrides):
-        overrides = ["~placement", *overrides]  # it is in there already
-    try:
-        merged = OmegaConf.merge(below, values)
-    except OmegaConfBaseException as error:  # a list in place of a section
-        raise ConfigError(f"{file} does not fit: {str(error).splitlines()[0]}") from None
-    assert isinstance(merged, DictConfig)
-    return _tree(merged, overrides)
+    return {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}, values
 
 
-def _tree(base: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """What Hydra makes of ``base``, the choices and the values of ``overrides``."""
-    ConfigStore.instance().store(name="settings", node=base)
+def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> dict[str, Any]:
+    """Merge ``layers``, each above the one before, and then ``values``, into a tree without interpolations."""
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR.resolve())):
-            tree = OmegaConf.to_container(hydra_compose("config", overrides=list(overrides)), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+        tree = OmegaConf.merge(BASE, *layers)
+        for override in values:
+            key = override.key_or_group
+            if override.is_delete():
+                section, _, name = key.rpartition(".")
+                parent = OmegaConf.select(tree, section) if section else tree
+                if isinstance(parent, DictConfig):
+                    parent.pop(name, None)
+            else:
+                OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
+        if "${" in str(tree):  # which may mean a setting's default
+            tree = OmegaConf.merge(_defaults(), tree)
+        resolved = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from None
-    assert isinstance(tree, dict)
-    return {str(k): v for k, v in tree.items()}
+    assert isinstance(resolved, dict)
+    return {str(name): value for name, value in resolved.items()}
 
 
-def _check(overrides: Sequence[str]) -> None:
+def _defaults() -> dict[str, Any]:
+    """Return the default of every setting whose name does not depend on the class that another one names."""
+    defaults = Config().model_dump()
+    for name in open_sections():
+        _drop_own(defaults, name)
+    return defaults
+
+
+def _drop_own(tree: Mapping[str, Any], section: str) -> None:
+    """Leave of ``section`` in ``tree`` the settings that it has whatever class it names."""
+    node = _at(tree, section)
+    for key in set(node or {}) - set(open_sections()[section].model_fields):
+        del node[key]
+
+
+def _at(tree: Any, name: str) -> Any:
+    """Return what ``tree`` has by a dotted name, None where there is nothing."""
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Override]) -> None:
+    """Drop from a file's ``values`` the own settings of classes in whose place ``overrides`` name others."""
+    replaced = {override.key_or_group: override.value() for override in overrides if not override.is_delete()}
+    for section, kind in open_sections().items():
+        setting = f"{section}.{kind.selects}"
+        if setting not in replaced:
+            continue
+        before, after = (
+            {absolute(str(name)) for name in ([named] if isinstance(named, str) else named or [])}
+            for named in (_at(values, setting), replaced[setting])
+        )
+        if not issubclass(kind, OpenSections):
+            if before and before != after:
+                _drop_own(values, section)
+            continue
+        for name in before - after:
+            if ":" in name:  # sections of built-in classes may stand there unused
+                _at(values, section).pop(short(name), None)
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides, each the choice of a group or the value of a setting that there is."""
     for override in overrides:
         if not is_text(override):
             raise ConfigError(f"{override!r}: is no text that a file could hold")
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         reason = str(error).splitlines()[0].split(":", 1)[-1].strip()
         raise ConfigError(f"cannot read the overrides (quote what has spaces or commas): {reason}") from None
@@ -167,13 +183,19 @@ def _check(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if not key:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
+        is_section = any(name.startswith(f"{key}.") for name in known)
+        if override.package is not None:
+            raise ConfigError(f"{override.input_line}: names no setting; a group is chosen as {key}=NAME")
         if key in choices:
             _check_choice(override, choices[key])
-        elif key not in known and not any(k.startswith(f"{key}.") for k in known) and not _may_be_own(key, known):
+        elif key not in known and not is_section and not _may_be_own(key, known):
             raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
         elif override.is_sweep_override():
-            line = str(override.input_line).removeprefix("++")
+            line = str(override.input_line)
             raise ConfigError(f"{line}: one value is expected; write a list as '[a,b]' or quote it")
+        elif is_section and not override.is_delete() and not isinstance(override.value(), dict | None):
+            raise ConfigError(f"{override.input_line}: {key} is a section of settings, not one")
+    return parsed
 
 
 def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
@@ -185,6 +207,8 @@ def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
 
 
 def _check_choice(override: Override, choices: list[str]) -> None:
+    if override.is_delete():
+        raise ConfigError(f"{override.input_line}: one of {', '.join(choices)} is expected")
     value = override.value()
     if value not in choices:
         known = f"{nearest(str(value), choices)}; there are {', '.join(choices)}"

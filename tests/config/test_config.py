@@ -62,6 +62,14 @@ def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tm
     assert compose([str(file), "placement=cpu", "trainer.gpus=null"]).cluster.simulate_gpus == 3
 
 
+def test_groups_and_settings_take_a_plus_or_none_and_may_name_each_other() -> None:
+    assert compose(["+rollout.n=3", "recipe=grpo", "+placement=cpu"]) == compose(
+        ["rollout.n=3", "+recipe=grpo", "placement=cpu"]
+    )
+    assert compose(["trainer.output_dir='runs/${trainer.seed}'"]).trainer.output_dir == "runs/0"
+    assert compose(["trainer.seed=5", "~trainer.seed"]).trainer.seed == 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -112,7 +120,7 @@ def test_a_file_without_a_recipe_has_the_command_lines_below_it(tmp_path: Path) 
         ("recipe: {a: 1}", r"mine.yaml: recipe=\{'a': 1\}: no such choice"),
         ("defaults: [a]", r"unknown setting defaults"),
         ("model: null", r"model"),
-        ("trainer: 5", r"trainer=5: "),
+        ("trainer: 5", r"mine.yaml does not fit: trainer is a section"),
         ("1: 2", r"unknown setting 1"),
         ("null: 2", r"mine.yaml cannot be read"),
         ("actor:\n  lr: ${oc.env:NOWHERE}", r"mine.yaml cannot be read: .*NOWHERE"),

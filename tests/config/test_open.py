@@ -105,6 +105,18 @@ def test_a_run_says_every_setting_of_its_classes_and_another_class_brings_its_ow
     assert "beta" not in compose([str(file), "algorithm.loss.name=forward_kl"]).model_dump()["algorithm"]["loss"]
 
 
+def test_an_own_reward_of_a_runs_file_can_be_left_out_or_replaced(tmp_path: Path) -> None:
+    mine, file = tmp_path / "mine.py", tmp_path / "config.yaml"
+    mine.write_text(
+        "import pydantic\nclass Own:\n  class Config(pydantic.BaseModel):\n    width: int = 4\n"
+        "  def __init__(self, config): pass\n  def __call__(self, completion): return 0.0\n"
+    )
+    run = compose(["+recipe=grpo", f"reward.functions=['{mine}:Own',format]", "reward.Own.width=5"])
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(run.model_dump())))
+    assert compose([str(file), "reward.Own.width=6"]).reward.settings_of(f"{mine}:Own").width == 6
+    assert "Own" not in compose([str(file), "reward.functions=[format]"]).model_dump()["reward"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "setting"),
     [
