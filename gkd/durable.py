@@ -72,7 +72,7 @@ def _open_to_others(directory: Path) -> None:
 
 
 def reason(error: Exception, path: Path | None = None) -> str:
-    """What went wrong with which file, in one line: ``no space left on device: /path``.
+    """Return what went wrong with which file, in one line: ``no space left on device: /path``.
 
     ``path`` is named where the error names none. Libraries may have the system's error in their own one's text alone.
     """

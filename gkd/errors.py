@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError, in one line, for arguments that it does not know."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """End the program, as argparse asks for."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
@@ -89,7 +89,7 @@ CLOSED = "failed: standard output was closed before the end: the program that re
 
 
 def _end_of(error: BaseException) -> tuple[str, int] | None:
-    """The line and the exit code of an error; None for one that nobody has thought of."""
+    """Return the line and the exit code of an error; None for one that nobody has thought of."""
     end: tuple[str, int] | None = None
     match error:
         case Stopped():
@@ -122,7 +122,9 @@ def _print_line(line: str) -> None:
 
 
 def _is_closed(stream: IO[str] | None) -> bool:
-    """Whether nobody reads a stream any more; what is buffered for it then goes nowhere, at the program's end too."""
+    """Return whether nobody reads a stream any more; what is buffered for it then goes nowhere, at the program's end
+    too.
+    """
     try:
         if stream is None:  # closed before the program began
             return False

@@ -31,7 +31,7 @@ class Registry:
     base: str | None = None
 
     def names(self) -> list[str]:
-        """Built-in names."""
+        """Return built-in names."""
         return list(self.entries)
 
     def require(self, name: str) -> None:
@@ -76,13 +76,15 @@ def _attribute(entry: str) -> Any:
 
 
 def absolute(name: str) -> str:
-    """``FILE.py:name`` with an absolute path, as a worker's own directory is another one; other names as they are."""
+    """Return ``FILE.py:name`` with an absolute path, as a worker's own directory is another one; other names as they
+    are.
+    """
     file = file_of(name)
     return name if file is None else f"{file}:{name.rpartition(':')[2]}"
 
 
 def short(name: str) -> str:
-    """The last part of a name, which is what figures and sections of settings are called by."""
+    """Return the last part of a name, which is what figures and sections of settings are called by."""
     return name.rpartition(":")[2]
 
 
@@ -99,7 +101,7 @@ def _own(setting: str, name: str) -> Any:
 
 
 def file_of(name: str) -> Path | None:
-    """The file of a name ``FILE.py:name``; None for names of other kinds."""
+    """Return the file of a name ``FILE.py:name``; None for names of other kinds."""
     from gkd.config.base import user_path
 
     file = name.rpartition(":")[0]
@@ -107,7 +109,7 @@ def file_of(name: str) -> Path | None:
 
 
 def _on_this_machine(file: Path) -> Path:
-    """``file``, or this node's copy of it where it came with a job.
+    """Return ``file``, or this node's copy of it where it came with a job.
 
     Ray unpacks a job's files into a directory that is named after their content, on each node where that node keeps
     such things, and starts workers in it.
@@ -120,7 +122,7 @@ def _on_this_machine(file: Path) -> Path:
 
 
 def _module(file: Path) -> ModuleType:
-    """The module in ``file``, under a name that no other has; it may import what lies beside it."""
+    """Return the module in ``file``, under a name that no other has; it may import what lies beside it."""
     name = f"gkd_own_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

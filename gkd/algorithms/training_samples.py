@@ -80,7 +80,9 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
 
 
 def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Float64:
-    """Advantages [S]. Raises RunFailed where ``algorithm.advantage.name`` does not give a number for each sample."""
+    """Return advantages [S]. Raises RunFailed where ``algorithm.advantage.name`` does not give a number for each
+    sample.
+    """
     name = config.algorithm.advantage.name
     try:
         estimator: AdvantageEstimator = config.algorithm.advantage.build()
@@ -96,7 +98,7 @@ def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Floa
 
 
 def _by_function(config: Config, samples: Sequence[TrainingSample]) -> dict[str, float]:
-    """reward/NAME/mean, /failed (a share) and /seconds a sample.
+    """Return reward/NAME/mean, /failed (a share) and /seconds a sample.
 
     A user's function goes by its own name, where another has the same by its module's as well.
     """

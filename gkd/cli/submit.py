@@ -161,7 +161,7 @@ def _stop(jobs: Jobs, name: str) -> int:
 
 
 def _line(job: JobDetails) -> str:
-    """``FAILED with exit code 2`` or ``RUNNING``."""
+    """Return ``FAILED with exit code 2`` or ``RUNNING``."""
     if job.status != "FAILED":
         return str(job.status.value)
     if job.driver_exit_code is None:

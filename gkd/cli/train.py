@@ -66,7 +66,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def run(config: Config) -> None:
-    """One run from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind."""
+    """Do one run, from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind."""
     from gkd.cluster.session import connect
     from gkd.driver.inputs import find_inputs
     from gkd.driver.resume import differences, find, finished, require_same_data
@@ -128,7 +128,7 @@ def _require_home(cache_dir: str | None) -> None:
 
 
 def _newest_checkpoint(output: Path) -> str:
-    """What a run that was stopped leaves."""
+    """Return what a run that was stopped leaves."""
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text(encoding="utf-8")
     except (OSError, ValueError):  # no file, or one that is damaged
@@ -137,7 +137,7 @@ def _newest_checkpoint(output: Path) -> str:
 
 
 def _output_dir(config: Config) -> Path:
-    """Where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
+    """Return where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
     from gkd.config import user_path
 
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -187,7 +187,7 @@ def _claim(path: Path) -> int:
 
 
 def _new_directory(path: Path) -> Path:
-    """``path``, or ``path_2`` and so on where other runs began in the same second. Raises ConfigError."""
+    """Return ``path``, or ``path_2`` and so on where other runs began in the same second. Raises ConfigError."""
     for number in itertools.count(1):
         own = path if number == 1 else path.with_name(f"{path.name}_{number}")
         try:

@@ -14,7 +14,7 @@ from gkd.types import ScoredSample, TrainingSample
 
 
 def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-    """The objects behind ``refs``. Raises RunFailed, naming ``what``, when one is late or lost."""
+    """Fetch the objects behind ``refs``. Raises RunFailed, naming ``what``, when one is late or lost."""
     try:
         return list(ray.get(list(refs), timeout=timeout_s))
     except GetTimeoutError:
@@ -24,7 +24,7 @@ def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
 
 
 def fetch_samples(samples: Sequence[TrainingSample], timeout_s: float) -> list[ScoredSample]:
-    """The arrays of samples, in their order; each list that holds some of them is fetched once. Raises as fetch."""
+    """Fetch the arrays of samples, in their order; each list that holds some is fetched once. Raises as fetch."""
     refs = list(dict.fromkeys(sample.ref for sample in samples))
     lists = dict(zip(refs, fetch(refs, timeout_s, "sampled responses"), strict=True))
     return [lists[sample.ref][sample.slot] for sample in samples]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 
 def user_path(text: str) -> Path:
-    """A path as people write it: ``~`` is the home directory, and a user's that there is not stays as it is."""
+    """Return a path as people write it: ``~`` is the home directory, and a user's that there is not stays as it is."""
     try:
         return Path(text).expanduser()
     except RuntimeError:  # no such user, or no home
@@ -18,7 +18,7 @@ def user_path(text: str) -> Path:
 
 
 def parse_gpus(value: Any) -> list[int] | None:
-    """GPU indices on each node from a range ``0-1``, a list ``'4,5,6,7'`` or ``[4, 5]``, or a number ``7``.
+    """Parse GPU indices on each node from a range ``0-1``, a list ``'4,5,6,7'`` or ``[4, 5]``, or a number ``7``.
 
     Returns them sorted, or None for None. Raises ValueError on anything else, on a repeated or a negative index.
     """
@@ -132,7 +132,7 @@ class Pool(Settings):
         return self
 
     def ranges(self) -> list[list[int]] | None:
-        """Exact GPU indices: one list for every node alike, or one for each; None where any will do."""
+        """Return exact GPU indices: one list for every node alike, or one for each; None where any will do."""
         return self.gpus_by_node or (None if self.gpus is None else [self.gpus])
 
     @property

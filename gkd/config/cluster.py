@@ -49,7 +49,7 @@ class Weights(OpenSettings):
         return self.registry.load("object_store" if self.transfer == "auto" else self.transfer)
 
     def owners(self) -> Mapping[str, Any]:
-        """The class that further settings of the section belong to; ``auto`` has none."""
+        """Return the class that further settings of the section belong to; ``auto`` has none."""
         return {"": self.transfer_class}
 
 

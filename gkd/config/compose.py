@@ -36,7 +36,7 @@ BASE: Mapping[str, Any] = {
 
 @cache
 def groups() -> dict[str, list[str]]:
-    """Choices of every configuration group: recipe, placement, ..."""
+    """Return choices of every configuration group: recipe, placement, ..."""
     return {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(CONF_DIR.iterdir()) if d.is_dir()}
 
 
@@ -199,7 +199,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
-    """Whether a class of the user's own may take the setting ``key``, which is known once the class is loaded."""
+    """Return whether a user's own class may take the setting ``key``, which is known once the class is loaded."""
     if key.startswith("teacher.models."):
         return True
     in_open_section = any(key.startswith(f"{section}.") for section in open_sections())

@@ -17,7 +17,7 @@ CONF_DIR = _INSIDE if _INSIDE.is_dir() else _TOP
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """What a configuration file says, unchecked. Raises ConfigError for a file that holds no names and values."""
+    """Read what a configuration file says, unchecked. Raises ConfigError for a file that holds no names and values."""
     try:
         given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except OSError as error:

@@ -45,7 +45,7 @@ class Model(Settings):
     )
 
     def dtype_on(self, device: Literal["cpu", "cuda"]) -> Literal["float32", "bfloat16"]:
-        """What ``dtype`` means on a device. On a CPU bfloat16 is six times slower than float32."""
+        """Return what ``dtype`` means on a device. On a CPU bfloat16 is six times slower than float32."""
         if self.dtype != "auto":
             return self.dtype
         return "float32" if device == "cpu" else "bfloat16"

@@ -12,14 +12,14 @@ MOST_OWNERS = 2  # sections that may have a setting of one name for a hint to na
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean X?)`` for a misspelt choice, or an empty string when nothing is near."""
+    """Return `` (did you mean X?)`` for a misspelt choice, or an empty string when nothing is near."""
     choices = list(known)
     longer = [choice for choice in choices if name and choice.startswith(name)][:1]
     return _question(longer or difflib.get_close_matches(name, choices, n=1, cutoff=0.6))
 
 
 def hint(key: str, known: Iterable[str]) -> str:
-    """What a setting that is not ``known`` may mean, in brackets, or an empty string.
+    """Return what a setting that is not ``known`` may mean, in brackets, or an empty string.
 
     First by meaning: another system's name for a setting here (:mod:`gkd.config.names`). Then by spelling, within the
     section that is named: what is spelt alike in another section means something else there.
@@ -48,7 +48,7 @@ def _endings(key: str) -> Iterator[str]:
 
 
 def _in_section(key: str, names: Sequence[str], cutoff: float) -> list[str]:
-    """The setting of the section ``key`` names, perhaps misspelt, that its other parts are most like."""
+    """Return the setting of the section ``key`` names, perhaps misspelt, that its other parts are most like."""
     section, _, rest = key.partition(".")
     sections = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
     for own in difflib.get_close_matches(section, list(sections), n=1, cutoff=0.75):
@@ -58,7 +58,7 @@ def _in_section(key: str, names: Sequence[str], cutoff: float) -> list[str]:
 
 
 def _alike(key: str, names: Sequence[str]) -> list[str]:
-    """Settings spelt like ``key``: of its section or, where it names none, those whose last part it is."""
+    """Return settings spelt like ``key``: of its section or, where it names none, those whose last part it is."""
     if longer := [name for name in names if name.startswith(key)]:
         return longer[:1]
     if "." in key:
@@ -70,7 +70,7 @@ def _alike(key: str, names: Sequence[str]) -> list[str]:
 
 
 def _owners(leaf: str, names: Sequence[str]) -> list[str]:
-    """Settings whose last part is ``leaf``, where they are few."""
+    """Return settings whose last part is ``leaf``, where they are few."""
     found = [name for name in names if name.rpartition(".")[2] == leaf]
     return found if len(found) <= MOST_OWNERS else []
 

@@ -258,7 +258,7 @@ class Algorithm(Settings):
 
 
 def _changed(section: Settings) -> dict[str, Any]:
-    """Settings of a section, its class' own among them, that are neither null nor as they are by default."""
+    """Return settings of a section, its class' own among them, that are neither null nor as they are by default."""
     fields = dict(type(section).model_fields)
     if isinstance(section, OpenSettings):
         fields |= section.selected.Config.model_fields

@@ -35,12 +35,12 @@ _RATES = {
 
 
 def rates(config: Config) -> Rates:
-    """The rates that are usual for a run."""
+    """Return the rates that are usual for a run."""
     return _RATES[config.algorithm.distils, config.actor.lora.r is not None]
 
 
 def doubts(config: Config) -> str | None:
-    """Why ``actor.lr`` cannot work, in one line; None where it can.
+    """Return why ``actor.lr`` cannot work, in one line; None where it can.
 
     Models that a task makes on the spot may be far smaller than what the rates are usual for, and are left out.
     """

@@ -19,7 +19,7 @@ from gkd.errors import ConfigError
 
 @cache
 def settings() -> Mapping[str, str]:
-    """Every setting's dotted name and its meaning."""
+    """Return every setting's dotted name and its meaning."""
 
     def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, str]]:
         if issubclass(section, OpenSettings):
@@ -79,7 +79,7 @@ def load(tree: Mapping[str, Any]) -> Config:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every string in a tree, with the dotted name of where it is."""
+    """Return every string in a tree, with the dotted name of where it is."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -91,7 +91,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def is_text(text: str) -> bool:
-    """Whether a path may be ``text``, and config.yaml say it: no zero bytes, and nothing that UTF-8 has not."""
+    """Return whether a path may be ``text``, and config.yaml say it: no zero bytes, and nothing that UTF-8 has not."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:

@@ -60,7 +60,7 @@ class Config(Settings):
         return self
 
     def pools(self) -> Iterator[tuple[str, Pool]]:
-        """Sections that own GPUs, in the order these are handed out: trainer (the actor), rollout, ..."""
+        """Return sections that own GPUs, in the order these are handed out: trainer (the actor), rollout, ..."""
         yield "trainer", self.trainer
         yield "rollout", self.rollout
         if self.algorithm.needs_teacher and self.teacher.server_ip is None:
@@ -71,7 +71,7 @@ class Config(Settings):
             yield "reward_model", self.reward_model
 
     def hosts(self) -> dict[str, str]:
-        """Of every group that works on GPUs of another: which group these belong to.
+        """Return, for every group that works on GPUs of another, which group these belong to.
 
         A group that the run does not have passes on those that would share with it to the one it would share with.
         Raises ValueError where groups share with each other in a circle.
@@ -91,19 +91,19 @@ class Config(Settings):
         return found
 
     def may_share(self) -> set[frozenset[str]]:
-        """Pairs of groups that may be on the same GPU."""
+        """Return pairs of groups that may be on the same GPU."""
         hosts = self.hosts()
         colocated = [{host, *(group for group, its in hosts.items() if its == host)} for host in set(hosts.values())]
         return {frozenset(pair) for groups in colocated for pair in combinations(sorted(groups), 2)}
 
     def on_the_actors_gpus(self) -> list[str]:
-        """Groups besides the actor that work on its GPUs, in the order of :meth:`pools`."""
+        """Return groups besides the actor that work on its GPUs, in the order of :meth:`pools`."""
         shared = self.may_share()
         groups = (GROUPS.get(section, section) for section, _ in self.pools())
         return [group for group in groups if frozenset(("actor", group)) in shared]
 
     def algorithm_on(self, device: Literal["cpu", "cuda"]) -> Algorithm:
-        """``algorithm`` with ``importance_sampling.level`` decided for models that compute on ``device``."""
+        """Return ``algorithm`` with ``importance_sampling.level`` decided for models that compute on ``device``."""
         algorithm, lora = self.algorithm, self.actor.lora
         if algorithm.importance_sampling.level != "auto":
             return algorithm

@@ -45,7 +45,7 @@ class Inputs:
     teacher_vocabulary: int
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the prompts that are trained and validated on, for a run that goes on."""
+        """Return fingerprints of the prompts that are trained and validated on, for a run that goes on."""
         return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts)}
 
 
@@ -137,7 +137,7 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
 
 
 def _find_files(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
-    """Directory of the student, those of the models that score by group, training and validation files."""
+    """Return directory of the student, those of the models that score by group, training and validation files."""
     if config.uses_task:
         made = task_of(config).make(say)
         require_teacher(config, made.teacher is not None)
@@ -168,7 +168,7 @@ def _require_answers(config: Config, train: PromptSet) -> None:
 
 
 def _reference(config: Config, student: str) -> str:
-    """Directory of the reference: the student's, where the user names none."""
+    """Return directory of the reference: the student's, where the user names none."""
     if config.reference.model.path is None:
         return student
     path = check_causal_lm(config.reference.model.path, "reference.model.path")
@@ -177,7 +177,7 @@ def _reference(config: Config, student: str) -> str:
 
 
 def _max_length(config: Config, models: dict[str, ModelInfo]) -> int:
-    """max_prompt_length + max_response_length, or as many positions as student and teacher both have."""
+    """Return max_prompt_length + max_response_length, or as many positions as student and teacher both have."""
     length, shortest = config.data.max_prompt_length + config.rollout.max_response_length, ""
     for name, model in models.items():
         if model.positions is not None and model.positions < length:

@@ -56,7 +56,7 @@ class Scorers:
         return {name: engines.leaders for name, engines in self.engines.items()}
 
     def builds(self) -> dict[str, Callable[[], list[Pending]]]:
-        """By group, how to start loading its models."""
+        """Return, by group, how to start loading its models."""
         return {name: partial(self._build, name, engines) for name, engines in self.engines.items()}
 
     def _build(self, name: str, engines: Engines) -> list[Pending]:
@@ -109,7 +109,7 @@ class Scorers:
             self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, what=what, keep_deaths=True)
 
     def _models(self, name: str) -> list[str]:
-        """Which of ``inputs.scorers`` the engines of a group serve, dealt out in turn."""
+        """Return which of ``inputs.scorers`` the engines of a group serve, dealt out in turn."""
         return sorted(model for model in self.inputs.scorers if model.partition(":")[0] == name)
 
     def _tokenizer(self, name: str) -> str:
@@ -121,7 +121,7 @@ class Scorers:
         return {model: group.submit("serve", what="serving") for model, group in self._by_model().items()}
 
     def _by_model(self) -> dict[str, Group]:
-        """The engines of every model."""
+        """Return the engines of every model."""
         return {
             model: group.only(range(place, len(group), len(self._models(name))))
             for name, group in self.groups.items()
@@ -129,7 +129,7 @@ class Scorers:
         }
 
     def client_arguments(self, n_clients: int) -> dict[str, dict[str, Any]]:
-        """By model, arguments of each of its ``n_clients`` clients, :class:`gkd.scoring.client.ScoringClient`."""
+        """Return, by model, arguments of each of ``n_clients`` clients (:class:`gkd.scoring.client.ScoringClient`)."""
         limit = self.config.cluster.start_timeout_s
         addresses = {model: group.control("address", timeout_s=limit) for model, group in self._by_model().items()}
         if self.config.algorithm.needs_teacher and "teacher" not in self.groups:
@@ -137,7 +137,7 @@ class Scorers:
         return {model: self._arguments(model, hosts, n_clients) for model, hosts in addresses.items()}
 
     def _top_k(self, name: str) -> int:
-        """The largest K that requests to a group have."""
+        """Return the largest K that requests to a group have."""
         vocabulary = self.inputs.model.vocabulary
         if name != "teacher":
             return 0
@@ -170,7 +170,7 @@ def _settings(config: Config, name: str) -> Scorer | RewardModel:
 
 
 def _key(config: Config) -> Key:
-    """The user's key, which an external teacher has as well; without one, a key of this run's own."""
+    """Return the user's key, which an external teacher has as well; without one, a key of this run's own."""
     teacher = config.teacher
     if config.algorithm.needs_teacher and teacher.server_ip is not None:
         return external_key(teacher)

@@ -79,7 +79,8 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
 
 
 def waves(groups: Mapping[str, Group]) -> list[list[str]]:
-    """Which groups may start at the same time: those on one GPU one after the other, as vLLM measures what is free.
+    """Return which groups may start at the same time: those on one GPU one after the other, as vLLM measures what is
+    free.
 
     Simulated GPUs have nothing that could be measured; and the actor takes no memory before it loads.
     """
@@ -105,7 +106,9 @@ def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:
 
 
 def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
-    """The configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that cannot."""
+    """Return the configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that
+    cannot.
+    """
     wanted = config.weights.transfer
     way = choose(config.weights, config.rollout, groups["actor"].reports, groups["rollout"].reports)
     log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)

@@ -46,7 +46,7 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
 
 
 def is_packed(file: Path, directory: Path) -> bool:
-    """Whether :func:`pack` takes ``file``."""
+    """Return whether :func:`pack` takes ``file``."""
     return file.is_relative_to(directory) and file in _files(directory, LEFT_OUT_AT_TOP, [])
 
 

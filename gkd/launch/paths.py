@@ -13,7 +13,7 @@ from gkd.registry import file_of, short
 
 
 def settle(config: Config, here: Path, output: Path) -> list[str]:
-    """Overrides that make every path of ``config`` absolute, to be put behind the user's own.
+    """Return overrides that make every path of ``config`` absolute, to be put behind the user's own.
 
     What exists below ``here`` is meant; a model that does not exist may be a name in the local cache. Raises
     ConfigError for data that does not exist here, and for settings that would take the job away from its cluster.
@@ -33,7 +33,7 @@ def settle(config: Config, here: Path, output: Path) -> list[str]:
 
 
 def _own_code(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | list[str]]]:
-    """Settings that name code of the user's own as ``FILE.py:name``, in whichever registry."""
+    """Return settings that name code of the user's own as ``FILE.py:name``, in whichever registry."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _own_code(value, f"{prefix}{key}.")
@@ -44,7 +44,7 @@ def _own_code(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str |
 
 
 def _entry(setting: str, name: str, here: Path) -> str:
-    """The name of code for the job: a file that goes with it, from its working directory; any other as it is.
+    """Return the name of code for the job: a file that goes with it, from its working directory; any other as it is.
 
     Raises ConfigError for a file that does not exist.
     """
@@ -66,7 +66,7 @@ def _require_cluster_is_left_alone(config: Config) -> None:
 
 
 def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | list[str]]]:
-    """Settings that name files or directories, by what their names end in, and that are given."""
+    """Return settings that name files or directories, by what their names end in, and that are given."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

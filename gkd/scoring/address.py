@@ -27,7 +27,7 @@ class Key:
 
     @staticmethod
     def generate() -> Key:
-        """A new pair."""
+        """Make a new pair."""
         return Key(*zmq.curve_keypair())
 
     @staticmethod
@@ -66,12 +66,14 @@ class Key:
 
 
 def endpoint(host: str, port: int) -> str:
-    """``tcp://host:port``, with the brackets an IPv6 address needs."""
+    """Return ``tcp://host:port``, with the brackets an IPv6 address needs."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine alone. A name other than localhost is not resolved and counts as another's."""
+    """Return whether ``host`` is this machine alone. A name other than localhost is not resolved and counts as
+    another's.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -79,7 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def key_path(teacher: Teacher, hosts: Sequence[str]) -> Path:
-    """File of the key for servers at ``hosts`` that are started by themselves.
+    """Return the file of the key for servers at ``hosts`` that are started by themselves.
 
     Those on this machine have one of this user's own where none is named. Raises ConfigError where one that can be
     reached from elsewhere has none.
@@ -96,7 +98,7 @@ def key_path(teacher: Teacher, hosts: Sequence[str]) -> Path:
 
 
 def host_of(address: str) -> str:
-    """The host of a ``tcp://host:port`` address. Raises ConfigError when it is none."""
+    """Return the host of a ``tcp://host:port`` address. Raises ConfigError when it is none."""
     try:
         parts = urlsplit(address)
         if parts.scheme == "tcp" and re.fullmatch(r"[\w.:-]+", parts.hostname or "") and parts.port:
@@ -107,7 +109,8 @@ def host_of(address: str) -> str:
 
 
 def external_addresses(teacher: Teacher) -> list[str]:
-    """Addresses of the external teacher in ``teacher.server_ip``; hosts without a port have ``teacher.server_port``.
+    """Return addresses of the external teacher in ``teacher.server_ip``; hosts without a port have
+    ``teacher.server_port``.
 
     Raises ConfigError for what is no host.
     """
@@ -123,7 +126,7 @@ def external_addresses(teacher: Teacher) -> list[str]:
 
 
 def external_key(teacher: Teacher) -> Key:
-    """The key of the external teacher. Raises ConfigError."""
+    """Return the key of the external teacher. Raises ConfigError."""
     return Key.load(key_path(teacher, [host_of(address) for address in external_addresses(teacher)]))
 
 

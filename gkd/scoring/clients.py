@@ -90,7 +90,7 @@ class Clients:
                 self._clients[id] = _ClientQueue(connection)
 
     def forget(self, id: bytes) -> None:
-        """A client has gone; nobody waits for its answers any more."""
+        """Forget a client that has gone: nobody waits for its answers any more."""
         with self._changed:
             self._clients.pop(id, None)
             if id in self._order:
@@ -119,7 +119,7 @@ class Clients:
             self._changed.notify_all()
 
     def take(self, room: int, timeout_s: float) -> list[QueuedRequest]:
-        """Up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first.
+        """Take up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first.
 
         Clients that do not read their answers are passed over. Raises RunFailed after :meth:`fail`.
         """
@@ -163,7 +163,9 @@ class Clients:
         return jobs
 
     def handing(self, id: bytes, size: int, job: QueuedRequest | None) -> bool:
-        """A message of ``size`` bytes goes out, the answer to ``job`` where there is one. False: there is no client."""
+        """Note that a message of ``size`` bytes goes out, the answer to ``job`` where there is one; False: there is no
+        client.
+        """
         with self._changed:
             client = self._clients.get(id)
             if client is None:

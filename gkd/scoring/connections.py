@@ -108,7 +108,7 @@ class Connection:
 
 
 def _descriptors(wanted: int) -> int:
-    """How many descriptors this process may have open, after asking for ``wanted``."""
+    """Ask for ``wanted`` descriptors; returns how many this process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted:
         soft = min(wanted, hard)
@@ -129,7 +129,7 @@ class Connections:
         self._most = min(bounds.connections, _descriptors(4 * bounds.connections) // 4)
 
     def of(self, fd: int) -> Connection | None:
-        """The connection that ZeroMQ reads from descriptor ``fd``."""
+        """Return the connection that ZeroMQ reads from descriptor ``fd``."""
         return self._by_fd.get(fd)
 
     def update(self) -> list[Connection]:
@@ -157,7 +157,7 @@ class Connections:
                 min(others, key=lambda c: (c.client is not None, c.heard)).cut()
 
     def overdrawn(self, now: float) -> Iterator[tuple[Connection, str]]:
-        """Connections that are silent, or send what has no end, with what they do."""
+        """Yield connections that are silent, or send what has no end, with what they do."""
         bounds = self._bounds
         alive = [c for c in self._by_fd.values() if not c.is_cut]
         partial = {c: c.partial for c in alive}

@@ -70,7 +70,8 @@ class Frontend:
         self._thread.start()
 
     def take(self, room: int, timeout_s: float) -> list[QueuedRequest]:
-        """Up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first. Expired ones are refused.
+        """Take up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first. Expired ones are
+        refused.
 
         Raises RunFailed when the thread has died.
         """
@@ -202,7 +203,7 @@ class Frontend:
             self._send()
 
     def _answer(self, client: bytes, frame: bytes) -> wire.Message | None:
-        """What to reply at once; None for a job that went into the queue."""
+        """Return what to reply at once; None for a job that went into the queue."""
         id = None
         try:
             body, arrays = wire.decode(frame, wire.MAX_REQUEST_HEADER_BYTES)
@@ -235,7 +236,7 @@ class Frontend:
 
 
 def _router(context: Any, host: str, key: Key, largest_request: int, bounds: Bounds) -> Any:
-    """A ROUTER socket, not bound yet. What it holds for clients to read is counted in bytes, not by it."""
+    """Open a ROUTER socket, not bound yet. What it holds for clients to read is counted in bytes, not by it."""
     socket = context.socket(zmq.ROUTER)
     socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, UNREAD_MESSAGES
     socket.router_mandatory = True  # a reply that cannot be delivered is counted, not lost in silence
@@ -248,7 +249,7 @@ def _router(context: Any, host: str, key: Key, largest_request: int, bounds: Bou
 
 
 def _bind(socket: Any, host: str, port: int) -> int:
-    """The port that ``socket`` is bound to. Raises ConfigError."""
+    """Return the port that ``socket`` is bound to. Raises ConfigError."""
     try:
         socket.bind(endpoint(host, port) if port else endpoint(host, 0).removesuffix("0") + "*")
     except zmq.ZMQError as error:

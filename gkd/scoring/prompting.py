@@ -62,7 +62,7 @@ def _renderers(teacher: Teacher, models: Mapping[str, str], tokenizer: Any) -> d
 
 
 def _external(teacher: Teacher, tokenizer: Any) -> Rendering:
-    """The rendering of an external teacher's servers, which has to be one."""
+    """Return the rendering of an external teacher's servers, which has to be one."""
     client = ScoringClient(
         external_addresses(teacher),
         tokenizer_hash(tokenizer),

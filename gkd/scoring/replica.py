@@ -86,7 +86,7 @@ class Replica:
         return self.load < math.ceil(OVERBOOKED * self.welcome.capacity / self._n_clients)
 
     def greeted(self, welcome: wire.Welcome) -> None:
-        """The server has answered: it is in."""
+        """Count the server in, which has answered."""
         self.welcome = welcome
 
     def beat(self, now: float) -> bool:
@@ -130,7 +130,7 @@ class Replica:
         return True
 
     def receive(self) -> Iterator[bytes]:
-        """Messages that have arrived. Raises WireError for one of several frames, which can have any length."""
+        """Receive messages that have arrived. Raises WireError for one of several frames, which can have any length."""
         socket = self.socket
         while socket is self.socket:  # a message may lead to a reset
             try:

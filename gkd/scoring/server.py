@@ -81,11 +81,11 @@ class ScoringServer:
             self._frontend.close(code, message)
 
     def sleep(self) -> Future[None]:
-        """From another thread: have the engine leave its GPU to others once it is idle. Requests wait meanwhile."""
+        """Have the engine, from another thread, leave its GPU to others once it is idle. Requests wait meanwhile."""
         return self._when_idle(self._engine.sleep, True)
 
     def wake(self) -> Future[None]:
-        """From another thread: have it be as before."""
+        """Have the engine, from another thread, be as before."""
         return self._when_idle(self._engine.wake, False)
 
     def _when_idle(self, act: Callable[[], None], asleep: bool) -> Future[None]:

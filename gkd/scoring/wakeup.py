@@ -15,7 +15,7 @@ class Wakeup:
         self._writer.setblocking(False)
 
     def fileno(self) -> int:
-        """What to poll."""
+        """Return the descriptor to poll."""
         return self._reader.fileno()
 
     def set(self) -> None:

@@ -157,7 +157,7 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def encode(body: Message, *arrays: Array) -> bytes:
-    """The frame of a message."""
+    """Encode a message as one frame."""
     expected = _ARRAYS.get(type(body), ())
     assert [a.ndim for a in arrays] == [ndim for _, ndim in expected], f"{type(body).__name__} has other arrays"
     plain = [np.ascontiguousarray(a, dtype) for a, (dtype, _) in zip(arrays, expected, strict=True)]
@@ -167,7 +167,7 @@ def encode(body: Message, *arrays: Array) -> bytes:
 
 
 def decode(frame: bytes, max_header_bytes: int = MAX_REPLY_HEADER_BYTES) -> tuple[Message, list[Array]]:
-    """The message in ``frame`` and its arrays, which share the frame's memory and cannot be written to.
+    """Decode the message in ``frame`` and its arrays, which share the frame's memory and cannot be written to.
 
     Raises WireError, and nothing else, whatever the frame holds.
     """
@@ -197,17 +197,17 @@ def decode(frame: bytes, max_header_bytes: int = MAX_REPLY_HEADER_BYTES) -> tupl
 
 
 def largest_request(max_length: int) -> int:
-    """Bytes that a request about ``max_length`` tokens can have, every other one of which may be a span."""
+    """Return bytes that a request about ``max_length`` tokens can have, every other one of which may be a span."""
     return _LENGTH.size + MAX_REQUEST_HEADER_BYTES + _ALIGNMENT + 4 * max_length + 8 * (max_length // 2 + 1)
 
 
 def largest_reply(rows: int, top_k: int) -> int:
-    """Bytes that an answer about ``rows`` tokens with K of ``top_k`` each can have."""
+    """Return bytes that an answer about ``rows`` tokens with K of ``top_k`` each can have."""
     return _LENGTH.size + MAX_REPLY_HEADER_BYTES + _ALIGNMENT + rows * (8 + 8 * top_k)
 
 
 def encode_request(id: int, remaining_s: float, request: requests.Request) -> bytes:
-    """The frame of a request."""
+    """Encode a request as one frame."""
     if isinstance(request, requests.Rate):
         return encode(RateMessage(id, remaining_s), request.token_ids)
     if isinstance(request, requests.Generate):
@@ -217,7 +217,7 @@ def encode_request(id: int, remaining_s: float, request: requests.Request) -> by
 
 
 def decode_request(body: AnyRequest, arrays: Sequence[Array]) -> requests.Request:
-    """The request in a message. Raises WireError."""
+    """Decode the request in a message. Raises WireError."""
     tokens = arrays[0]
     if isinstance(body, RateMessage):
         return requests.Rate(tokens)
@@ -230,7 +230,7 @@ def decode_request(body: AnyRequest, arrays: Sequence[Array]) -> requests.Reques
 
 
 def encode_answer(id: int, answer: requests.Answer) -> bytes:
-    """The frame that answers request ``id``."""
+    """Encode the answer to request ``id`` as one frame."""
     if isinstance(answer, float):
         return encode(Rated(id, answer))
     if isinstance(answer, Target):
@@ -240,7 +240,7 @@ def encode_answer(id: int, answer: requests.Answer) -> bytes:
 
 
 def decode_target(body: Scored, arrays: Sequence[Array]) -> Target:
-    """The target in a message. Raises WireError when its arrays do not belong together."""
+    """Decode the target in a message. Raises WireError when its arrays do not belong together."""
     token_logprobs: Float32
     ids: Int32
     logprobs: Float32

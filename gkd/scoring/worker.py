@@ -44,7 +44,7 @@ class ScoringWorker:
         self._server = ScoringServer(engine, spec.tokenizer_hash, spec.bind_ip, 0, spec.key)
 
     def address(self) -> str:
-        """``tcp://host:port`` for clients."""
+        """Return ``tcp://host:port`` for clients."""
         return self._server.address
 
     def sleep(self, timeout_s: float) -> None:
@@ -63,7 +63,7 @@ class ScoringWorker:
             raise RunFailed(f"{engine} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
 
     def memory(self) -> dict[str, float]:
-        """Memory of this engine's process."""
+        """Return memory of this engine's process."""
         return memory_here()
 
     def serve(self) -> None:
@@ -83,7 +83,7 @@ class TokenScorerWorker(ScoringWorker):
 
 
 def token_scorer_follower(settings: Scorer, spec: ScorerSpec, span: Span) -> Any:
-    """The part on a further node of the engine that a TokenScorerWorker with these arguments leads."""
+    """Return the part on a further node of the engine that a TokenScorerWorker with these arguments leads."""
     return settings.engine_class.follow(_engine_spec(settings, spec, span))
 
 

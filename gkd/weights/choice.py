@@ -10,7 +10,7 @@ from gkd.weights.transfer import Place
 
 
 def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]) -> str:
-    """The transfer that ``weights.transfer`` stands for; ``auto`` is the first of TRANSFERS that can work.
+    """Return the transfer that ``weights.transfer`` stands for; ``auto`` is the first of TRANSFERS that can work.
 
     ``actor`` and ``rollout`` are the reports of all workers in rank order, also those of an engine that spans several
     GPUs. Raises ConfigError for a transfer that cannot work there.

@@ -32,7 +32,7 @@ class FileNames:
         self._groups = _groups(lm, shapes)
 
     def convert(self, tensors: Named) -> Named:
-        """``tensors``, those of the model by their names in memory, as the files have them.
+        """Convert ``tensors``, those of the model by their names in memory, to what the files have.
 
         Holds as many tensors at a time as belong to one conversion: mostly one.
         """
@@ -47,7 +47,7 @@ class FileNames:
 
 
 def _groups(lm: PreTrainedModel, shapes: Shapes) -> list[list[str]]:
-    """Names of tensors that are converted together, as few at a time as give what all of them at once give."""
+    """Return names of tensors that are converted together, as few at a time as give what all of them at once give."""
     by_layer: dict[str, list[str]] = {}
     for name in shapes:
         by_layer.setdefault(_layer(name), []).append(name)
@@ -59,7 +59,7 @@ def _groups(lm: PreTrainedModel, shapes: Shapes) -> list[list[str]]:
 
 
 def _layer(name: str) -> str:
-    """Of ``model.layers.3.mlp.weight`` the part up to the number."""
+    """Return the part of ``model.layers.3.mlp.weight`` up to the number."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])

@@ -48,12 +48,12 @@ class IpcSender(PackingSender):
         super().__init__(settings, device)
 
     def pack(self, tensors: dict[str, Tensor], piece: Piece) -> SharedBuffer:
-        """The layout of the buffer and its handle."""
+        """Return the layout of the buffer and its handle."""
         layout = self.pack_buffer(tensors)
         return SharedBuffer(layout, *self.share())
 
     def share(self) -> tuple[str, tuple[Any, ...]]:
-        """The UUID of this GPU, and a handle of the packed buffer."""
+        """Return the UUID of this GPU, and a handle of the packed buffer."""
         import torch
         from torch.multiprocessing import reductions
 
@@ -73,7 +73,7 @@ class IpcReceiver(Receiver):
     """Opens the buffer of the actor rank on the same GPU."""
 
     def receive(self, piece: Piece) -> dict[str, Tensor]:
-        """The tensors in a copy of the buffer.
+        """Return the tensors in a copy of the buffer.
 
         A copy, because vLLM keeps what it is given until a layer is complete, and the actor packs the next piece
         before. Raises RunFailed when no actor rank on this GPU has packed the piece.
@@ -82,11 +82,11 @@ class IpcReceiver(Receiver):
         return unpack(piece, shared.layout, self.open(shared))
 
     def gpu(self) -> str:
-        """The UUID of this process' GPU."""
+        """Return the UUID of this process' GPU."""
         return gpu_of(self.device)
 
     def open(self, shared: SharedBuffer) -> Tensor:
-        """A copy of a shared buffer."""
+        """Return a copy of a shared buffer."""
         import torch
         from torch.multiprocessing import reductions
 
@@ -106,7 +106,7 @@ class Ipc(Transfer):
 
     @classmethod
     def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
-        """Why not every engine's process shares its GPU with an actor rank; None where each does."""
+        """Return why not every engine's process shares its GPU with an actor rank; None where each does."""
         if reason := why_not_on_gpus((*actor, *rollout)):
             return reason
         shared = {uuid for worker in actor for uuid in worker.gpu_uuids}
@@ -115,12 +115,14 @@ class Ipc(Transfer):
 
     @classmethod
     def packing(cls, actor: Sequence[Place], gpus: set[str]) -> list[bool]:
-        """Every rank that shares its GPU with an engine. A handle that nobody opens would keep its memory for good."""
+        """Return every rank that shares its GPU with an engine. A handle that nobody opens would keep its memory for
+        good.
+        """
         return [not gpus.isdisjoint(worker.gpu_uuids) for worker in actor]
 
 
 def buffer_on(piece: Piece, gpu: str) -> SharedBuffer:
-    """The buffer of a piece on ``gpu``. Raises RunFailed when no actor rank there has packed it."""
+    """Return the buffer of a piece on ``gpu``. Raises RunFailed when no actor rank there has packed it."""
     buffers: dict[str, SharedBuffer] = {shared.gpu: shared for shared in piece.contents}
     if gpu not in buffers:
         raise RunFailed(f"{piece}: no actor rank on GPU {gpu} has packed it, only on {', '.join(buffers)}")
@@ -128,7 +130,7 @@ def buffer_on(piece: Piece, gpu: str) -> SharedBuffer:
 
 
 def gpu_of(device: torch.device) -> str:
-    """The UUID of a GPU, as torch writes it in every process."""
+    """Return the UUID of a GPU, as torch writes it in every process."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)

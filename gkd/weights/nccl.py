@@ -32,11 +32,11 @@ class NcclSender(PackingSender):
     group: Any = None
 
     def pack(self, tensors: dict[str, Tensor], piece: Piece) -> PackedLayout:
-        """The layout of the buffer, whose bytes :meth:`broadcast` sends."""
+        """Return the layout of the buffer, whose bytes :meth:`broadcast` sends."""
         return self.pack_buffer(tensors)
 
     def new_group(self) -> str:
-        """What all ranks of a new group need to meet, base64. Raises RunFailed where NCCL cannot be loaded."""
+        """Return what all ranks of a new group need to meet, base64. Raises RunFailed where NCCL cannot be loaded."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         try:
@@ -73,7 +73,7 @@ class NcclReceiver(Receiver):
         self.group = _join(address, rank, world)
 
     def receive(self, piece: Piece) -> dict[str, Tensor]:
-        """The tensors in the buffer that actor rank 0 broadcasts. Raises RunFailed outside of a group."""
+        """Return the tensors in the buffer that actor rank 0 broadcasts. Raises RunFailed outside of a group."""
         import torch
 
         if self.group is None:
@@ -99,7 +99,7 @@ class Nccl(Transfer):
 
     @classmethod
     def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
-        """Why engines and actor rank 0 are not each on GPUs of their own; None where they are."""
+        """Return why engines and actor rank 0 are not each on GPUs of their own; None where they are."""
         if reason := why_not_on_gpus((*actor, *rollout)):
             return reason
         owner = dict.fromkeys(actor[0].gpu_uuids, actor[0])
@@ -112,7 +112,7 @@ class Nccl(Transfer):
 
 
 def _join(address: str, rank: int, world: int) -> Any:
-    """vLLM's communicator on the current GPU. Raises ValueError for an address that is no id of NCCL's."""
+    """Return vLLM's communicator on the current GPU. Raises ValueError for an address that is no id of NCCL's."""
     import torch
     from vllm.distributed.weight_transfer.nccl_common import decode_nccl_unique_id, uid_init_process_group
 
@@ -123,7 +123,7 @@ def _join(address: str, rank: int, world: int) -> Any:
 
 
 def enabled(group: Any) -> Any:
-    """vLLM's communicator. Raises RunFailed for one that is disabled, which would do nothing, silently."""
+    """Return vLLM's communicator. Raises RunFailed for one that is disabled, which would do nothing, silently."""
     if group.disabled:
         raise RunFailed("weights.transfer=nccl: vLLM's NCCL communicator is disabled (VLLM_DISABLE_PYNCCL)")
     return group

@@ -29,7 +29,7 @@ class ObjectStoreSender(Sender):
     """Puts each piece into the object store."""
 
     def pack(self, tensors: dict[str, Tensor], piece: Piece) -> StoredPiece:
-        """A reference to the tensors, whatever their types and shapes."""
+        """Return a reference to the tensors, whatever their types and shapes."""
         import numpy as np
         import ray
         from safetensors.torch import save
@@ -43,7 +43,7 @@ class ObjectStoreReceiver(Receiver):
     """Fetches each piece."""
 
     def receive(self, piece: Piece) -> dict[str, Tensor]:
-        """The tensors. Raises RunFailed when they do not arrive within ``weights.timeout_s`` or are others."""
+        """Return the tensors. Raises RunFailed when they do not arrive within ``weights.timeout_s`` or are others."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
         from safetensors.torch import load

@@ -53,13 +53,13 @@ class PackedLayout:
 
     @classmethod
     def of(cls, bucket: Mapping[str, Tensor]) -> PackedLayout:
-        """The layout of a bucket."""
+        """Return the layout of a bucket."""
         tensors = bucket.values()
         dtypes = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
         return cls(tuple(bucket), dtypes, tuple(tuple(t.shape) for t in tensors))
 
     def places(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
-        """Of every tensor: its name, type and shape, and where in the buffer it begins and ends, bytes."""
+        """Return every tensor's name, type and shape, and where in the buffer it begins and ends, bytes."""
         import torch
 
         start = 0
@@ -80,7 +80,7 @@ def _align(position: int) -> int:
 
 
 def pack(layout: PackedLayout, bucket: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The tensors of ``bucket``, one after the other in a new buffer of bytes."""
+    """Return the tensors of ``bucket``, one after the other in a new buffer of bytes."""
     import torch
 
     packed = torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device)
@@ -90,7 +90,7 @@ def pack(layout: PackedLayout, bucket: Mapping[str, Tensor], device: torch.devic
 
 
 def unpack(piece: Piece, layout: PackedLayout, packed: Tensor) -> dict[str, Tensor]:
-    """The tensors in a buffer, without copying it. Raises RunFailed when it is not the buffer of ``piece``."""
+    """Return the tensors in a buffer, without copying it. Raises RunFailed when it is not the buffer of ``piece``."""
     import torch
 
     if packed.dtype != torch.uint8 or packed.shape != (layout.n_bytes,):
@@ -101,7 +101,7 @@ def unpack(piece: Piece, layout: PackedLayout, packed: Tensor) -> dict[str, Tens
 
 
 def digest(packed: Tensor) -> tuple[int, int]:
-    """The sum of a buffer's 32-bit words and that of the words times their places, both modulo 2^64.
+    """Return the sum of a buffer's 32-bit words and that of the words times their places, both modulo 2^64.
 
     Two reductions on the buffer's own device, whose result does not depend on their order. Any one changed word is
     found, and any two that changed places.

@@ -67,7 +67,9 @@ class Sender(ABC):
         """Free what :meth:`pack` holds: every engine has loaded the piece."""
 
     def new_group(self) -> str:
-        """On rank 0 of a ``collective`` transfer: the address of a new group. Raises RunFailed where there is none."""
+        """Return, on rank 0 of a ``collective`` transfer, the address of a new group. Raises RunFailed where there is
+        none.
+        """
         raise NotImplementedError
 
     def join(self, address: str, world: int) -> None:
@@ -91,7 +93,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self, piece: Piece) -> dict[str, Tensor]:
-        """The tensors of ``piece``. Raises RunFailed when they do not come or are not what was sent."""
+        """Return the tensors of ``piece``. Raises RunFailed when they do not come or are not what was sent."""
 
     def join(self, address: str, rank: int, world: int) -> None:
         """Join a group of ``world`` ranks, while the actor joins it. Leaves an earlier group."""
@@ -113,17 +115,17 @@ class Transfer:
 
     @classmethod
     def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
-        """Why the transfer cannot work between these workers, in rank order; None where it can."""
+        """Return why the transfer cannot work between these workers, in rank order; None where it can."""
         return None
 
     @classmethod
     def packing(cls, actor: Sequence[Place], gpus: set[str]) -> list[bool]:
-        """By rank of the actor, whether its pieces are received by engines on ``gpus``."""
+        """Return, by rank of the actor, whether its pieces are received by engines on ``gpus``."""
         return [rank == 0 for rank in range(len(actor))]
 
 
 def why_not_on_gpus(workers: Sequence[Place]) -> str | None:
-    """Why memory of these workers' GPUs cannot be reached by other processes; None where it can."""
+    """Return why memory of these workers' GPUs cannot be reached by other processes; None where it can."""
     for worker in workers:
         if worker.device == "cpu":
             return f"{worker} computes on a CPU"

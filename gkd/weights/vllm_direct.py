@@ -42,7 +42,7 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     parameter.weight_loader = self._marked(parameter.weight_loader)
 
     def _marked(self, loader: Callable[..., Any]) -> Callable[..., Any]:
-        """``loader``, which vLLM finds by its name among those it has wrapped."""
+        """Return ``loader``, which vLLM finds by its name among those it has wrapped."""
 
         @wraps(loader)
         def marked(*args: Any, **kwargs: Any) -> Any:
