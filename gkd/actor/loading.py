@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from gkd.actor import attention
-from gkd.actor.head import Head
 from gkd.actor.model import Student, named_tensors, shard
 from gkd.actor.quantize import loading
 from gkd.config import Lora
-from gkd.data.model_info import class_of, exact_attention, has_plain_attention
+from gkd.data.model_info import exact_attention
 from gkd.errors import ConfigError
+from gkd.modeling.backbone import pack_or_pad, wanted_attention
+from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def load(
         path,
         config=config,
         dtype=dtype if adapted and device.type == "cuda" else torch.float32,
-        attn_implementation=exact_attention(config) if packed is False else _attention(config),
+        attn_implementation=exact_attention(config) if packed is False else wanted_attention(config),
         local_files_only=True,
         output_loading_info=True,
         **(loading(device, dtype) if lora is not None and lora.quantize else {}),
@@ -128,9 +128,8 @@ def load(
         add_adapter(lm, lora)
     student = Student(lm, adapted, files)
     student.eval()
-    if packed is None and student.packed and not student.can_pack(lm.device):
-        lm.set_attn_implementation(exact_attention(config))
-        student.packed = False
+    if packed is None:
+        pack_or_pad(lm)
     student.train()
     return student
 
@@ -150,13 +149,3 @@ def _without_dropout(lm: nn.Module) -> None:
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-def _attention(config: PretrainedConfig) -> str:
-    """Packed attention for models that seem to be attention all through and let it be replaced.
-
-    :meth:`Student.can_pack` tells whether it works. Recurrent and linear-attention layers would carry state over from
-    one sequence to the next, and soft-capped or sink attention is not what the packed function computes.
-    """
-    packs = has_plain_attention(config) and getattr(class_of(config), "_supports_attention_backend", False)
-    return attention.NAME if packs else exact_attention(config)

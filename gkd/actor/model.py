@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from gkd.actor import attention
-from gkd.actor.head import Head
 from gkd.actor.quantize import dequantized, packed_parameters, quantized
 from gkd.losses.micro_batch import MicroBatch
+from gkd.modeling.backbone import hidden_states, is_packed
+from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
 
 Result = TypeVar("Result")
@@ -32,9 +32,13 @@ class Student(nn.Module):
     def __init__(self, lm: PreTrainedModel, has_adapter: bool, files: FileNames) -> None:
         super().__init__()
         self.lm, self.has_adapter, self._files = lm, has_adapter, files
-        self.packed = lm.config._attn_implementation == attention.NAME
         self.head = Head(lm)
         """Logits [n, V] of hidden states [n, D]."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences go through it laid end to end, without padding."""
+        return is_packed(self.lm)
 
     def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
         """``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
@@ -42,45 +46,7 @@ class Student(nn.Module):
 
     def hidden(self, micro: MicroBatch) -> Tensor:
         """Final hidden states [L, D] of every token of a micro-batch."""
-        if self.packed:
-            return self._packed(micro.token_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
-        lengths = micro.cu_seqlens.diff()
-        steps = torch.arange(micro.max_seqlen, device=lengths.device)
-        real = steps < lengths[:, None]  # [S, M]
-        rows = torch.zeros(real.shape, dtype=torch.int64, device=lengths.device)
-        rows[real] = micro.token_ids
-        return self._base(rows, attention_mask=real.long())[real]
-
-    def _packed(self, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:
-        return self._base(
-            token_ids[None],
-            position_ids=position_ids[None],
-            cu_seq_lens_q=bounds,
-            cu_seq_lens_k=bounds,
-            max_length_q=longest,
-            max_length_k=longest,
-        )[0]
-
-    def _base(self, token_ids: Tensor, **kwargs: Any) -> Tensor:
-        hidden: Tensor = self.lm.base_model(token_ids, use_cache=False, **kwargs).last_hidden_state
-        return hidden
-
-    @torch.no_grad()
-    def can_pack(self, device: torch.device) -> bool:
-        """Whether sequences laid end to end know nothing of each other: the second of two is what it is alone.
-
-        A layer may keep where sequences begin from its attention, carry a state on, or count positions by itself.
-        """
-        first, second = 3, 5
-        positions = torch.cat([torch.arange(n, device=device) for n in (first, second)])
-        ids = (7 * torch.arange(first + second, device=device) + 1) % self.lm.config.get_text_config().vocab_size
-        try:
-            both = self._packed(ids, positions, _bounds([0, first, first + second], device), second)[first:]
-        except (ValueError, TypeError):  # attention without bounds, layers that take no such arguments
-            return False
-        alone = self._packed(ids[first:], positions[first:], _bounds([0, second], device), second)
-        tolerance = 1e-3 if both.dtype == torch.float32 else 5e-2
-        return bool((both - alone).abs().max() <= tolerance * alone.abs().max())
+        return hidden_states(self.lm, micro.token_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
 
     def train(self, mode: bool = True) -> Student:
         """Set what gradient checkpointing and an adapter's dropout look at to training mode.
@@ -152,10 +118,6 @@ def named_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if id(value) not in seen:
             seen.add(id(value))
             yield name, value
-
-
-def _bounds(places: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(places, dtype=torch.int32, device=device)
 
 
 def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool = False) -> None:

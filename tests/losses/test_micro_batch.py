@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.actor import attention
 from gkd.actor.balance import pack, share
 from gkd.actor.loading import load
 from gkd.actor.model import Student
@@ -18,6 +17,7 @@ from gkd.algorithms.aggregation import token_weights
 from gkd.config import Algorithm, Loss, Rollout
 from gkd.losses.micro_batch import MicroBatch, collate
 from gkd.losses.objective import objective
+from gkd.modeling import attention
 from gkd.types import ScoredSample
 from tests.actor import models
 

@@ -153,7 +153,7 @@ def test_all_of_it_fits_into_its_time_on_one_gpu() -> None:
 
 def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arithmetic, on the CPU, where both sides are padded: rounding to bfloat16 passes, a wrong window does not."""
-    from gkd.actor import attention
+    from gkd.modeling import attention
     from tests.gpu.checks import attention as check
     from tests.gpu.checks.attention import MOST, difference
 

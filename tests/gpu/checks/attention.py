@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gkd.actor import attention
+from gkd.modeling import attention
 from tests.gpu.checks.context import Context, require
 
 # Query heads, key-value heads, head size, window

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.actor import attention
+from gkd.modeling import attention
 
 KEYS, QUERIES, SIZE = 2, 14, 16
 BOUNDS = torch.tensor([0, 3, 10, 11], dtype=torch.int32)

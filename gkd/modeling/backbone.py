@@ -1,0 +1,93 @@
+"""A causal language model below its head: final hidden states of sequences laid end to end.
+
+Shapes: S sequences, L tokens in all, M the longest, D the hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from gkd.data.model_info import class_of, exact_attention, has_plain_attention
+from gkd.modeling import attention
+
+
+def wanted_attention(config: PretrainedConfig) -> str:
+    """Return the attention to load a model with: packed where it seems to be attention all through and replaceable.
+
+    :func:`keeps_sequences_apart` tells whether packing works. Recurrent and linear-attention layers would carry state
+    over from one sequence to the next, and soft-capped or sink attention is not what the packed function computes.
+    """
+    packs = has_plain_attention(config) and getattr(class_of(config), "_supports_attention_backend", False)
+    return attention.NAME if packs else exact_attention(config)
+
+
+def is_packed(lm: PreTrainedModel) -> bool:
+    """Return whether sequences go through ``lm`` laid end to end, without padding."""
+    return bool(lm.config._attn_implementation == attention.NAME)
+
+
+def hidden_states(
+    lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """Return final hidden states [L, D] of ``token_ids`` [L], S sequences laid end to end.
+
+    ``position_ids`` [L] count from each sequence's start; ``cu_seqlens`` [S + 1]: where each starts; ``max_seqlen``: M.
+    A model that cannot pack gets them as padded rows [S, M].
+    """
+    if is_packed(lm):
+        return _packed(lm, token_ids, position_ids, cu_seqlens, max_seqlen)
+    lengths = cu_seqlens.diff()
+    steps = torch.arange(max_seqlen, device=lengths.device)
+    real = steps < lengths[:, None]  # [S, M]
+    rows = torch.zeros(real.shape, dtype=torch.int64, device=lengths.device)
+    rows[real] = token_ids
+    return _below_head(lm, rows, attention_mask=real.long())[real]
+
+
+@torch.no_grad()
+def keeps_sequences_apart(lm: PreTrainedModel, device: torch.device) -> bool:
+    """Return whether sequences laid end to end know nothing of each other: the second of two is what it is alone.
+
+    A layer may keep where sequences begin from its attention, carry a state on, or count positions by itself.
+    """
+    first, second = 3, 5
+    positions = torch.cat([torch.arange(n, device=device) for n in (first, second)])
+    ids = (7 * torch.arange(first + second, device=device) + 1) % lm.config.get_text_config().vocab_size
+    try:
+        both = _packed(lm, ids, positions, _bounds([0, first, first + second], device), second)[first:]
+    except (ValueError, TypeError):  # attention without bounds, layers that take no such arguments
+        return False
+    alone = _packed(lm, ids[first:], positions[first:], _bounds([0, second], device), second)
+    tolerance = 1e-3 if both.dtype == torch.float32 else 5e-2
+    return bool((both - alone).abs().max() <= tolerance * alone.abs().max())
+
+
+def pack_or_pad(lm: PreTrainedModel) -> None:
+    """Have ``lm``, loaded with :func:`wanted_attention`, take padded rows where packing does not work."""
+    if is_packed(lm) and not keeps_sequences_apart(lm, lm.device):
+        lm.set_attn_implementation(exact_attention(lm.config))
+
+
+def _packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    return _below_head(
+        lm,
+        token_ids[None],
+        position_ids=position_ids[None],
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=longest,
+        max_length_k=longest,
+    )[0]
+
+
+def _below_head(lm: PreTrainedModel, token_ids: Tensor, **kwargs: Any) -> Tensor:
+    hidden: Tensor = lm.base_model(token_ids, use_cache=False, **kwargs).last_hidden_state
+    return hidden
+
+
+def _bounds(places: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(places, dtype=torch.int32, device=device)
