@@ -27,9 +27,14 @@ def use_token() -> None:
     From then on this process refuses clusters that have none themselves, so only for one that asks for it.
     """
     if _may_use_token():
-        raylet: Any = ray._raylet
-        os.environ["RAY_AUTH_MODE"] = "token"
-        raylet.Config.initialize("")  # this process has read the variable already
+        require_token()
+
+
+def require_token() -> None:
+    """Have this process, and those that it starts, use clusters by their token alone."""
+    raylet: Any = ray._raylet
+    os.environ["RAY_AUTH_MODE"] = "token"
+    raylet.Config.initialize("")  # this process has read the variable already
 
 
 def _may_use_token() -> bool:

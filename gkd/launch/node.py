@@ -209,10 +209,11 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
     """Return variables of the node and so of every worker and job on it."""
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 
-    from gkd.cluster import gpu, local
+    from gkd.cluster import address, gpu, local
     from gkd.cluster.control_service import VARIABLE
 
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster runs whatever it is sent, so not everybody's
+    if "RAY_AUTH_MODE" not in os.environ:
+        address.require_token()  # a cluster runs whatever it is sent, so not everybody's
     ensure_token_if_auth_enabled(create_token_if_missing=options.command == "head")
     dropped = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", gpu.SIMULATED}
     if options.simulate_gpus is not None:  # Ray refuses more GPUs than the variable lists

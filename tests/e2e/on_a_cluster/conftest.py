@@ -43,7 +43,10 @@ class ClusterHere:
         return f"http://127.0.0.1:{self.dashboard_port}"
 
     def environment(self, **more: str) -> dict[str, str]:
-        return {**environment(), "GKD_RAY_DIR": str(self.directory), "GKD_PYTHON": sys.executable, **more}
+        """A home in which Ray has never run, so without its token; what is cached is the machine's."""
+        caches = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+        here = {"HOME": str(self.directory), "XDG_CACHE_HOME": caches}
+        return {**environment(), **here, "GKD_RAY_DIR": str(self.directory), "GKD_PYTHON": sys.executable, **more}
 
     def run(self, *command: str, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
