@@ -135,7 +135,8 @@ class ActorGroup:
         Where one rank ran out of memory the others wait for it in a collective, and only their end gets them out of it;
         FSDP in that rank takes itself to be within a pass that never ends; and its memory is in pieces.
         """
-        log.warning("memory ran out on one of the actor's GPUs; its processes are started again")
+        text = "memory ran out on one of the actor's GPUs; its processes are started again"
+        log.warning(text, extra={"kind": "restart"})
         limit = self.config.cluster.start_timeout_s
         if self._writing is not None:  # a checkpoint, which would end with them
             with suppress(RunFailed):  # late, which is known to those who wait for it

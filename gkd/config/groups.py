@@ -226,6 +226,12 @@ class Trainer(Pool, OpenSections):
         "the settings of each are in trainer.NAME",
     )
     n_logged_samples: int = Field(4, ge=0, description="samples a step in samples.jsonl (TRL's log_completions)")
+    n_logged_tokens: int = Field(
+        128,
+        ge=0,
+        description="first response tokens of each logged sample that samples.jsonl has with the log-probabilities of "
+        "student and teacher and the teacher's five likeliest, some 100 bytes each; 0: none",
+    )
 
     @model_validator(mode="after")
     def _trackers_take_metrics(self) -> Trainer:

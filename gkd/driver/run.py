@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import ray
@@ -25,6 +24,7 @@ from gkd.driver.startup import start, with_transfer
 from gkd.driver.trainer import Parts, RunLog, train
 from gkd.errors import ConfigError
 from gkd.observability import report
+from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
@@ -48,6 +48,24 @@ def drive(
 
     ``saved`` is the checkpoint that it goes on from.
     """
+    with Events(output / "events.jsonl", _first_step(saved)) as events:
+        if saved is None:
+            note("start", f"gkd {__version__}, recipe {config.recipe}")
+        else:
+            note("resume", f"from {saved.path}", step=saved.state.step)
+        _drive(config, inputs, session, output, out, started_s, saved, events)
+
+
+def _drive(
+    config: Config,
+    inputs: Inputs,
+    session: Session,
+    output: Path,
+    out: Console,
+    started_s: float,
+    saved: Saved | None,
+    events: Events,
+) -> None:
     requested, config = config, lay_out(config)
     _write(config, output)
     placement = _place_and_show(config, session, output)
@@ -68,8 +86,8 @@ def drive(
             cut(files[0], saved.state.logged)
             cut(files[1], first)
             (output / "summary.json").unlink(missing_ok=True)  # of an end that is not the end any more
-        with MetricsLog(files[0], trackers) as metrics, JsonLines(files[1]) as sampled:
-            samples = SampleLog(sampled, config.trainer.n_logged_samples, _decoder(inputs))
+        with MetricsLog(files[0], trackers, events) as metrics, JsonLines(files[1]) as sampled:
+            samples = SampleLog(sampled, config.trainer, inputs.tokenizer)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             run_log = RunLog(metrics, samples, progress, checkpoints)
             state, after = _train_and_save(config, system.parts, run_log, saved, output / "model")
@@ -215,10 +233,6 @@ def _check_memory(config: Config, placement: Placement) -> bool:
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
     return offload or offload_needed(config, models, sizes or None)
-
-
-def _decoder(inputs: Inputs) -> Callable[[list[int]], str]:
-    return lambda ids: inputs.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _next_command(config: Config, output: Path) -> str:

@@ -19,6 +19,7 @@ from gkd.driver import checkpoint
 from gkd.driver.checkpoint import RANKS, Cause, Saved, State
 from gkd.durable import Sum, reason
 from gkd.errors import RunFailed, one_line
+from gkd.observability import events
 from gkd.observability.metrics import finite
 
 log = logging.getLogger("gkd")
@@ -160,6 +161,7 @@ class Checkpoints:
             self._writing = writing  # the run is ended while it waits: whoever saves what is whole waits again
             raise
         self._newest = saved.state.step
+        events.note("checkpoint", f"checkpoint of step {self._newest}: {saved.path}", step=self._newest)
         with suppress(OSError):  # what cannot be deleted now is tried again after the next one
             self._forget(self._newest)
 

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from gkd.cluster.fetch import fetch_samples
-from gkd.observability.metrics import JsonLines
+from gkd.config.groups import Trainer
+from gkd.observability.metrics import JsonLines, finite
 from gkd.types import ScoredSample, TrainingSample
 
 FETCH_TIMEOUT_S = 60.0
+TOP = 5
+"""The teacher's likeliest tokens that are kept of each position."""
+DIGITS = 4
+"""Decimal places of log-probabilities."""
 
 
 class SampleLog:
-    """Writes the first ``n`` samples of each step; ``decode`` turns response tokens into text."""
+    """Writes ``trainer.n_logged_samples`` of each step, those of the first prompts.
 
-    def __init__(self, file: JsonLines, n: int, decode: Callable[[list[int]], str]) -> None:
-        self.file, self.n, self.decode = file, n, decode
+    The first ``trainer.n_logged_tokens`` response tokens have their log-probabilities in a row's ``tokens``:
+    ``text`` [T], ``student`` [T], the sampler's, under the distribution that was sampled from; ``teacher`` [T] and
+    ``top`` [T, 5] of token and log-probability, at ``algorithm.loss.temperature``. What was not scored is left out.
+    """
+
+    def __init__(self, file: JsonLines, trainer: Trainer, tokenizer: Any) -> None:
+        self.file, self.n, self.n_tokens = file, trainer.n_logged_samples, trainer.n_logged_tokens
+        self.tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
 
     def write(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Fetch and write samples of a step."""
@@ -28,15 +42,50 @@ class SampleLog:
         sample = scored.sample
         row: dict[str, Any] = {
             "prompt": sample.request.prompt.text,
-            "response": self.decode(sample.sampled_ids.tolist()),
+            "response": self.tokenizer.decode(sample.sampled_ids.tolist(), skip_special_tokens=True),
             "answer": sample.request.prompt.answer,
             "finish_reason": sample.finish_reason,
             "version": training.version,
+            "prompt_id": training.prompt_id,
+            "index": training.index,
+            "length": training.n_sampled,
         }
         if training.rewards:
             row["rewards"] = training.rewards
+        means: dict[str, float] = {}
         if not sample.request.own_answer:
-            row["logprob_mean"] = float(sample.sampled_logprobs.mean())
+            means["logprob_mean"] = float(sample.sampled_logprobs.mean())
         if scored.teacher is not None:
-            row["teacher_logprob_mean"] = float(scored.teacher.token_logprobs.mean())
+            means["teacher_logprob_mean"] = float(scored.teacher.token_logprobs.mean())
+        row |= finite(means)
+        if self.n_tokens:
+            row["tokens"] = self._tokens(scored)
         return row
+
+    def _tokens(self, scored: ScoredSample) -> dict[str, Any]:
+        """Return the columns of the first tokens, in the order in which they were sampled."""
+        sample, teacher = scored.sample, scored.teacher
+        tokens: dict[str, Any] = {"text": self._text(sample.sampled_ids[: self.n_tokens].tolist())}
+        if not sample.request.own_answer:
+            tokens["student"] = _rounded(sample.sampled_logprobs[: self.n_tokens])
+        if teacher is not None:
+            tokens["teacher"] = _rounded(teacher.token_logprobs[: self.n_tokens])
+            if teacher.ids.shape[1]:
+                ids, likely = (part[: self.n_tokens, :TOP] for part in (teacher.ids, teacher.logprobs))
+                rows = zip(ids.tolist(), likely, strict=True)
+                tokens["top"] = [list(zip(self._text(row), _rounded(p), strict=True)) for row, p in rows]
+        return tokens
+
+    def _text(self, ids: Sequence[int]) -> list[str]:
+        """Return what each token stands for; a part of a character is shown as the replacement character."""
+        for token in set(ids) - self._texts.keys():
+            piece = self.tokenizer.convert_ids_to_tokens(token)
+            # SentencePiece's decoder drops the space before a word that it is given alone.
+            space = " " if isinstance(piece, str) and piece.startswith("▁") else ""
+            self._texts[token] = space + self.tokenizer.decode([token]).removeprefix(space or "\0")
+        return [self._texts[token] for token in ids]
+
+
+def _rounded(logprobs: np.ndarray[Any, Any]) -> list[float | None]:
+    """Return log-probabilities for a file; null where one is no finite number (a token of probability 0)."""
+    return [round(float(value), DIGITS) if np.isfinite(value) else None for value in logprobs]

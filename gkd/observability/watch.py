@@ -27,7 +27,7 @@ class Watcher:
         for name, text in warnings(self.config, metrics):
             if step - self._warned_at.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:
                 self._warned_at[name] = step
-                log.warning("step %d: %s", step, text)
+                log.warning("step %d: %s", step, text, extra={"step": step, "metric": name})
 
 
 def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:

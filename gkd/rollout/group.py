@@ -173,7 +173,8 @@ class RolloutGroup:
             self.group.end(engine)
         if not self.alive:
             raise failure
-        log.warning("%s; its samples are done again by the other %d engines", failure, len(self.alive))
+        left = len(self.alive)
+        log.warning("%s; its samples are done again by the other %d engines", failure, left, extra={"kind": "death"})
 
     def _warn_of_followers(self) -> None:
         """Name the parts of engines that have failed, which is why their leaders end."""
@@ -199,7 +200,7 @@ class RolloutGroup:
         others = sum(name == group for name, _ in self._scorers.values())
         if not others:
             raise failure
-        log.warning("%s; %d others of the %s group go on", failure, others, group)
+        log.warning("%s; %d others of the %s group go on", failure, others, group, extra={"kind": "death"})
 
     def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
         """The arrays of samples. For the few that the driver looks at."""

@@ -83,6 +83,15 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples if s["step"] == 7} == {6}  # sampled with the weights of the step before
     assert all({"prompt", "response", "answer", "teacher_logprob_mean"} <= s.keys() for s in samples)
+    for tokens in (sample["tokens"] for sample in samples):
+        assert len(tokens["text"]) == len(tokens["student"]) == len(tokens["teacher"]) == len(tokens["top"])
+        for text, logprob, top in zip(tokens["text"], tokens["teacher"], tokens["top"], strict=True):
+            likely = [p for _, p in top]
+            assert likely == sorted(likely, reverse=True) and logprob <= likely[0]
+            assert dict(top).get(text, logprob) == logprob
+    events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "validation"] == [0, 25, STEPS]
+    assert [events[0]["kind"], events[-1]["kind"], events[-1]["failed"]] == ["start", "end", False]
     assert (output / "config.yaml").read_text().startswith(f"# gkd {__version__}\n")
     assert json.loads((output / "summary.json").read_text())["version"] == __version__
     config = compose([str(output / "config.yaml")])

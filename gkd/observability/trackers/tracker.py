@@ -17,7 +17,9 @@ from gkd.cluster.shutdown import within
 from gkd.config import Config
 from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError
+from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
+from gkd.observability.report import line
 
 FINISH_S = 300.0
 """Time that what is left has to reach a tracker's server when a run ends; files stay in the output directory."""
@@ -101,15 +103,19 @@ def _closing(name: str, tracker: Tracker) -> Callable[..., None]:
 
 
 class MetricsLog(JsonLines):
-    """metrics.jsonl, and trackers beside it."""
+    """metrics.jsonl, and trackers beside it; ``events`` learns which step is under way, and of validations."""
 
-    def __init__(self, path: Path, trackers: Trackers) -> None:
+    def __init__(self, path: Path, trackers: Trackers, events: Events | None = None) -> None:
         super().__init__(path)
-        self.trackers = trackers
+        self.trackers, self.events = trackers, events
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
         super().write(row)
+        if validated := {name: value for name, value in row.items() if name.startswith("val/")}:
+            note("validation", line(validated), step=row["step"], metrics=validated)
+        if self.events is not None:
+            self.events.step = row["step"] + 1
         self.trackers.log(row["step"], {name: value for name, value in row.items() if name != "step"})
 
 

@@ -1,0 +1,86 @@
+"""events.jsonl: what happened in a run and when, one object a line, written as it happens.
+
+``time`` (seconds since 1970), ``kind``, ``text``; where they are known ``step`` (the one under way), ``metric``, and
+``settings``, those that the text names. A resumed run appends.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from gkd.config import Config
+from gkd.durable import reason
+from gkd.errors import one_line
+from gkd.observability.metrics import JsonLines
+
+Kind = Literal["start", "resume", "warning", "death", "restart", "checkpoint", "validation", "end"]
+
+log = logging.getLogger("gkd")
+_quiet = logging.getLogger("gkd.events")
+"""Takes what is kept in the file and not printed."""
+_quiet.propagate = False
+_quiet.setLevel(logging.INFO)
+_quiet.addHandler(logging.NullHandler())
+
+_SETTING = re.compile(rf"(?<![\w./])(?:{'|'.join(Config.model_fields)})(?:\.[A-Za-z_]\w*)+")
+
+
+def note(kind: Kind, text: str, **more: Any) -> None:
+    """Keep an event in the file of the run that is under way, without printing it; ``more``: ``step``, ``metrics``."""
+    _quiet.info(text, extra={"kind": kind, "more": more})
+
+
+class Events(logging.Handler):
+    """Writes warnings of the ``gkd`` logger, and what :func:`note` is given, while it is entered.
+
+    A warning's record may have ``kind``, ``step`` and ``metric`` (``extra``). A file that cannot be written any more
+    (a full disk) loses events, with one warning, and never ends the run.
+    """
+
+    def __init__(self, path: Path, step: int = 0) -> None:
+        super().__init__(logging.INFO)
+        self.step = step
+        self._path, self._lines, self._lost = path, JsonLines(path), False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one record."""
+        if record.name != _quiet.name and record.levelno < logging.WARNING:
+            return
+        try:
+            self._lines.write(self._row(record))
+        except OSError as error:
+            first, self._lost = not self._lost, True
+            if first:
+                log.warning("events are lost: %s", reason(error, self._path))
+
+    def _row(self, record: logging.LogRecord) -> dict[str, Any]:
+        text = record.getMessage()
+        row: dict[str, Any] = {"time": round(record.created, 3), "kind": getattr(record, "kind", "warning")}
+        row |= {"step": getattr(record, "step", self.step), "text": text}
+        if metric := getattr(record, "metric", None):
+            row["metric"] = metric
+        if found := list(dict.fromkeys(_SETTING.findall(text))):
+            row["settings"] = found
+        return row | getattr(record, "more", {})
+
+    def __enter__(self) -> Self:
+        for logger in (log, _quiet):
+            logger.addHandler(self)
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        how = "finished" if kind is None else f"{kind.__name__}: {one_line(error)}"
+        note("end", f"{how} after {time.monotonic() - self._began:.0f} s", failed=kind is not None)
+        for logger in (log, _quiet):
+            logger.removeHandler(self)
+        with suppress(OSError):  # what could not be written before, which was warned of
+            self._lines.__exit__(kind, error, trace)

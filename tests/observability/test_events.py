@@ -1,0 +1,74 @@
+"""What events.jsonl has of a run's warnings, deaths, checkpoints and validations."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.config import Config
+from gkd.errors import RunFailed
+from gkd.observability.events import Events, note
+from gkd.observability.trackers.tracker import MetricsLog, Trackers
+from gkd.observability.watch import Watcher
+
+log = logging.getLogger("gkd")
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_what_happens_is_written_as_it_happens(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config, before = Config(), time.time()
+    with Events(tmp_path / "events.jsonl") as events, Trackers(config, tmp_path, 0) as trackers:
+        metrics = MetricsLog(tmp_path / "metrics.jsonl", trackers, events)
+        metrics.write({"step": 0, "val/accuracy": 0.25})
+        log.info("of no interest later")
+        Watcher(config).look(1, {"response/clip_ratio": 0.5})
+        log.warning("rollout rank 1 died", extra={"kind": "death"})
+        metrics.write({"step": 1})
+        note("checkpoint", "checkpoint of step 1: /a/b", step=1)
+        assert len(rows(tmp_path)) == 4  # before the run ends
+    validation, warning, death, checkpoint, end = rows(tmp_path)
+    assert (validation["kind"], validation["step"], validation["metrics"]) == ("validation", 0, {"val/accuracy": 0.25})
+    assert (warning["kind"], warning["step"], warning["metric"]) == ("warning", 1, "response/clip_ratio")
+    expected = ["watch.truncation_rate", "rollout.max_response_length", "algorithm.overlong.action"]
+    assert warning["settings"] == expected
+    assert (death["kind"], death["step"], death["text"]) == ("death", 1, "rollout rank 1 died")
+    assert (checkpoint["kind"], checkpoint["step"]) == ("checkpoint", 1)
+    assert (end["kind"], end["failed"]) == ("end", False)
+    assert before - 0.01 <= validation["time"] <= end["time"] <= time.time() + 0.01
+    assert "checkpoint of step" not in capfd.readouterr().out  # in the file alone
+
+
+def test_a_run_that_fails_and_goes_on_appends(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed), Events(tmp_path / "events.jsonl"):
+        raise RunFailed("the actor died\nof something")
+    with Events(tmp_path / "events.jsonl", 7):
+        note("resume", "from step 6")
+    failed, resumed, _ = rows(tmp_path)
+    assert failed["failed"] and failed["text"].startswith("RunFailed: the actor died of something after ")
+    assert (resumed["kind"], resumed["step"]) == ("resume", 7)
+    log.warning("after the end")
+    assert len(rows(tmp_path)) == 3
+
+
+def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    warned: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = warned.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        with Events(tmp_path / "events.jsonl"):
+            note("start", "one")
+            note("start", "two")
+    finally:
+        log.removeHandler(handler)
+    (lost,) = (record.getMessage() for record in warned)
+    assert "events are lost: no space left on device" in lost

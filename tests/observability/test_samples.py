@@ -1,0 +1,65 @@
+"""samples.jsonl: what is kept of a sample, compared with the arrays that it came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config import load
+from gkd.observability.metrics import JsonLines
+from gkd.observability.samples import SampleLog
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target
+from tests.data.models import word_tokenizer
+from tests.samples import training_sample
+
+N, K = 6, 8
+
+
+def scored(own_answer: bool = False, top: int = K) -> ScoredSample:
+    random = np.random.default_rng(0)
+    prompt = Prompt(3, np.array([1, 2], np.int32), "one two", answer="three")
+    request = SampleRequest(prompt, 0, 0, Sampling(N), own_answer=own_answer)
+    logprobs = np.log(random.uniform(0.1, 1, N)).astype(np.float32)
+    sample = Sample.single_turn(request, np.arange(3, 3 + N, dtype=np.int32), logprobs, 4, "stop")
+    likely = -np.sort(random.exponential(size=(N, top)).astype(np.float32), axis=1)
+    ids = np.tile(np.arange(top, dtype=np.int32), (N, 1))
+    token = np.array([-0.5, -np.inf, *[-1.0] * (N - 2)], np.float32)
+    return ScoredSample(sample, Target(token, ids, likely))
+
+
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: ScoredSample, n_tokens: int) -> dict[str, Any]:
+    monkeypatch.setattr("gkd.observability.samples.fetch_samples", lambda *_: [sample])
+    trainer = load({"trainer": {"n_logged_tokens": n_tokens}}).trainer
+    with JsonLines(tmp_path / "samples.jsonl") as file:
+        SampleLog(file, trainer, word_tokenizer()).write(5, [training_sample(0, 3, 0, n=N, version=4)])
+    (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
+    row: dict[str, Any] = json.loads(line)
+    return row
+
+
+def test_tokens_have_the_log_probabilities_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = scored()
+    row, tokenizer = written(tmp_path, monkeypatch, sample, 4), word_tokenizer()
+    assert (row["step"], row["prompt_id"], row["index"], row["length"], row["version"]) == (5, 3, 0, N, 4)
+    tokens, target = row["tokens"], sample.teacher
+    assert target is not None
+    assert tokens["text"] == [tokenizer.decode([token]) for token in sample.sample.sampled_ids[:4]]
+    assert tokens["student"] == pytest.approx(sample.sample.sampled_logprobs[:4].tolist(), abs=1e-4)
+    assert tokens["teacher"] == [-0.5, None, -1.0, -1.0]  # the second token is one that the teacher never writes
+    assert [[name for name, _ in position] for position in tokens["top"]] == [
+        [tokenizer.decode([token]) for token in range(5)]
+    ] * 4
+    assert [[p for _, p in position] for position in tokens["top"]] == [
+        pytest.approx(likely[:5].tolist(), abs=1e-4) for likely in target.logprobs[:4]
+    ]
+
+
+def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "tokens" not in written(tmp_path, monkeypatch, scored(), 0)
+    (tmp_path / "samples.jsonl").unlink()
+    own = written(tmp_path, monkeypatch, scored(own_answer=True, top=0), 99)
+    assert own["tokens"].keys() == {"text", "teacher"} and len(own["tokens"]["text"]) == N
