@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from gkd.cluster.fetch import fetch_samples
 from gkd.cluster.group import Group, Pending, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
+from gkd.rollout.dispatch import Dispatcher
 from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import SampleStream
 from gkd.types import SampleRequest, ScoredSample, TrainingSample
@@ -28,7 +30,7 @@ LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 
 
 class RolloutGroup:
-    """Hands each request to the engine with most free places.
+    """Hands requests to the engines as these have places free, and keeps what they finish until it is collected.
 
     When an engine dies while others live, what it was doing is done again by these; when none is left the run fails.
     One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died. What an engine had finished is
@@ -60,56 +62,67 @@ class RolloutGroup:
         }
         self.alive = list(range(len(group)))
         self._next_key = 0
+        self._dispatcher = Dispatcher(self.alive, config.rollout.max_num_seqs, config.rollout.n)
+        self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._serving = group.submit("serve")  # what it raises comes out of the streams
         self._streams = {i: SampleStream(group.stream(i, "finished")) for i in self.alive}
         self._heartbeat = Heartbeat(group, config.rollout.engine_timeout_s)
 
     def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
-        """Have every request sampled and scored.
+        """Have every request sampled and scored, before what was submitted earlier and waits.
 
-        Returns one sample a request, in the order of ``requests``. Raises RunFailed when ``timeout_s`` is over or no
-        engine is left.
+        Returns one sample a request, in the order of ``requests``. Raises as :meth:`collect`.
         """
-        self.colocation.wake_engines()
-        first = self._next_key
-        self._next_key += len(requests)
-        waiting = [replace(request, key=first + i) for i, request in enumerate(requests)]
-        waiting.reverse()  # taken from the end
-        at_work: dict[int, dict[int, SampleRequest]] = {i: {} for i in self.alive}
-        done: dict[int, TrainingSample] = {}
-        deadline = time.monotonic() + timeout_s
-        self._heartbeat.begin()
-        while len(done) < len(requests):
-            self._hand_out(waiting, at_work)
-            if time.monotonic() > deadline:
-                raise RunFailed(self._late(len(requests) - len(done), timeout_s, at_work))
-            for engine, samples in [*self._collect(deadline), *self._end_hanging(at_work)]:
-                if engine not in at_work:  # it has ended since
-                    continue
-                if samples is None:
-                    waiting += at_work.pop(engine).values()
-                    continue
-                for sample in samples:
-                    if at_work[engine].pop(sample.key, None) is not None:
-                        done[sample.key] = sample
-        return [done[key] for key in sorted(done)]
+        return self.collect(self.submit(requests), timeout_s)
 
-    def _hand_out(self, waiting: list[SampleRequest], at_work: dict[int, dict[int, SampleRequest]]) -> None:
-        """Fill the engines' free places, the emptiest engine first."""
-        chosen: dict[int, list[SampleRequest]] = {}
-        capacity = self.config.rollout.max_num_seqs
-        while waiting:
-            engine = min(at_work, key=lambda i: len(at_work[i]))
-            if len(at_work[engine]) >= capacity:
-                break
-            request = waiting.pop()
-            at_work[engine][request.key] = request
-            chosen.setdefault(engine, []).append(request)
-        for engine, requests in chosen.items():
+    def submit(self, requests: Sequence[SampleRequest], order: int = 0) -> list[int]:
+        """Queue requests for :meth:`collect`; returns their keys. Those of a lower ``order`` go to engines first."""
+        self.colocation.wake_engines()
+        if not len(self._dispatcher):
+            self._heartbeat.begin()
+        keys = list(range(self._next_key, self._next_key + len(requests)))
+        self._next_key += len(requests)
+        self._dispatcher.add([replace(request, key=key) for key, request in zip(keys, requests, strict=True)], order)
+        self._hand_out()
+        return keys
+
+    def collect(self, keys: Sequence[int], timeout_s: float) -> list[TrainingSample]:
+        """Wait until the requests of ``keys`` are sampled and scored; returns their samples in this order.
+
+        Raises RunFailed when ``timeout_s`` is over or no engine is left.
+        """
+        return [sample for samples in self.in_order(keys, timeout_s) for sample in samples]
+
+    def in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
+        """Yield the samples of ``keys`` in this order, as many as are there at a time. Raises as :meth:`collect`."""
+        deadline, left = time.monotonic() + timeout_s, deque(keys)
+        while left:
+            there: list[TrainingSample] = []
+            while left and left[0] in self._done:
+                there.append(self._done.pop(left.popleft()))
+            if there:
+                yield there
+                continue
+            if time.monotonic() > deadline:
+                missing = sum(key not in self._done for key in left)
+                raise RunFailed(self._late(f"{missing} samples were not finished and scored", timeout_s))
+            self._work(deadline)
+
+    def _work(self, deadline: float) -> None:
+        """Hand requests out and take in what engines have finished, waiting a second or so for it."""
+        self._hand_out()
+        for engine, samples in self._collect(deadline):
+            for sample in samples:
+                if self._dispatcher.finish(engine, sample.key):
+                    self._done[sample.key] = sample
+        self._end_hanging()
+
+    def _hand_out(self) -> None:
+        for engine, requests in self._dispatcher.hand_out().items():
             self.group.workers[engine].control.remote("submit", requests)
 
-    def _collect(self, deadline: float) -> list[tuple[int, list[TrainingSample] | None]]:
-        """Samples that have come within a second or so, by engine; None for an engine that died."""
+    def _collect(self, deadline: float) -> list[tuple[int, list[TrainingSample]]]:
+        """Samples that have come within a second or so, by engine."""
         self._require()
         late = [engine for engine, stream in self._streams.items() if stream.is_late]
         engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
@@ -126,13 +139,12 @@ class RolloutGroup:
                 self._lose_scorer(ref)
             elif ref in self._followers:
                 self._warn_of_followers()
-        collected: list[tuple[int, list[TrainingSample] | None]] = []
+        collected: list[tuple[int, list[TrainingSample]]] = []
         for engine in [*late, *(engines[ref] for ref in ready if ref in engines)]:
             try:
                 collected.append((engine, self._next(engine)))
             except WorkerDied as failure:
                 self._lose(engine, failure)
-                collected.append((engine, None))
             else:
                 self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
         return collected
@@ -146,28 +158,27 @@ class RolloutGroup:
         except RayError as error:
             raise self.group.explain(engine, error) from error
 
-    def _end_hanging(self, at_work: Mapping[int, Mapping[int, SampleRequest]]) -> list[tuple[int, None]]:
-        """End engines that have work and do not do it; returns them, as :meth:`_collect` does those that died."""
-        ended: list[tuple[int, None]] = []
+    def _end_hanging(self) -> None:
+        """End engines that have work and do not do it."""
         limit = self.config.rollout.engine_timeout_s
-        for engine in self._heartbeat.hanging([i for i in self.alive if at_work.get(i)]):
+        for engine in self._heartbeat.hanging([i for i in self.alive if self._dispatcher.at_work[i]]):
             who = self.group.reports[engine]
             self._lose(engine, WorkerHangs(f"{who} has done nothing for {limit:g} s (rollout.engine_timeout_s)"))
-            ended.append((engine, None))
-        return ended
 
-    def _late(self, missing: int, timeout_s: float, at_work: Mapping[int, Mapping[int, SampleRequest]]) -> str:
-        """Message for a batch that takes too long."""
+    def _late(self, what: str, timeout_s: float) -> str:
+        """Message for what takes too long."""
+        at_work = self._dispatcher.at_work
         holding = [f"{self.group.reports[i]} with {len(requests)}" for i, requests in at_work.items() if requests]
         others = f" and {len(holding) - 3} more" if len(holding) > 3 else ""
         return (
-            f"{missing} samples were not finished and scored within {timeout_s:g} s (rollout.timeout_s); engines "
+            f"{what} within {timeout_s:g} s (rollout.timeout_s); engines "
             f"alive: {len(self.alive)} of {len(self.group)}; still at work: {', '.join(holding[:3])}{others}"
         )
 
     def _lose(self, engine: int, failure: WorkerDied) -> None:
         self._warn_of_followers()
         self.alive.remove(engine)
+        self._dispatcher.remove(engine)
         del self._streams[engine]
         if isinstance(failure, WorkerHangs):
             self.group.end(engine)

@@ -1,0 +1,79 @@
+"""Which engine gets which request, and when: pure bookkeeping, without Ray."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from gkd.types import SampleRequest
+
+
+class Dispatcher:
+    """Keeps what waits and what each of ``engines`` is at work on, at most ``capacity`` requests each.
+
+    Requests go out in the order of their ``order``, then of their keys. All samples of a prompt go to one engine, which
+    computes the prompt once for all of them, unless that engine has ``spill`` requests more than the emptiest one.
+    """
+
+    def __init__(self, engines: Iterable[int], capacity: int, spill: int) -> None:
+        self.capacity, self.spill = capacity, spill
+        self.at_work: dict[int, dict[int, SampleRequest]] = {engine: {} for engine in engines}
+        self._waiting: list[tuple[int, int, SampleRequest]] = []
+        self._orders: dict[int, int] = {}  # of every unfinished request, by key
+        self._homes: dict[int, int] = {}  # engine by prompt, while samples of it are unfinished
+        self._unfinished: Counter[int] = Counter()  # samples by prompt
+
+    def __len__(self) -> int:
+        """Return how many requests are unfinished."""
+        return len(self._orders)
+
+    @property
+    def n_waiting(self) -> int:
+        """Return how many requests no engine has yet."""
+        return len(self._waiting)
+
+    def add(self, requests: Sequence[SampleRequest], order: int) -> None:
+        """Queue requests, whose keys are all different; those of a lower ``order`` go first."""
+        for request in requests:
+            self._orders[request.key] = order
+            self._unfinished[request.prompt.id] += 1
+            heapq.heappush(self._waiting, (order, request.key, request))
+
+    def hand_out(self) -> dict[int, list[SampleRequest]]:
+        """Fill the engines' free places, and return what each is to be given now."""
+        chosen: dict[int, list[SampleRequest]] = {}
+        while self._waiting and self.at_work:
+            emptiest = min(self.at_work, key=lambda engine: len(self.at_work[engine]))
+            if len(self.at_work[emptiest]) >= self.capacity:
+                break
+            _, key, request = heapq.heappop(self._waiting)
+            engine = self._engine_for(request, emptiest)
+            self.at_work[engine][key] = request
+            chosen.setdefault(engine, []).append(request)
+        return chosen
+
+    def _engine_for(self, request: SampleRequest, emptiest: int) -> int:
+        home = self._homes.get(request.prompt.id, emptiest)
+        held = len(self.at_work.get(home, ()))
+        if home not in self.at_work or held >= min(self.capacity, len(self.at_work[emptiest]) + self.spill):
+            home = emptiest
+        self._homes[request.prompt.id] = home
+        return home
+
+    def finish(self, engine: int, key: int) -> bool:
+        """Note that ``engine`` has finished a request; False where it was not at work on it."""
+        request = self.at_work.get(engine, {}).pop(key, None)
+        if request is None:
+            return False
+        del self._orders[key]
+        self._unfinished[request.prompt.id] -= 1
+        if not self._unfinished[request.prompt.id]:
+            del self._unfinished[request.prompt.id]
+            self._homes.pop(request.prompt.id, None)
+        return True
+
+    def remove(self, engine: int) -> None:
+        """Take an engine out; what it was at work on waits again, in its old place."""
+        for key, request in self.at_work.pop(engine).items():
+            heapq.heappush(self._waiting, (self._orders[key], key, request))

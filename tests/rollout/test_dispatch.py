@@ -1,0 +1,75 @@
+"""Handing requests to engines: nothing is lost or done twice, nobody has too much, a prompt's samples stay together."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gkd.rollout.dispatch import Dispatcher
+from gkd.types import Prompt, SampleRequest, Sampling
+
+
+def wanted(n_prompts: int, n: int, first: int = 0) -> list[SampleRequest]:
+    return [
+        SampleRequest(Prompt(first + p, np.array([p], np.int32), ""), i, 0, Sampling(4), key=first * n + p * n + i)
+        for p in range(n_prompts)
+        for i in range(n)
+    ]
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 12),
+    st.lists(st.tuples(st.sampled_from(["finish", "finish", "finish", "die"]), st.integers(0, 100)), max_size=80),
+)  # fmt: skip
+def test_every_request_is_done_once_whatever_ends_in_between(
+    engines: int, capacity: int, n: int, n_prompts: int, events: list[tuple[str, int]]
+) -> None:
+    requests = wanted(n_prompts, n)
+    dispatcher = Dispatcher(range(engines), capacity, spill=n)
+    dispatcher.add(requests, order=1)
+    done: list[int] = []
+
+    def finish(which: int) -> None:
+        working = [(engine, key) for engine, held in dispatcher.at_work.items() for key in held]
+        if working:
+            engine, key = working[which % len(working)]
+            assert dispatcher.finish(engine, key) and not dispatcher.finish(engine, key)
+            done.append(key)
+
+    for kind, which in [*events, *[("finish", 0)] * len(requests)]:
+        given_now = dispatcher.hand_out()
+        assert all(request.key in dispatcher.at_work[engine] for engine, its in given_now.items() for request in its)
+        assert max(map(len, dispatcher.at_work.values())) <= capacity
+        if kind == "die" and len(dispatcher.at_work) > 1:
+            dispatcher.remove(sorted(dispatcher.at_work)[which % len(dispatcher.at_work)])
+        else:
+            finish(which)
+    assert sorted(done) == [request.key for request in requests]
+    assert len(dispatcher) == dispatcher.n_waiting == 0
+    assert not dispatcher._homes and not dispatcher._unfinished  # nothing grows over a run
+
+
+def test_a_prompts_samples_are_on_one_engine_and_loads_are_even() -> None:
+    dispatcher = Dispatcher(range(3), capacity=100, spill=8)
+    dispatcher.add(wanted(6, 8), order=1)
+    given_now = dispatcher.hand_out()
+    assert {engine: len(its) for engine, its in given_now.items()} == {0: 16, 1: 16, 2: 16}
+    assert [len({request.prompt.id for request in its}) for its in given_now.values()] == [2, 2, 2]
+
+
+def test_a_prompt_goes_elsewhere_where_its_engine_is_full() -> None:
+    dispatcher = Dispatcher(range(2), capacity=6, spill=8)
+    dispatcher.add(wanted(1, 8), order=1)
+    assert {engine: len(its) for engine, its in dispatcher.hand_out().items()} == {0: 6, 1: 2}
+
+
+def test_earlier_orders_go_first_and_what_an_engine_lost_keeps_its_place() -> None:
+    dispatcher = Dispatcher(range(2), capacity=1, spill=1)
+    late, early = wanted(2, 1), wanted(2, 1, first=10)
+    dispatcher.add(late, order=7)
+    dispatcher.add(early, order=3)
+    assert {e: its[0].key for e, its in dispatcher.hand_out().items()} == {0: 10, 1: 11}
+    dispatcher.remove(0)
+    assert dispatcher.finish(1, 11)
+    assert dispatcher.hand_out()[1][0].key == 10
