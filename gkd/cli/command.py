@@ -36,6 +36,9 @@ PROGRAMS = {
     ),
     "doctor": Program("gkd.cli.doctor", "python -m gkd.doctor", "", "is this machine, or this cluster, ready?"),
     "monitor": Program("gkd.cli.monitor", "python -m gkd.monitor", "RUN_DIR", "how a run is doing, and its GPUs"),
+    "compare": Program(
+        "gkd.cli.compare", "python -m gkd compare", "A.json B.json", "is the second model better, or was it chance?"
+    ),
     "export": Program(
         "gkd.cli.export", "python -m gkd.export", "RUN_DIR [--step N] OUT", "a checkpoint as a Hugging Face model"
     ),

@@ -1,0 +1,89 @@
+"""``gkd compare A.json B.json``: is the second model better than the first on the same questions, or was it chance?
+
+Takes files, or directories, of results that ``gkd evaluate`` wrote. Every model is compared with the first one on each
+set that both answered: the mean difference a question with its 95 % interval, the p-value of a paired sign-flip
+permutation test, the same corrected for all comparisons (Holm), and how many questions would show such a difference.
+Exit code 2: these cannot be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+
+if TYPE_CHECKING:
+    from gkd.evaluation.comparison import Comparison
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("gkd compare", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results/MODEL_SET_N.json, or a directory")
+    parser.add_argument("--score", default="accuracy", metavar="NAME", help="what is compared (accuracy)")
+    parser.add_argument("--baseline", metavar="MODEL", help="compare with this one instead of the first")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write what the table shows")
+    options = parser.parse_args(arguments)
+    from gkd.evaluation.comparison import compare_all, read_all
+
+    rows = compare_all(read_all(options.files), options.score, options.baseline)
+    show(rows)
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: {error.strerror}") from None
+    return 0
+
+
+def show(rows: Sequence[Comparison]) -> None:
+    """Print a table, and below it what one may conclude."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("set", "model", rows[0].score, "difference", "p", "p (Holm)", "questions", "needed"):
+        table.add_column(heading, justify="left" if heading in ("set", "model") else "right", overflow="fold")
+    shown = set()
+    for row in rows:
+        if (row.set, row.first) not in shown:
+            table.add_row(row.set, row.first, f"{row.values[0]:.3f}", "", "", "", str(row.paired.n), "")
+            shown.add((row.set, row.first))
+        needed = "" if row.paired.needed is None else f"{row.paired.needed:,}"
+        p, corrected = (f"{value:.4f}" for value in (row.paired.p, row.holm_p))
+        table.add_row(
+            row.set, row.second, f"{row.values[1]:.3f}", _signed(row), p, corrected, str(row.paired.n), needed
+        )
+    out = Console(soft_wrap=True, highlight=False)
+    out.print(table)
+    for row in rows:
+        out.print(_verdict(row))
+
+
+def _signed(row: Comparison) -> str:
+    low, high = row.paired.difference.low, row.paired.difference.high
+    assert low is not None and high is not None, "two questions or more are compared"
+    return f"{row.paired.difference.value:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def _verdict(row: Comparison) -> str:
+    """Say in a line what the comparison shows."""
+    difference, n = row.paired.difference.value, row.paired.n
+    left_out = f"; {row.n_left_out} questions that only one answered are left out" if row.n_left_out else ""
+    what = f"{row.set}: {row.second}"
+    if row.holm_p < 0.05:
+        word = "higher" if difference > 0 else "lower"
+        return f"{what} has a {word} {row.score} than {row.first} (p = {row.holm_p:.4f}, {n} questions){left_out}"
+    needed = (
+        "" if row.paired.needed is None else f"; about {row.paired.needed:,} questions would show such a difference"
+    )
+    return f"{what} and {row.first} cannot be told apart with {n} questions (p = {row.holm_p:.4f}){needed}{left_out}"

@@ -1,0 +1,91 @@
+"""``results/MODEL_SET_N.json``: scores of one model on one set, and those of each question, for comparisons."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gkd import durable
+from gkd.errors import ConfigError
+from gkd.evaluation.statistics import Estimate
+
+PLAIN = "plain"
+"""Name of the strategy that asks once and takes the answer."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one model scored on one set of ``n`` questions with ``samples`` answers each.
+
+    ``scores`` are means over questions, by name. ``questions``: by a question's key, its own values of the same
+    names. ``groups``: scores of the questions of one difficulty, by its value, with ``n`` beside them.
+    """
+
+    model: str
+    set: str
+    n: int
+    samples: int
+    scores: Mapping[str, Estimate]
+    questions: Mapping[str, Mapping[str, float]]
+    strategy: str = PLAIN
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    tokens_per_second: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The model as tables call it, with its strategy where that is not the plain one."""
+        return self.model if self.strategy == PLAIN else f"{self.model} {self.strategy}"
+
+    @property
+    def file_name(self) -> str:
+        """``MODEL_SET_N.json``, or ``MODEL.STRATEGY_SET_N.json``; characters that paths do not take become a dash."""
+        model = self.model if self.strategy == PLAIN else f"{self.model}.{self.strategy}"
+        return f"{safe(model)}_{safe(self.set)}_{self.n}.json"
+
+    def write(self, directory: Path) -> Path:
+        """Write the file into ``directory``, whole or not at all; returns its path. Raises OSError."""
+        path = directory / self.file_name
+        durable.replace(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
+        return path
+
+
+def safe(name: str) -> str:
+    """Return a name as part of a file's name."""
+    return re.sub(r"[^\w.+-]+", "-", name).strip("-") or "unnamed"
+
+
+def read_results(path: Path) -> Results:
+    """Read a file that :meth:`Results.write` wrote. Raises ConfigError, in one line, for anything else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; gkd evaluate writes such files into results/") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path} is not JSON; a file that gkd evaluate wrote into results/ is expected") from None
+    try:
+        scores = {str(name): Estimate(**parts) for name, parts in values["scores"].items()}
+        questions = {
+            str(key): {str(name): _number(value) for name, value in own.items()}
+            for key, own in values["questions"].items()
+        }
+        values |= {"scores": scores, "questions": questions}
+        found = Results(**{name: values[name] for name in Results.__dataclass_fields__ if name in values})
+        if not (isinstance(found.model, str) and isinstance(found.set, str) and isinstance(found.strategy, str)):
+            raise TypeError("model, set and strategy are names")
+        return found
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ConfigError(f"{path} holds no results of gkd evaluate: model, set, n, scores and questions") from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no score")
+    return float(value)

@@ -1,0 +1,86 @@
+"""gkd compare: the table, and bad input in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gkd.cli.compare import main
+from gkd.evaluation.results import Results, read_results
+from gkd.evaluation.statistics import estimate
+
+
+def write(directory: Path, model: str, values: list[float], one: str = "sums", first: int = 0, **more: str) -> Path:
+    questions = {f"q{first + i}": {"accuracy": value} for i, value in enumerate(values)}
+    scores = {"accuracy": estimate(values)}
+    return Results(model, one, len(values), 1, scores, questions, **more).write(directory)
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = write(tmp_path, "runs/a b", [0.0, 1.0])
+    assert path.name == "runs-a-b_sums_2.json"
+    assert json.loads(path.read_text())["scores"]["accuracy"]["low"] == pytest.approx(0.5 - 1.96 * 0.5, abs=1e-4)
+    again = read_results(path)
+    assert (again.model, again.n, again.scores["accuracy"].value) == ("runs/a b", 2, 0.5)
+
+
+def test_a_better_model_is_found_on_the_questions_that_both_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write(tmp_path, "base", [0.0] * 12 + [1.0] * 4)
+    student = write(tmp_path, "student", [1.0] * 16 + [0.0])
+    assert main([str(base), str(student), "--json", str(tmp_path / "rows.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "sums: student has a higher accuracy than base (p = 0.0005, 16 questions); 1 questions" in printed
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["paired"]["p"] == pytest.approx(2 / 2**12)
+    assert row["paired"]["difference"]["value"] == 0.75
+
+
+def test_p_values_are_corrected_for_the_number_of_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for one in ("sums", "products"):
+        write(tmp_path, "base", [0.0] * 6, one)
+        write(tmp_path, "student", [1.0] * 6, one)
+    assert main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("cannot be told apart with 6 questions (p = 0.0625)") == 2  # 2 / 64 twice
+
+
+def test_strategies_of_one_model_are_compared_as_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "base", [0.0] * 9)
+    write(tmp_path, "base", [1.0] * 9, strategy="majority")
+    assert main([str(tmp_path), "--baseline", "base"]) == 0
+    assert "sums: base majority has a higher accuracy than base" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["none.json"], "none.json: No such file or directory; gkd evaluate writes such files into results/"),
+        (["empty"], "empty holds no files of results (MODEL_SET_N.json)"),
+        (["text.json"], "text.json is not JSON; a file that gkd evaluate wrote into results/ is expected"),
+        (["list.json"], "list.json holds no results of gkd evaluate: model, set, n, scores and questions"),
+        (["a"], "there are results of a alone: name files of two models (or of two strategies)"),
+        (["a", "a"], "there are results of a alone: name files of two models (or of two strategies)"),
+        (["a", "b", "b"], "two files hold results of b on sums: name one of them"),
+        (["a", "other"], "no other model has results on a set of a: a comparison needs the same questions"),
+        (["a", "far"], "a and far have 0 questions of sums with accuracy in common: a comparison needs two or more"),
+        (["a", "b", "--score", "pass@4"], "--score pass@4: a on sums has accuracy"),
+        (["a", "b", "--baseline", "c"], "--baseline c: there are results of a, b"),
+    ],
+)
+def test_bad_input_is_one_line(
+    files: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("text.json").write_text("{")
+    Path("list.json").write_text("[1]")
+    for name in ("a", "b"):
+        write(Path(), name, [0.0, 1.0]).rename(name)
+    write(Path(), "c", [0.0, 1.0], one="products").rename("other")
+    write(Path(), "far", [0.0, 1.0], first=7).rename("far")
+    assert main(files) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

@@ -1,0 +1,72 @@
+"""The paired test against all signs, against chance, and against its closed forms."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from gkd.evaluation.paired import EXACT, compare_paired, holm, questions_needed, sign_flip_p
+
+
+def brute_force(differences: list[float]) -> float:
+    observed = abs(sum(differences))
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+        for signs in product((-1, 1), repeat=len(differences))
+    ]
+    return sum(s >= observed - 1e-12 for s in sums) / len(sums)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_small_sets_try_every_sign(seed: int) -> None:
+    differences = np.random.default_rng(seed).choice([-1, -0.25, 0, 0.25, 0.5], 9).tolist()
+    assert sign_flip_p(differences) == pytest.approx(brute_force(differences), abs=1e-12)
+
+
+def test_random_signs_come_near_all_signs() -> None:
+    differences = [1.0] * 13 + [-1.0] * (EXACT + 1 - 13 + 3)  # 18 that differ: a binomial tail
+    n, up = len(differences), 13
+    from math import comb
+
+    tail = 2 * sum(comb(n, i) for i in range(up, n + 1)) / 2**n
+    found = sign_flip_p(differences)
+    assert found == pytest.approx(tail, abs=0.01)
+    assert found == sign_flip_p(differences)  # a fixed seed
+
+
+def test_questions_on_which_both_agree_change_nothing() -> None:
+    assert sign_flip_p([0.0] * 50) == 1.0
+    assert sign_flip_p([1.0, 1.0, 1.0, 1.0, 1.0]) == sign_flip_p([1.0] * 5 + [0.0] * 500) == 2 / 32
+
+
+def test_alike_models_are_told_apart_in_one_of_twenty_cases() -> None:
+    random = np.random.default_rng(1)
+    found = [compare_paired(*random.integers(0, 2, (2, 40)).tolist()).p for _ in range(200)]
+    assert np.mean(np.array(found) <= 0.05) <= 0.09
+
+
+def test_the_difference_is_the_second_less_the_first_and_pairs_cancel_difficulty() -> None:
+    found = compare_paired([0.0, 0.5, 1.0], [0.25, 0.75, 1.25])
+    assert found.difference.value == pytest.approx(0.25)
+    assert found.difference.stderr == pytest.approx(0.0)
+    with pytest.raises(ValueError, match="zip"):
+        compare_paired([0.0], [1.0, 1.0])
+
+
+def test_as_many_questions_as_needed_find_the_difference_in_four_of_five_cases() -> None:
+    random = np.random.default_rng(2)
+    pilot = random.normal(0.3, 1.0, 4000).tolist()
+    needed = questions_needed(pilot)
+    assert needed is not None
+    assert needed == pytest.approx((2.8015 / 0.3) ** 2, rel=0.15)
+    found = [sign_flip_p(random.normal(0.3, 1.0, needed).tolist()) < 0.05 for _ in range(150)]
+    assert 0.7 <= np.mean(found) <= 0.9
+    assert questions_needed([0.0, 1.0, -1.0]) is None
+
+
+def test_holm() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []
