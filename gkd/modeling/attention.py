@@ -34,12 +34,14 @@ def packed_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each of the S sequences of ``cu_seq_lens_q`` [S + 1].
+    """Compute causal attention within each of the S sequences of ``cu_seq_lens_q`` [S + 1].
 
     query [1, H, L, D], key and value [1, G, L, D]; returns [1, L, H, D] and no weights. Raises ValueError for
-    attention variants it does not compute.
+    attention variants it does not compute, a mask of the model's own among them (Doge adds one to its scores).
     """
     asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        asked.append("attention_mask")
     if asked or cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"packed attention lacks sequence bounds or does not know {asked}")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gkd.data.model_info import class_of, exact_attention, has_plain_attention
 from gkd.modeling import attention
+from gkd.modeling.head import below_head
 
 
 def wanted_attention(config: PretrainedConfig) -> str:
@@ -45,14 +46,15 @@ def hidden_states(
     real = steps < lengths[:, None]  # [S, M]
     rows = torch.zeros(real.shape, dtype=torch.int64, device=lengths.device)
     rows[real] = token_ids
-    return _below_head(lm, rows, attention_mask=real.long())[real]
+    return _run_below(lm, rows, attention_mask=real.long())[real]
 
 
 @torch.no_grad()
 def keeps_sequences_apart(lm: PreTrainedModel, device: torch.device) -> bool:
-    """Return whether sequences laid end to end know nothing of each other: the second of two is what it is alone.
+    """Return whether of two sequences laid end to end the second is what transformers gives for it alone.
 
-    A layer may keep where sequences begin from its attention, carry a state on, or count positions by itself.
+    A layer may keep where sequences begin from its attention, carry a state on, or count positions by itself; an
+    attention of its own may add to the scores.
     """
     first, second = 3, 5
     positions = torch.cat([torch.arange(n, device=device) for n in (first, second)])
@@ -61,7 +63,9 @@ def keeps_sequences_apart(lm: PreTrainedModel, device: torch.device) -> bool:
         both = _packed(lm, ids, positions, _bounds([0, first, first + second], device), second)[first:]
     except (ValueError, TypeError):  # attention without bounds, layers that take no such arguments
         return False
-    alone = _packed(lm, ids[first:], positions[first:], _bounds([0, second], device), second)
+    lm.set_attn_implementation(exact_attention(lm.config))
+    alone = _run_below(lm, ids[None, first:])[0]
+    lm.set_attn_implementation(attention.NAME)
     tolerance = 1e-3 if both.dtype == torch.float32 else 5e-2
     return bool((both - alone).abs().max() <= tolerance * alone.abs().max())
 
@@ -73,7 +77,7 @@ def pack_or_pad(lm: PreTrainedModel) -> None:
 
 
 def _packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    return _below_head(
+    return _run_below(
         lm,
         token_ids[None],
         position_ids=position_ids[None],
@@ -84,8 +88,8 @@ def _packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bounds
     )[0]
 
 
-def _below_head(lm: PreTrainedModel, token_ids: Tensor, **kwargs: Any) -> Tensor:
-    hidden: Tensor = lm.base_model(token_ids, use_cache=False, **kwargs).last_hidden_state
+def _run_below(lm: PreTrainedModel, token_ids: Tensor, **kwargs: Any) -> Tensor:
+    hidden: Tensor = below_head(lm)(token_ids, use_cache=False, **kwargs).last_hidden_state
     return hidden
 
 

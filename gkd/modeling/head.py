@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gkd.errors import ConfigError
+
 
 class Head:
     """Turns hidden states [n, D] into logits [n, V] as the model does.
@@ -18,10 +20,11 @@ class Head:
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
-        self._below = _Below(lm.base_model)
+        below = below_head(lm)
+        self._below = _Below(below)
         # A view of the model: another table of submodules, the submodules themselves the same.
         self._view: Any = copy.copy(lm)
-        self._view._modules = {**lm._modules, lm.base_model_prefix: self._below}
+        self._view._modules = {name: self._below if part is below else part for name, part in lm._modules.items()}
         self._view.training = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -33,6 +36,21 @@ class Head:
         finally:
             self._below.hidden = None
         return logits[0]
+
+
+def below_head(lm: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a language model that gives its final hidden states.
+
+    ``lm.base_model`` is the model itself, head included, in families whose ``base_model_prefix`` names the part of
+    another class (Llama 4). Raises ConfigError for a model without such a part.
+    """
+    base = lm.base_model
+    if base is not lm:
+        return base
+    parts = [part for part in lm.children() if isinstance(part, PreTrainedModel)]
+    if len(parts) != 1:
+        raise ConfigError(f"model.path: {type(lm).__name__} has no one part below its head; another model would do")
+    return parts[0]
 
 
 class _Below:

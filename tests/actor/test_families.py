@@ -26,7 +26,7 @@ from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
 from tests.vllm.inference.test_engines import requests, run, worst_difference
 from tests.weights.received import load_in_pieces
 
-PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon"}
+PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon", "llama4", "doge"}
 DESCRIBED = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
 
 

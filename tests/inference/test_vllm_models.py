@@ -12,9 +12,10 @@ from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs import _require_engines_run
 from gkd.errors import ConfigError
-from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs, why_not_on_a_cpu
+from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs, why_not_at_all, why_not_on_a_cpu
 from tests.families import FAMILIES, STATEFUL, config_of
 
+NOT_AT_ALL = {"doge"}
 NOT_HERE = {"mamba", "qwen3_5", "minimax_m2", "qwen3_next", "lfm2", "phimoe"}
 SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 
@@ -22,8 +23,10 @@ SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_run_are_let_through(family: str, tmp_path: Path) -> None:
     config_of(family).save_pretrained(tmp_path)
-    why_not = why_not_on_a_cpu(AutoConfig.from_pretrained(tmp_path))
+    config = AutoConfig.from_pretrained(tmp_path)
+    why_not, never = why_not_on_a_cpu(config), why_not_at_all(config)
     assert (why_not is None) == (family not in NOT_HERE), why_not
+    assert (never is None) == (family not in NOT_AT_ALL), never
     assert ModelInfo.read(str(tmp_path), "model.path").stateful == (family in STATEFUL)
 
 
@@ -51,6 +54,19 @@ def test_what_has_no_kernel_is_named(
     found = why_not_on_a_cpu(AutoConfig.for_model(kind, **SMALL | changed))
     assert found is not None
     assert __import__("re").search(reason, found), found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_families_that_vllm_lacks_are_refused_on_every_device(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.inference.vllm_models.installed_device", lambda: device)
+    for kind, reason in (("codegen", "it has no CodeGenForCausalLM"), ("doge", "leaves out the mask")):
+        AutoConfig.for_model(kind).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=rf"^model.path=.* {kind} model: .*{reason}.*; rollout.engine=hf samples"):
+            require_vllm_runs(str(tmp_path), "model.path", STUDENT_REMEDY)
+    AutoConfig.for_model("helium", head_dim=128).save_pretrained(tmp_path)  # which vLLM runs by transformers' layers
+    require_vllm_runs(str(tmp_path), "model.path", STUDENT_REMEDY)
 
 
 def test_each_model_is_named_with_what_to_do(tmp_path: Path) -> None:

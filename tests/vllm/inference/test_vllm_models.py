@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.inference.vllm_models import CPU_HEAD_SIZES, CPU_LATENT_SIZES
+from gkd.inference.vllm_models import CPU_HEAD_SIZES, CPU_LATENT_SIZES, architectures
 
 
 def test_sizes_are_those_of_the_installed_vllm() -> None:
@@ -11,6 +11,14 @@ def test_sizes_are_those_of_the_installed_vllm() -> None:
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
     assert list(CPU_LATENT_SIZES) == CPUMLABackend.get_supported_head_sizes()
+
+
+def test_architectures_are_those_of_the_installed_vllm() -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    found = architectures()
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForConditionalGeneration", "PhiForCausalLM"} <= found
+    assert found <= set(ModelRegistry.get_supported_archs())
 
 
 def test_there_is_no_selective_scan_in_the_installed_vllm() -> None:
