@@ -25,14 +25,16 @@ def learning_rate(settings: Actor, step: int, total_steps: int) -> float:
 
 
 def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
-    """AdamW; norms, biases and other vectors are not decayed."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    """AdamW, which knows its parameters' names; norms, biases and other vectors are not decayed."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [(name, p) for name, p in trained if p.ndim > 1]
+    vectors = [(name, p) for name, p in trained if p.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     beta1, beta2 = settings.betas
+    groups = [group for group in groups if group["params"]]  # an adapter has no vectors
     return torch.optim.AdamW(groups, lr=learning_rate(settings, 0, 1), betas=(beta1, beta2))
 
 

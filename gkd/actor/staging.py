@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from gkd.actor.applied import Applied, Metrics
@@ -60,7 +59,7 @@ class Staging:
         self._part = part
         return applied
 
-    def write(self, model: nn.Module, optimizer: Optimizer, file: Path) -> Sum:
+    def write(self, optimizer: Optimizer, file: Path) -> Sum:
         """Write the copy. Raises RunFailed when that fails, or while an earlier copy is still being written."""
         if not self._writes.acquire(blocking=False):
             raise RunFailed(f"an earlier checkpoint is still being written, instead of {file}")
@@ -68,6 +67,6 @@ class Staging:
             part, self._part = self._part, None
             if part is None:
                 raise RunFailed(f"there is no copy to be written to {file}")
-            return write_part(model, optimizer, part, file)
+            return write_part(optimizer, part, file)
         finally:
             self._writes.release()

@@ -7,7 +7,7 @@ rank holds. What was sharded over one number of ranks can be read by another. No
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,13 @@ def put_part(optimizer: Optimizer, part: Part) -> None:
         _put(p, {name: torch.tensor(value) for name, value in kept.items()}, optimizer.state[p])
 
 
-def write_part(model: nn.Module, optimizer: Optimizer, part: Part, file: Path) -> Sum:
-    """Write a rank's part to ``file``, and flush it to the disk. Raises RunFailed, in one line, when that fails."""
+def write_part(optimizer: Optimizer, part: Part, file: Path) -> Sum:
+    """Write a rank's part to ``file``, and flush it to the disk. Raises RunFailed, in one line, when that fails.
+
+    Names are the optimizer's: in the middle of a pass, FSDP has whole parameters in the model's place of shards.
+    """
     arrays, shards = {}, {}
-    for (name, p), kept in zip(_named(model, _parameters(optimizer)), part, strict=True):
+    for (name, p), kept in zip(_named(optimizer), part, strict=True):
         shards[name] = {"shape": list(p.shape), "start": _start(p)}
         arrays.update({f"{kind}.{name}": value for kind, value in kept.items()})
     try:
@@ -82,7 +85,7 @@ def load_state(model: nn.Module, optimizer: Optimizer | None, files: Sequence[Pa
             saved = _Saved([opened.enter_context(safe_open(file, "pt")) for file in files])
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise RunFailed(f"a file of the checkpoint in {files[0].parent} cannot be read: {error}") from None
-        wanted = dict(_named(model, (p for p in model.parameters() if p.requires_grad)))
+        wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if apart := sorted(wanted.keys() ^ saved.names):
             where = "there" if apart[0] in saved.names else "here"
             raise RunFailed(f"the checkpoint is of another model: {apart[0]} is only {where}")
@@ -162,9 +165,9 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _named(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    names = {id(p): name for name, p in model.named_parameters()}
-    return ((names[id(p)], p) for p in parameters)
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class ActorWorker:
     def write_staged(self, directory: str) -> tuple[str, Sum]:
         """Write what :meth:`stage` copied to a file in ``directory``, on any thread; returns its name and sum."""
         file = Path(directory, f"rank_{self.rank:05}.safetensors")
-        return file.name, self.staging.write(self.student, self.optimizer, file)
+        return file.name, self.staging.write(self.optimizer, file)
 
     def load_state(self, files: Sequence[str], step: int) -> None:
         """Go on with what all ranks of some number wrote after ``step``."""

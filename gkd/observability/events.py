@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,18 +24,17 @@ from gkd.observability.metrics import JsonLines
 Kind = Literal["start", "resume", "warning", "death", "restart", "checkpoint", "validation", "end"]
 
 log = logging.getLogger("gkd")
-_quiet = logging.getLogger("gkd.events")
-"""Takes what is kept in the file and not printed."""
-_quiet.propagate = False
-_quiet.setLevel(logging.INFO)
-_quiet.addHandler(logging.NullHandler())
-
 _SETTING = re.compile(rf"(?<![\w./])(?:{'|'.join(Config.model_fields)})(?:\.[A-Za-z_]\w*)+")
 
 
 def note(kind: Kind, text: str, **more: Any) -> None:
     """Keep an event in the file of the run that is under way, without printing it; ``more``: ``step``, ``metrics``."""
-    _quiet.info(text, extra={"kind": kind, "more": more})
+    for events in _entered:
+        events.write({"time": round(time.time(), 3), "kind": kind, "step": events.step, "text": text, **more})
+
+
+_entered: list[Events] = []
+"""Of the run that is under way in this process."""
 
 
 class Events(logging.Handler):
@@ -44,34 +45,34 @@ class Events(logging.Handler):
     """
 
     def __init__(self, path: Path, step: int = 0) -> None:
-        super().__init__(logging.INFO)
-        self.step = step
+        super().__init__(logging.WARNING)
+        self.step, self._one_at_a_time = step, threading.RLock()
         self._path, self._lines, self._lost = path, JsonLines(path), False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append one record."""
-        if record.name != _quiet.name and record.levelno < logging.WARNING:
-            return
-        try:
-            self._lines.write(self._row(record))
-        except OSError as error:
-            first, self._lost = not self._lost, True
-            if first:
-                log.warning("events are lost: %s", reason(error, self._path))
-
-    def _row(self, record: logging.LogRecord) -> dict[str, Any]:
+        """Append one warning."""
         text = record.getMessage()
-        row: dict[str, Any] = {"time": round(record.created, 3), "kind": getattr(record, "kind", "warning")}
+        row = {"time": round(record.created, 3), "kind": getattr(record, "kind", "warning")}
         row |= {"step": getattr(record, "step", self.step), "text": text}
         if metric := getattr(record, "metric", None):
             row["metric"] = metric
         if found := list(dict.fromkeys(_SETTING.findall(text))):
             row["settings"] = found
-        return row | getattr(record, "more", {})
+        self.write(row)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one event."""
+        try:
+            with self._one_at_a_time:
+                self._lines.write(row)
+        except OSError as error:
+            first, self._lost = not self._lost, True
+            if first:
+                log.warning("events are lost: %s", reason(error, self._path))
 
     def __enter__(self) -> Self:
-        for logger in (log, _quiet):
-            logger.addHandler(self)
+        log.addHandler(self)
+        _entered.append(self)
         self._began = time.monotonic()
         return self
 
@@ -80,7 +81,7 @@ class Events(logging.Handler):
     ) -> None:
         how = "finished" if kind is None else f"{kind.__name__}: {one_line(error)}"
         note("end", f"{how} after {time.monotonic() - self._began:.0f} s", failed=kind is not None)
-        for logger in (log, _quiet):
-            logger.removeHandler(self)
+        log.removeHandler(self)
+        _entered.remove(self)
         with suppress(OSError):  # what could not be written before, which was warned of
             self._lines.__exit__(kind, error, trace)

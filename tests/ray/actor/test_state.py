@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gkd.actor.applied import Applied
 from gkd.actor.group import ActorGroup
+from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging
 from gkd.actor.state import part_of, write_part
 from gkd.cluster.group import Pending
@@ -155,7 +156,7 @@ def test_what_is_no_checkpoint_of_this_model_runs_nothing_and_is_named(
 
 def test_a_copy_that_an_update_came_into_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
-    optimizer, staging = torch.optim.AdamW(model.parameters()), Staging(torch.device("cpu"))
+    optimizer, staging = torch.optim.AdamW(model.named_parameters()), Staging(torch.device("cpu"))
     assert staging.copy(optimizer) is None  # no model is there yet
     staging.set(Applied(3))
     assert staging.copy(optimizer) == Applied(3)
@@ -169,18 +170,32 @@ def test_a_copy_that_an_update_came_into_is_none(monkeypatch: pytest.MonkeyPatch
     assert staging.copy(optimizer) is None
     monkeypatch.undo()
     assert staging.copy(optimizer) == Applied(4, ({"loss": 1.0},))
-    staging.write(model, optimizer, tmp_path / "one.safetensors")
+    staging.write(optimizer, tmp_path / "one.safetensors")
     with pytest.raises(RunFailed, match="there is no copy to be written"):
-        staging.write(model, optimizer, tmp_path / "one.safetensors")
+        staging.write(optimizer, tmp_path / "one.safetensors")
+
+
+def test_a_copy_is_written_in_the_middle_of_a_forward_pass(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer, kept = adamw(model, config().actor), {name: p.clone() for name, p in model.named_parameters()}
+    part = part_of(optimizer, torch.device("cpu"), None)
+    for name, value in kept.items():  # as FSDP does, which has whole parameters in the place of its shards
+        setattr(model, name, torch.nn.Parameter(torch.zeros_like(value)))
+    write_part(optimizer, part, tmp_path / "one.safetensors")
+    written = load_file(tmp_path / "one.safetensors")
+    assert {name: value.tolist() for name, value in written.items()} == {
+        f"weight.{name}": value.tolist() for name, value in kept.items()
+    }
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.named_parameters())
     part = part_of(optimizer, torch.device("cpu"), None)
     missing = tmp_path / "missing" / "rank_00000.safetensors"
     with pytest.raises(RunFailed, match=rf"^no such file or directory: {missing}$"):
-        write_part(model, optimizer, part, missing)
+        write_part(optimizer, part, missing)
 
 
 def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
