@@ -6,13 +6,15 @@ directory, and nobody else does, so that is how they are found: no process is en
 
 Run as a program, ``python reaper.py DIRECTORY`` waits until its standard input closes, which happens when the driver
 is killed, and then ends what is left and removes the directory; a driver that lives dismisses it. Where it was killed
-as well, the next run does both (:func:`clear`): the driver holds a lock on its directory. It imports only a little of
-the standard library, so that it costs nothing while it waits.
+as well, the next run does both (:func:`clear`): the driver holds a lock on its directory. While it waits it writes down
+the shared memory that processes of the directory have mapped: once they are killed nothing else says whose it was. It
+imports only a little of the standard library, so that it costs nothing while it waits.
 """
 
 import contextlib
 import fcntl
 import os
+import select
 import shutil
 import signal
 import stat
@@ -25,7 +27,9 @@ from pathlib import Path
 GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end their children
 GIVE_UP_S = 20.0
 NEW_S = 60.0
-SHARED = ("/dev/shm/sem.mp-", "/dev/shm/psm_")  # as multiprocessing names them
+SHARED = ("/dev/shm/sem.mp-", "/dev/shm/psm_", "/dev/shm/nccl-")  # as multiprocessing and NCCL name them
+RECORD = "shared-memory"  # a file in a directory, with what its processes have mapped: number and name, line by line
+RECORD_EVERY_S = 0.5
 KEPT = "kept"  # a file in a directory whose logs a message has named
 
 
@@ -52,46 +56,12 @@ def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
 
     Returns the pids that would not end within 20 s. What they had in shared memory by name is removed.
     """
-    names = shared_memory(processes_of(directory))
-    left = end(lambda: processes_of(directory), grace_s)
-    if not left:
-        _remove(names)
-    return left
+    return end(lambda: processes_of(directory), grace_s, recorded(directory))
 
 
-def shared_memory(pids: list[int]) -> set[str]:
-    """Return files of Python's named semaphores and shared memory that processes have mapped.
-
-    They belong to the system, and what would remove them at a process's end does not when that is killed.
-    """
-    files: dict[int, str] = {}
-    for path in Path("/dev/shm").glob("*"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            if str(path).startswith(SHARED):
-                files[path.stat().st_ino] = str(path)
-    mapped_files: set[str] = set()
-    for pid in pids if files else []:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-        except OSError:  # gone meanwhile
-            continue
-        # By number: a semaphore has another name in the process that made it.
-        mapped = (line.split()[4] for line in maps.splitlines() if "/dev/shm/" in line)
-        mapped_files.update(files[int(number)] for number in mapped if int(number) in files)
-    return mapped_files
-
-
-def _remove(names: set[str]) -> None:
-    """Remove files of shared memory that no process has any more."""
-    if not names:
-        return
-    used = shared_memory([int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()])
-    for name in names - used:
-        Path(name).unlink(missing_ok=True)
-
-
-def end(find: Callable[[], list[int]], grace_s: float) -> list[int]:
-    """Do what :func:`end_all` does to the processes that ``find`` finds."""
+def end(find: Callable[[], list[int]], grace_s: float, mapped: frozenset[tuple[int, str]] = frozenset()) -> list[int]:
+    """Do what :func:`end_all` does to the processes that ``find`` finds; ``mapped``: what earlier ones had mapped."""
+    names = mapped | shared_memory(find())
     deadline = time.monotonic() + grace_s + GIVE_UP_S
     kill_at = time.monotonic() + grace_s
     while (left := find()) and time.monotonic() < deadline:
@@ -102,7 +72,73 @@ def end(find: Callable[[], list[int]], grace_s: float) -> list[int]:
                 except ProcessLookupError:  # it ended meanwhile, which is the aim
                     continue
         time.sleep(0.05)
+    if not left:
+        _remove(names)
     return left
+
+
+def shared_files() -> dict[int, str]:
+    """Return the files of named semaphores and shared memory on this machine, by their numbers."""
+    files: dict[int, str] = {}
+    for path in Path("/dev/shm").glob("*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if str(path).startswith(SHARED):
+                files[path.stat().st_ino] = str(path)
+    return files
+
+
+def shared_memory(pids: list[int]) -> frozenset[tuple[int, str]]:
+    """Return number and name of the files of named semaphores and shared memory that processes have mapped.
+
+    They belong to the system, and what would remove them at a process's end does not when that is killed.
+    """
+    files = shared_files()
+    mapped_files: set[int] = set()
+    for pid in pids if files else []:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        except OSError:  # gone meanwhile
+            continue
+        # By number: a semaphore has another name in the process that made it.
+        mapped_files.update(int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/" in line)
+    return frozenset((number, name) for number, name in files.items() if number in mapped_files)
+
+
+def record(directory: str, looked: dict[int, int]) -> None:
+    """Add to the record of ``directory`` what its processes have mapped of the files that are new.
+
+    ``looked``: how often each file's owner was looked for; it is twice, as one may be mapped just after it is made.
+    """
+    new = {number for number in shared_files() if looked.get(number, 0) < 2}
+    if not new:
+        return
+    for number in new:
+        looked[number] = looked.get(number, 0) + 1
+    lines = "".join(f"{number} {name}\n" for number, name in shared_memory(processes_of(directory)) if number in new)
+    if lines:
+        with contextlib.suppress(OSError), (Path(directory) / RECORD).open("a") as file:  # the disk may be full
+            file.write(lines)
+
+
+def recorded(directory: str) -> frozenset[tuple[int, str]]:
+    """Return number and name of what :func:`record` wrote down."""
+    try:
+        lines = (Path(directory) / RECORD).read_text().splitlines()
+    except OSError:  # there is none
+        return frozenset()
+    pairs = (line.partition(" ") for line in lines)
+    return frozenset((int(number), name) for number, _, name in pairs if number.isdigit() and name.startswith(SHARED))
+
+
+def _remove(names: frozenset[tuple[int, str]]) -> None:
+    """Remove files of shared memory that no process has any more, and that nobody has made anew since."""
+    if not names:
+        return
+    used = shared_memory([int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()])
+    for number, name in names - used:
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if Path(name).stat().st_ino == number:
+                Path(name).unlink()
 
 
 def claim(directory: str) -> int:
@@ -166,6 +202,9 @@ def dismiss(watchdog: "subprocess.Popen[bytes]") -> None:
 
 
 if __name__ == "__main__":
+    seen: dict[int, int] = {}
+    while not select.select([sys.stdin], [], [], RECORD_EVERY_S)[0]:
+        record(sys.argv[1], seen)
     if not sys.stdin.buffer.read():  # closed without a word: the driver was killed
         end_all(sys.argv[1])
         shutil.rmtree(sys.argv[1], ignore_errors=True)

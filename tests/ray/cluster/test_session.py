@@ -162,8 +162,9 @@ def test_only_writers_below_the_directory_are_found(tmp_path):
         reader.kill()
 
 
-def test_named_semaphores_of_what_was_killed_are_removed_and_no_others(tmp_path):
-    """Of a process whose resource tracker is killed with it."""
+@pytest.mark.parametrize("killed", ["nothing", "workers", "workers and watchdog"])
+def test_named_semaphores_of_what_was_killed_are_removed_and_no_others(tmp_path, killed):
+    """Of a process whose resource tracker is killed with it, also where nobody lives who has them mapped."""
     program = """
 import multiprocessing, time
 from multiprocessing import shared_memory
@@ -178,15 +179,30 @@ time.sleep(60)
             run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=log, text=True)
         return run, [Path(name) for name in run.stdout.readline().split()]
 
-    (ended, its), (other, others) = begin(tmp_path / "ended"), begin(tmp_path / "other")
+    directory = tmp_path / "ended"
+    (ended, its), (other, others) = begin(directory), begin(tmp_path / "other")
+    watchdog = reaper.watch(str(directory))
     try:
-        assert len(reaper.processes_of(str(tmp_path / "ended"))) == 2  # the resource tracker is the other one
+        pids = reaper.processes_of(str(directory))
+        assert len(pids) == 2  # the resource tracker is the other one
         assert all(name.exists() for name in its + others)
-        assert reaper.end_all(str(tmp_path / "ended"), grace_s=0) == []
+        if killed != "nothing":
+            assert eventually(lambda: len(reaper.recorded(str(directory))) == len(its))
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda: not reaper.processes_of(str(directory)))
+        if killed == "workers and watchdog":
+            watchdog.kill()
+            os.utime(directory, (0, 0))
+            assert reaper.clear(str(tmp_path), "ended") == [str(directory)]
+        else:
+            watchdog.stdin.close()  # as it is when the driver is killed
+            watchdog.wait(timeout=30)
         assert [name for name in its + others if name.exists()] == others
+        assert not directory.exists()
     finally:
-        for run in (ended, other):
-            run.terminate()
+        for run in (ended, other, watchdog):
+            run.kill()
             run.wait(timeout=10)
         reaper.end_all(str(tmp_path / "other"))
     assert not any(name.exists() for name in others)
