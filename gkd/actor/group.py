@@ -11,7 +11,7 @@ from typing import Any
 
 from gkd.actor.applied import Applied, over_mini_batches
 from gkd.actor.balance import share
-from gkd.algorithms.aggregation import token_weights
+from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.colocation import Colocation
 from gkd.cluster.group import Group, Pending, gather, settle
 from gkd.config import Config, Loss
@@ -45,6 +45,8 @@ class ActorGroup:
         self._restart, self.colocation = restart, colocation or Colocation()
         self._loaded = False
         self._budget = self._budget_warned_of = config.actor.max_tokens_per_micro_batch
+        self._chunks: list[list[TrainingSample]] = []  # of the step that is being accumulated
+        self._accumulating: list[Pending] = []
         self._writing: Pending | None = None  # files of a checkpoint, by the present processes
 
     def submit_build(self) -> Pending:
@@ -64,6 +66,62 @@ class ActorGroup:
         self._loaded = True
         return n_parameters[0]
 
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Return whether the ranks hold sequences of ``lengths`` tokens in one micro-batch each."""
+        shares = share(lengths, len(self.group))
+        return all(sum(lengths[i] for i in part) <= self._budget for part in shares if len(part) > 1)
+
+    def accumulate(self, samples: Sequence[TrainingSample]) -> None:
+        """Start adding the gradient of the next chunk of a batch, for :meth:`apply`; returns at once.
+
+        The order of the chunks, and what is in each, decide how sums are rounded.
+        """
+        self._chunks.append(list(samples))
+        self._accumulating += self._submit_chunk(len(self._chunks) - 1)
+
+    def _submit_chunk(self, number: int) -> list[Pending]:
+        samples, what = self._chunks[number], f"accumulating chunk {number + 1} of a batch"
+        shares, algorithm = self._shares(samples), self.config.algorithm
+        lengths, in_loss = [sample.n_sampled for sample in samples], [sample.in_loss for sample in samples]
+        weights = chunk_weights(lengths, in_loss, algorithm.aggregation, self.config.rollout.max_response_length)
+        parts = [([samples[i] for i in share], [weights[i] for i in share]) for share in shares]
+        calls = []
+        if self._is_own_reference:
+            calls.append(
+                self.group.submit_each("compute_logprobs", [(part, False, True) for part, _ in parts], what=what)
+            )
+        calls.append(self.group.submit_each("accumulate", [(*part, 1, number) for part in parts], what=what))
+        return calls
+
+    def apply(self, step: int) -> dict[str, float]:
+        """Do one optimizer step on the chunks given to :meth:`accumulate`; returns the metrics of all together.
+
+        Where memory ran out, all chunks are done again first, in smaller micro-batches.
+        """
+        limit = self.config.trainer.update_timeout_s
+        batch = [sample for chunk in self._chunks for sample in chunk]
+        try:
+            while True:
+                try:
+                    gather(self._accumulating, limit)
+                    break
+                except OutOfMemory as failure:
+                    self._shrink(failure)
+                    self._accumulating = [call for i in range(len(self._chunks)) for call in self._submit_chunk(i)]
+        finally:
+            self._chunks, self._accumulating = [], []
+        lengths, in_loss = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
+        totals = Totals.of(lengths, in_loss, self.config.algorithm.aggregation)
+        row: dict[str, float] = self.group.call("apply", totals, step, timeout_s=limit, what=f"update {step}")[0]
+        self.version = step
+        self._warn_of_memory(step)
+        return row
+
+    @property
+    def _is_own_reference(self) -> bool:
+        """Whether the reference is the actor without its adapter."""
+        return self.config.algorithm.kl.coef > 0 and not self.config.asks_reference
+
     def update(self, samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train on a batch: ``actor.epochs`` times over its mini-batches, one optimizer step each.
 
@@ -74,7 +132,7 @@ class ActorGroup:
         parts = [samples[i : i + size] for i in range(0, len(samples), size)]
         # The ratios of later updates are against the weights that the first one starts from.
         old = settings.epochs * len(parts) > 1
-        reference = self.config.algorithm.kl.coef > 0 and not self.config.asks_reference
+        reference = self._is_own_reference
         for part in parts if old or reference else []:
             shares = self._shares(part)
             self._call("compute_logprobs", [([part[i] for i in share], old, reference) for share in shares])
@@ -123,11 +181,15 @@ class ActorGroup:
             try:
                 return self.group.call_each(method, args, timeout_s=self.config.trainer.update_timeout_s)
             except OutOfMemory as failure:
-                self._budget = failure.budget or self._budget
-                self._start_again()
-                self.group.call("take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
-                if failure.budget is None:
-                    raise
+                self._shrink(failure)
+
+    def _shrink(self, failure: OutOfMemory) -> None:
+        """Start the ranks again with smaller micro-batches. Raises ``failure`` where one sequence alone is too much."""
+        self._budget = failure.budget or self._budget
+        self._start_again()
+        self.group.call("take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
+        if failure.budget is None:
+            raise failure
 
     def _start_again(self) -> None:
         """New processes in place of all ranks, which go on with the weights and optimizer state of the old ones.

@@ -19,6 +19,7 @@ from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budge
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
+from gkd.actor.sums import Sums, Totals
 from gkd.cluster.fetch import fetch_samples
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
@@ -58,6 +59,8 @@ class RankTrainer:
         """Under the weights before the batch's first update."""
         self.reference: LogprobsByPlace = {}
         """Under the model without its adapter."""
+        self._sums: Sums | None = None  # of the chunks since the last update
+        self._failed: OutOfMemory | None = None
         self._vocab_size: int = student.lm.config.get_text_config().vocab_size
 
     def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:
@@ -88,8 +91,46 @@ class RankTrainer:
         further update. Returns the metrics of the whole batch.
         Raises NotUpdated on a gradient that is not finite and OutOfMemory as :meth:`_fitting`, with nothing changed.
         """
-        algorithm = self.config.algorithm_on("cpu" if self.device.type == "cpu" else "cuda")
-        metrics = self._fitting(samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=True))
+        self.accumulate(samples, weights, n_positions)
+        return self.apply(Totals(), step, final)
+
+    def accumulate(
+        self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int = 1, chunk: int = 0
+    ) -> None:
+        """Add the gradient of this rank's share of a chunk to that of the chunks before it, for :meth:`apply`.
+
+        ``weights`` may lack a factor that is the same for all tokens of the batch, and metrics a division by its
+        ``n_positions``: :class:`Totals` then has them. ``chunk``: number in the step; 0 forgets what was accumulated.
+        Raises OutOfMemory as :meth:`_fitting`, with nothing changed; then also for all further chunks.
+        """
+        if chunk == 0:
+            self._sums = self._failed = None
+        elif self._failed is not None:
+            raise self._failed
+        if self._sums is None and chunk:
+            raise RunFailed(f"actor rank {self.rank} was given chunk {chunk} of a step without those before it")
+        try:
+            sums = self._fitting(
+                samples, lambda: self._accumulate(samples, weights, n_positions, self._algorithm, train=True), chunk
+            )
+        except OutOfMemory as error:
+            self._failed = error
+            raise
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def apply(self, totals: Totals, step: int, final: bool = True) -> Metrics:
+        """Do one optimizer step on what was accumulated, which ``totals`` make the gradient of the whole batch.
+
+        ``final``: whether the training step has no further update. Returns the metrics of the whole batch.
+        Raises NotUpdated on a gradient that is not finite, with nothing changed.
+        """
+        sums, self._sums = self._sums, None
+        if sums is None:
+            raise RunFailed(f"actor rank {self.rank} was asked to update without a gradient")
+        if totals.scale != 1.0:
+            gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
+            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], totals.scale)
+        metrics = self._reduce(sums.scaled(totals))
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
@@ -113,6 +154,10 @@ class RankTrainer:
         self.staging.end(step, row, final)
         return row
 
+    @property
+    def _algorithm(self) -> Algorithm:
+        return self.config.algorithm_on("cpu" if self.device.type == "cpu" else "cuda")
+
     def evaluate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, loss: Loss
     ) -> Metrics:
@@ -121,9 +166,10 @@ class RankTrainer:
         algorithm = Algorithm(loss=loss)
         try:
             with torch.no_grad():
-                return self._fitting(
+                sums = self._fitting(
                     samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=False)
                 )
+                return self._reduce(sums)
         finally:
             self.student.train()
 
@@ -138,16 +184,19 @@ class RankTrainer:
             by_place.update({samples[i].place: piece for i, piece in zip(part, pieces, strict=True)})
         return by_place
 
-    def _fitting(self, samples: Sequence[TrainingSample], run: Callable[[], Result]) -> Result:
+    def _fitting(self, samples: Sequence[TrainingSample], run: Callable[[], Result], chunk: int = 0) -> Result:
         """``run``. Raises OutOfMemory when its micro-batches do not fit, with nothing changed.
 
-        The process is then of no more use than to hand what it has to another one.
+        Gradients are forgotten first, unless they are those of chunks before ``chunk``. The process that ran out of
+        memory is then of no more use than to hand what it has to another one.
         """
         if self.is_offloaded:
             raise RunFailed(f"actor rank {self.rank} was asked to compute while its weights had left the GPU to others")
-        self.optimizer.zero_grad(set_to_none=True)
+        if chunk == 0:
+            self.optimizer.zero_grad(set_to_none=True)
         # Dropout depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
-        torch.manual_seed(seed_of(self.config.trainer.seed, n_updates(self.optimizer), self.rank))
+        place = (self.config.trainer.seed, n_updates(self.optimizer), self.rank, *([chunk] if chunk else []))
+        torch.manual_seed(seed_of(*place))
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
@@ -158,7 +207,8 @@ class RankTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         lengths = [sample.n_tokens for sample in samples]
         smaller = smaller_budget(self.budget, lengths, pack(lengths, self.budget))
-        raise OutOfMemory(out_of_memory_text(self.config, self.world, max(lengths), self.budget, reason), smaller)
+        longest = max(lengths, default=0)
+        raise OutOfMemory(out_of_memory_text(self.config, self.world, longest, self.budget, reason), smaller)
 
     def _accumulate(
         self,
@@ -167,14 +217,14 @@ class RankTrainer:
         n_positions: int,
         algorithm: Algorithm,
         train: bool,
-    ) -> Metrics:
-        """Forward, and backward when training, over micro-batches; the metrics of the batch over all ranks."""
+    ) -> Sums:
+        """Forward, and backward when training, over micro-batches; this rank's part of the metrics."""
         scored = self._with_reference(samples)
         # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
         top_k = self._agree(max((s.teacher.ids.shape[1] for s in scored if s.teacher), default=0))
         old = [self.old.get(sample.place) for sample in samples]
         has_old = bool(self._agree(int(any(values is not None for values in old)))) and train
-        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+        losses, sums = (defaultdict[str, Tensor](self._zero) for _ in range(2))
         largest: dict[str, Tensor] = {}
         for part in self._micro_batches(samples):
             micro = collate(
@@ -193,12 +243,15 @@ class RankTrainer:
                 # FSDP averages gradients over ranks; the weights are those of the batch of all of them.
                 (total * self.world).backward()
             for name, value in measured.losses.items():
-                sums[name] += value.detach()
+                losses[name] += value.detach()
             for name, values in measured.sums.items():
                 sums[name] += values.detach().sum() / n_positions
             for name, value in measured.largest.items():
                 largest[name] = torch.maximum(largest.get(name, value), value)
-        return self._reduce(sums, largest)
+        return Sums(dict(losses), dict(sums), largest)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _with_reference(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
         """Arrays of the samples, the reference's log-probabilities those that are kept here, where there are any."""
@@ -217,10 +270,11 @@ class RankTrainer:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
-    def _reduce(self, sums: dict[str, Tensor], largest: dict[str, Tensor]) -> Metrics:
+    def _reduce(self, sums: Sums) -> Metrics:
         """Metrics of all ranks together. Every rank had at least one micro-batch, so all know the same names."""
         metrics: dict[str, float] = {}
-        for values, operation in ((sums, dist.ReduceOp.SUM), (largest, dist.ReduceOp.MAX)):
+        added = {**sums.losses, **sums.sums}
+        for values, operation in ((added, dist.ReduceOp.SUM), (sums.largest, dist.ReduceOp.MAX)):
             if values:
                 names = sorted(values)
                 stacked = torch.stack([values[n].double() for n in names])

@@ -20,6 +20,7 @@ from gkd.actor.pretrained import write_pretrained
 from gkd.actor.publishing import Publisher
 from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
+from gkd.actor.sums import Totals
 from gkd.actor.training import LogprobsByPlace, RankTrainer
 from gkd.config import Config, Loss
 from gkd.durable import Sum
@@ -111,6 +112,16 @@ class ActorWorker:
     ) -> Metrics:
         """Do one optimizer step; as :meth:`gkd.actor.training.RankTrainer.update`."""
         return self.trainer.update(samples, weights, n_positions, step, final)
+
+    def accumulate(
+        self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int = 1, chunk: int = 0
+    ) -> None:
+        """Add a chunk's gradient; as :meth:`gkd.actor.training.RankTrainer.accumulate`."""
+        self.trainer.accumulate(samples, weights, n_positions, chunk)
+
+    def apply(self, totals: Totals, step: int) -> Metrics:
+        """Do one optimizer step on the chunks; as :meth:`gkd.actor.training.RankTrainer.apply`."""
+        return self.trainer.apply(totals, step)
 
     def evaluate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, loss: Loss

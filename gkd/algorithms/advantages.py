@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,13 @@ class AdvantageEstimator(ABC):
 
     class Config(Settings):
         """No settings; those of a class of its own appear as ``algorithm.advantage.NAME``."""
+
+    needs_batch: ClassVar[bool] = False
+    """Whether it looks at several groups at once, so that none can be learned from before all are there."""
+
+    def __init_subclass__(cls) -> None:
+        """Note whether a class overrides :meth:`__call__`."""
+        cls.needs_batch = cls.__call__ is not AdvantageEstimator.__call__
 
     def __init__(self, config: Any) -> None:
         self.config = config

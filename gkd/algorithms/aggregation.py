@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gkd.config.learning import Aggregation
 
@@ -33,3 +34,39 @@ def token_weights(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation
                 return 1 / (n_samples * max_tokens)
 
     return [weight(length) if keep and length else 0.0 for length, keep in zip(lengths, kept, strict=True)]
+
+
+def chunk_weights(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation, max_tokens: int) -> list[float]:
+    """Return :func:`token_weights` but for a factor that depends on the rest of the batch, :attr:`Totals.scale`.
+
+    ``lengths``, ``kept`` [S]: of a chunk of the batch, of which no more is known yet.
+    """
+
+    def weight(length: int) -> float:
+        match how:
+            case "token_mean":
+                return 1.0
+            case "sequence_mean":
+                return 1 / length
+            case "constant":
+                return 1 / max_tokens
+
+    return [weight(length) if keep and length else 0.0 for length, keep in zip(lengths, kept, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What sums over the chunks of a batch lack: the factor ``scale`` of all losses, and ``n_positions`` to divide by.
+
+    The gradient is linear in the weights of tokens, so that one factor at the end makes it that of the whole batch.
+    """
+
+    scale: float = 1.0
+    n_positions: int = 1
+
+    @staticmethod
+    def of(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation) -> Totals:
+        """Return the totals of a batch whose chunks were weighted by :func:`chunk_weights`; arguments are its [S]."""
+        counted = [length for length, keep in zip(lengths, kept, strict=True) if keep]
+        divisor = sum(counted) if how == "token_mean" else len(lengths)
+        return Totals(1 / max(1, divisor), sum(lengths))

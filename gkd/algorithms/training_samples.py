@@ -44,22 +44,14 @@ def _number(reward: float | str) -> float:
 def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[list[TrainingSample], dict[str, float]]:
     """Settle the advantages of a batch and which samples are in the loss; also returns reward/* and advantage/*.
 
-    ``samples``: ``rollout.n`` neighbours of one prompt each. A sample whose reward is not known has the advantage 0 and
-    is no part of its group; where rewards are all that is learned from it is left out of the loss, where a teacher is
-    as well its divergence still counts.
-
-    Raises RunFailed when a reward function failed on more than ``reward.max_failed_share`` of the samples.
+    ``samples``: as for :func:`settle`. Raises RunFailed when a reward function failed on more than
+    ``reward.max_failed_share`` of the samples, and as :func:`settle`.
     """
-    algorithm = config.algorithm
-    in_loss = np.array([algorithm.overlong.action != "mask" or sample.finish_reason != "length" for sample in samples])
-    if not algorithm.policy_weight:
-        return [replace(sample, in_loss=bool(keep)) for sample, keep in zip(samples, in_loss, strict=True)], {}
+    if not config.algorithm.policy_weight:
+        return settle(config, samples), {}
     metrics = _by_function(config, samples)
-    rewards = np.array(rewards_of(config, samples))
-    groups = groups_of(config, samples)
-    advantages = _advantages(config, rewards, groups)
-    known = ~np.isnan(rewards)
-    in_loss = in_loss if algorithm.distils else in_loss & known
+    batch, rewards = settle(config, samples), np.array(rewards_of(config, samples))
+    groups, advantages, known = groups_of(config, samples), np.array([s.advantage for s in batch]), ~np.isnan(rewards)
     if known.any():
         metrics |= {
             "reward/mean": float(rewards[known].mean()),
@@ -72,11 +64,27 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
         "reward/equal_groups": (n_groups - len(groups_that_differ(rewards.tolist(), groups))) / n_groups,
         "timing_s/reward": max(sum(sample.reward_s.values()) for sample in samples),
     }
-    batch = [
+    return batch, metrics
+
+
+def settle(config: Config, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Return whole groups of samples with their advantages, and whether each is in the loss.
+
+    ``samples``: ``rollout.n`` neighbours of one prompt each. A sample whose reward is not known has the advantage 0 and
+    is no part of its group; where rewards are all that is learned from it is left out of the loss, where a teacher is
+    as well its divergence still counts. Raises RunFailed where ``algorithm.advantage.name`` fails.
+    """
+    algorithm = config.algorithm
+    in_loss = np.array([algorithm.overlong.action != "mask" or sample.finish_reason != "length" for sample in samples])
+    if not algorithm.policy_weight:
+        return [replace(sample, in_loss=bool(keep)) for sample, keep in zip(samples, in_loss, strict=True)]
+    rewards = np.array(rewards_of(config, samples))
+    advantages = _advantages(config, rewards, groups_of(config, samples))
+    in_loss = in_loss if algorithm.distils else in_loss & ~np.isnan(rewards)
+    return [
         replace(sample, advantage=float(advantage), in_loss=bool(keep))
         for sample, advantage, keep in zip(samples, advantages, in_loss, strict=True)
     ]
-    return batch, metrics
 
 
 def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Float64:

@@ -61,7 +61,9 @@ def load(tree: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         first = error.errors()[0]
         # Union branches add their type's name to the location; only real keys are shown.
-        key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|literal)", str(part)))
+        key = ".".join(
+            str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|bool|float)$", str(part))
+        )
         if first["type"] == "extra_forbidden":
             raise unknown(key, first["input"]) from None
         if first["type"] == OWN:

@@ -25,6 +25,7 @@ from gkd.config.learning import Algorithm
 from gkd.config.learning_rate import rates
 from gkd.config.plan import Plan
 from gkd.config.rewards import Reward
+from gkd.config.schedule import Schedule
 from gkd.config.watch import Watch
 
 
@@ -42,6 +43,7 @@ class Config(Settings):
     data: Data = Data()
     algorithm: Algorithm = Field(default_factory=Algorithm)
     reward: Reward = Reward()
+    schedule: Schedule = Schedule()
     weights: Weights = Field(default_factory=Weights)
     cluster: Cluster = Cluster()
     watch: Watch = Watch()

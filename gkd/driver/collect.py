@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -32,12 +32,20 @@ class Collected:
         return self.batch + self.left_out
 
 
-def collect(config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_size: int, step: int) -> Collected:
+def collect(
+    config: Config,
+    prompts: PromptStream,
+    rollout: RolloutGroup,
+    vocab_size: int,
+    step: int,
+    take: Callable[[Sequence[TrainingSample]], None] = lambda samples: None,
+) -> Collected:
     """Collect scored samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
 
     With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
     ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups, evenly
-    among the others. A group whose rewards failed is one of them.
+    among the others. A group whose rewards failed is one of them. ``take`` is given the samples in the batch's order as
+    they come.
     """
     scoring = scoring_of(config, vocab_size)
     batch, rounds = config.trainer.batch_size, config.algorithm.dynamic_sampling.max_rounds
@@ -46,7 +54,10 @@ def collect(config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_
     for round_ in range(rounds if config.algorithm.policy_weight else 1):
         drawn = prompts.take(batch - len(useful))
         requests = requests_of(config, drawn, scoring, step, first=round_ * batch)
-        samples = rollout.sample(requests, config.rollout.timeout_s)
+        samples = []
+        for arrived in rollout.in_order(rollout.submit(requests), config.rollout.timeout_s):
+            take(arrived)
+            samples += arrived
         if rounds == 1 or not config.algorithm.policy_weight:
             return Collected(samples, [])
         groups = groups_of(config, samples)

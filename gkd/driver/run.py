@@ -16,6 +16,7 @@ from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
 from gkd.cluster.session import Session
 from gkd.config import Config
 from gkd.config.learning_rate import doubts
+from gkd.config.schedule import require_streaming
 from gkd.driver.checkpoint import Saved, State
 from gkd.driver.inputs import Inputs
 from gkd.driver.resume import cut
@@ -208,7 +209,12 @@ def _with_offload(config: Config, placement: Placement) -> Config:
             engines,
             config.cluster.offload,
         )
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": offload})})
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": offload})})
+    try:
+        require_streaming(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
 
 
 def _check_memory(config: Config, placement: Placement) -> bool:

@@ -9,10 +9,12 @@ from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import require_rewards, with_advantages
 from gkd.cluster.group import Group, MemoryReports
 from gkd.config import Config
+from gkd.config.schedule import streams
 from gkd.data.prompts import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.collect import collect
 from gkd.driver.saving import Checkpoints
+from gkd.driver.streaming import BatchStream
 from gkd.driver.validation import Validation
 from gkd.driver.weight_sync import WeightSync
 from gkd.observability import metrics as measured
@@ -62,21 +64,24 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
     state = start if start.row is None else _log(config, parts, log, watcher, start)
     for step in range(start.step + 1, config.trainer.total_steps + 1):
         started, clock = time.monotonic(), time.time()
-        collected = collect(config, parts.prompts, parts.rollout, parts.vocab_size, step)
+        stream = BatchStream(config, parts.actor) if streams(config) else None
+        take = {} if stream is None else {"take": stream.feed}
+        collected = collect(config, parts.prompts, parts.rollout, parts.vocab_size, step, **take)
         log.samples.write(step, collected.batch)
         require_rewards(config, collected.all)
         batch, row = with_advantages(config, collected.batch)
-        sampled = time.monotonic()
-        row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(
-            clock, batch, clock + sampled - started
-        )
+        sampled = began = time.monotonic()
+        if stream is not None and stream.began is not None:
+            began = stream.began
+            row["timing_s/overlap"] = sampled - began
+        row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(clock, batch, clock + began - started)
         state = replace(state, step=step, prompts=parts.prompts.state(), row=measured.finite(row))
         log.checkpoints.train(state)
-        row |= parts.actor.update(batch, step)
+        row |= (parts.actor if stream is None else stream).update(batch, step)
         updated = time.monotonic()
         parts.sync.push()
         done = time.monotonic()
-        row |= {"timing_s/update": updated - sampled, "timing_s/sync": done - updated, "timing_s/step": done - started}
+        row |= {"timing_s/update": updated - began, "timing_s/sync": done - updated, "timing_s/step": done - started}
         row |= throughput(sum(sample.n_tokens for sample in batch), done - started, parts.n_gpus)
         row |= parts.memory()
         state = replace(state, row=measured.finite(row))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +28,16 @@ class Engines:
     def __init__(self, worth: Callable[[SampleRequest], float | str]) -> None:
         self.worth, self.calls = worth, []
 
-    def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
+    def submit(self, requests: Sequence[SampleRequest], order: int = 0) -> list[int]:
+        first = sum(map(len, self.calls))
         self.calls.append(list(requests))
+        return list(range(first, first + len(requests)))
+
+    def in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
+        requests = [request for call in self.calls for request in call]
+        yield self.finished([requests[key] for key in keys])
+
+    def finished(self, requests: Sequence[SampleRequest]) -> list[TrainingSample]:
         return [
             training_sample(i, r.prompt.id, r.index, rewards={"accuracy": self.worth(r)} if r.scoring.rewards else {})
             for i, r in enumerate(requests)
@@ -165,7 +173,10 @@ def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int) -
     """They show what the function failed on."""
     written: list[int] = []
     parts: Any = SimpleNamespace(
-        prompts=PromptStream(PROMPTS, seed=0), rollout=Engines(lambda request: "ValueError: no"), vocab_size=50
+        prompts=PromptStream(PROMPTS, seed=0),
+        rollout=Engines(lambda request: "ValueError: no"),
+        vocab_size=50,
+        actor=SimpleNamespace(fits=lambda lengths: True),
     )
     log: Any = SimpleNamespace(samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples))))
     with pytest.raises(RunFailed, match="reward accuracy failed"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,12 +46,17 @@ class Played:
         if self.fails == (call, self.step):
             raise RunFailed(f"{call} failed")
 
-    def sample(self, requests: Sequence[Any], *rest: Any) -> list[Any]:
+    def submit(self, requests: Sequence[Any], order: int = 0) -> list[Any]:
         self.step += 1
         self.note("sample")
         self.seeds += [request.seed for request in requests]
-        samples: list[Any] = Engines(lambda request: float(request.index)).sample(requests, *rest)
-        return samples
+        return list(requests)
+
+    def in_order(self, requests: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
+        yield Engines(lambda request: float(request.index)).finished(requests)
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        return True
 
     def update(self, batch: Sequence[Any], step: int) -> dict[str, float]:
         assert step == self.step and len(batch) == 8

@@ -134,7 +134,10 @@ def test_one_sequence_that_does_not_fit_ends_with_advice_and_changes_nothing(two
 
 
 def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: dict[int, Ranks], path: str) -> None:
-    """On the only rank, where FSDP takes itself to be within that pass for good."""
+    """On the only rank, where FSDP takes itself to be within that pass for good.
+
+    Then in the second of a step's chunks: the gradient of the first goes with its process, and is done again.
+    """
     batch = put(models.scored(8, k=4, lengths=(80, 100)))
 
     class Fails(torch.autograd.Function):
@@ -146,16 +149,28 @@ def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: di
         def backward(ctx: object, gradient: Tensor) -> Tensor:
             raise torch.OutOfMemoryError("out of memory")
 
-    def fail(worker: Any) -> None:
-        worker._object.student.lm.model.layers[0].register_forward_hook(lambda _, __, hidden: Fails.apply(hidden))
+    def fail(worker: Any, passes: int) -> None:
+        left = [passes]  # that succeed
+
+        def hook(_: object, __: object, hidden: Tensor) -> Tensor:
+            left[0] -= 1
+            return hidden if left[0] >= 0 else Fails.apply(hidden)
+
+        worker._object.student.lm.model.layers[0].register_forward_hook(hook)
 
     settings = config(max_tokens_per_micro_batch=400)
     plain = processes[1].become(path, settings)
     with actor_of(path, 1, settings) as actor:
-        ray.get(actor.group.workers[0].__ray_call__.remote(fail), timeout=60)
+        ray.get(actor.group.workers[0].__ray_call__.remote(fail, 0), timeout=60)
         for step in (1, 2):
             expected = plain.run("update", batch, step)
             assert actor.update(batch, step) == pytest.approx(expected, rel=1e-3)  # the gradient's norm is among them
+        started = pids(actor)
+        ray.get(actor.group.workers[0].__ray_call__.remote(fail, 2), timeout=60)
+        for chunk in (batch[:2], batch[2:5], batch[5:]):
+            actor.accumulate(chunk)
+        assert actor.apply(3) == pytest.approx(plain.run("update", batch, 3), rel=1e-3)
+        assert actor.version == 3 and pids(actor).isdisjoint(started)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Gradients of a batch that is still being sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from gkd.actor.group import ActorGroup
+from gkd.algorithms.training_samples import settle
+from gkd.config import Config
+from gkd.types import TrainingSample
+
+
+class BatchStream:
+    """Cuts one step's samples into chunks as they come, and has the actor add up their gradients.
+
+    A chunk is as many samples, in the batch's order, as the actor's ranks hold in one micro-batch each; where rewards
+    are learned from, whole groups of one prompt. So what is added to what depends on the samples alone, not on when
+    they come. A batch of a single chunk is left whole.
+    """
+
+    def __init__(self, config: Config, actor: ActorGroup) -> None:
+        self.config, self.actor = config, actor
+        self.began: float | None = None
+        """When the first chunk was handed to the actor (``time.monotonic``)."""
+        self._unit = config.rollout.n if config.algorithm.policy_weight else 1
+        self._arrived: list[TrainingSample] = []  # of a group that is not whole yet
+        self._chunk: list[TrainingSample] = []
+
+    def feed(self, samples: Sequence[TrainingSample]) -> None:
+        """Take the next samples of the batch, in its order."""
+        self._arrived += samples
+        while len(self._arrived) >= self._unit:
+            group, self._arrived = self._arrived[: self._unit], self._arrived[self._unit :]
+            if self._chunk and not self.actor.fits([sample.n_tokens for sample in [*self._chunk, *group]]):
+                self._hand_over()
+            self._chunk += settle(self.config, group)
+
+    def _hand_over(self) -> None:
+        if self.began is None:
+            self.began = time.monotonic()
+        self.actor.accumulate(self._chunk)
+        self._chunk = []
+
+    def update(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
+        """Do the optimizer step, once the whole ``batch`` has been fed; returns its metrics."""
+        if self.began is None:
+            return self.actor.update(batch, step)
+        self._hand_over()
+        return self.actor.apply(step)

@@ -1,0 +1,105 @@
+"""A batch in chunks has the gradient and the metrics of the batch as a whole: every loss, one rank and two."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch.distributed.tensor import DTensor
+
+from gkd.actor.balance import share
+from gkd.actor.worker import ActorWorker
+from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
+from gkd.config import Algorithm, Config
+from gkd.types import TrainingSample
+from tests.actor import models
+from tests.ray.actor.ranks import Ranks, config, put
+
+LIMIT = 12
+CHUNKS = [(0, 1), (1, 5), (5, 9)]  # the first leaves the second of two ranks without a sample
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("student")
+    models.make("qwen2 tied").save_pretrained(path)
+    return str(path)
+
+
+def gradient(ranks: Ranks) -> torch.Tensor:
+    """What has been accumulated, of all parameters."""
+
+    def collect(worker: ActorWorker) -> torch.Tensor:
+        found = [p.grad for p in worker.student.parameters()]
+        return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
+
+    found: torch.Tensor = ray.get([w.__ray_call__.remote(collect) for w in ranks.workers], timeout=60)[0]
+    return found
+
+
+def accumulate(ranks: Ranks, samples: list[TrainingSample], weights: list[float], *last: int) -> None:
+    shares = share([sample.n_tokens for sample in samples], len(ranks.workers))
+    calls = [
+        worker.accumulate.remote([samples[i] for i in part], [weights[i] for i in part], *last)
+        for worker, part in zip(ranks.workers, shares, strict=True)
+    ]
+    ray.get(calls, timeout=120)
+
+
+def settings(algorithm: dict[str, Any]) -> Config:
+    return config().model_copy(update={"algorithm": Algorithm.model_validate(algorithm)})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "world"),
+    [
+        ({"loss": {"name": "reverse_kl"}}, 2),
+        ({"loss": {"name": "forward_kl", "temperature": 2.0}, "aggregation": "constant"}, 1),
+        ({"loss": {"name": "jsd"}, "aggregation": "sequence_mean"}, 2),
+        ({"loss": {"name": "sampled_reverse_kl"}, "importance_sampling": {"level": "token"}}, 1),
+        ({"name": "grpo", "kl": {"coef": 0.1}}, 2),
+        ({"name": "gspo", "aggregation": "sequence_mean"}, 1),
+        ({"reward_weight": 0.5, "aggregation": "constant"}, 2),
+    ],
+)
+def test_chunks_add_up_to_the_batch(
+    processes: dict[int, Ranks], model_path: str, algorithm: dict[str, Any], world: int
+) -> None:
+    scored = models.scored(9, 0 if algorithm.get("loss", {}).get("name") == "sampled_reverse_kl" else 7, seed=4)
+    batch = put([dataclasses.replace(s, reference=s.sample.sampled_logprobs) for s in scored])
+    batch[3] = dataclasses.replace(batch[3], in_loss=False)
+    lengths, kept = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
+    chosen = settings(algorithm)
+    how = chosen.algorithm.aggregation
+    ranks = processes[world]
+    found: list[tuple[torch.Tensor, dict[str, float]]] = []
+    for whole in (True, False):
+        ranks.become(model_path, chosen)  # with an optimizer that has done nothing yet
+        if whole:
+            totals = Totals()
+            accumulate(ranks, batch, token_weights(lengths, kept, how, LIMIT), sum(lengths))
+        else:
+            totals = Totals.of(lengths, kept, how)
+            for number, (start, stop) in enumerate(CHUNKS):
+                weights = chunk_weights(lengths[start:stop], kept[start:stop], how, LIMIT)
+                accumulate(ranks, batch[start:stop], weights, 1, number)
+        summed = gradient(ranks) * totals.scale
+        rows = ray.get([w.apply.remote(totals, 1) for w in ranks.workers], timeout=60)
+        assert all(row == rows[0] for row in rows)
+        found.append((summed, rows[0]))
+    (expected, row), (summed, streamed) = found
+    assert expected.abs().max() > 0
+    assert (summed - expected).norm() <= 1e-6 * expected.norm()
+    assert streamed == pytest.approx(row, rel=1e-5, abs=1e-7)  # the clipped norm and the losses among them
+
+
+def test_chunks_without_those_before_them_are_refused(processes: dict[int, Ranks], model_path: str) -> None:
+    ranks = processes[1].become(model_path, config())
+    with pytest.raises(ray.exceptions.RayTaskError, match="given chunk 1 of a step without those before it"):
+        accumulate(ranks, put(models.scored(2, seed=3)), [1.0, 1.0], 1, 1)
+    with pytest.raises(ray.exceptions.RayTaskError, match="asked to update without a gradient"):
+        ray.get(ranks.workers[0].apply.remote(Totals(), 1), timeout=60)
