@@ -71,7 +71,10 @@ class TeacherModel(Settings):
 
 
 ENGINE = "gkd.inference.engine:InferenceEngine"
-SCORING_ENGINES = {"vllm": "gkd.inference.vllm_scorer:VLLMScorer"}
+SCORING_ENGINES = {
+    "vllm": "gkd.inference.vllm_scorer:VLLMScorer",
+    "torch": "gkd.inference.torch_scorer:TorchScorer",
+}
 
 
 class EngineSection(OpenSettings):
@@ -113,7 +116,11 @@ class Scorer(Served, Engine, EngineSection):
     registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES, ENGINE)
     ability: ClassVar[str] = "can_score"
 
-    engine: Annotated[str, AfterValidator(absolute)] = Field("vllm", description=f"what scores: vllm, or {OWN_CLASS}")
+    engine: Annotated[str, AfterValidator(absolute)] = Field(
+        "vllm",
+        description="what scores: vllm; torch, transformers' model in one forward pass of all that waits, on one GPU; "
+        f"or {OWN_CLASS}",
+    )
     max_top_k: int = Field(
         32768,
         ge=1,

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
+from gkd.errors import ConfigError
 from gkd.inference.requests import Limits, Refused
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ class EngineSpec:
             sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
             weights=config.weights,
         )
+
+    def require_positions(self) -> None:
+        """Raise ConfigError where sequences that are to be scored are longer than the model takes."""
+        longest: int | None = self.settings.max_model_len
+        if longest is not None and self.model.positions is not None and longest > self.model.positions:
+            raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {self.model.positions} positions")
 
 
 class InferenceEngine(ABC, Generic[RequestT, AnswerT]):

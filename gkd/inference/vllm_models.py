@@ -49,8 +49,8 @@ _TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPO
 _HEAD_SIZES = ("head_dim", "global_head_dim", "attention_head_dim")
 
 STUDENT_REMEDY = "rollout.engine=hf samples with transformers instead"
-SCORER_REMEDY = "choose another model, or score on a machine with a GPU"
-REFERENCE_REMEDY = "algorithm.kl.coef=0 needs no reference, and an adapter (actor.lora.r) none of its own"
+SCORER_REMEDY = "teacher.engine=torch scores with transformers instead"
+REFERENCE_REMEDY = "reference.engine=torch scores with transformers instead"
 
 
 def require_vllm_runs(path: str, setting: str, remedy: str) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import RunFailed
 from gkd.inference.engine import Device, EngineSpec, InferenceEngine
 from gkd.inference.requests import Generate, Limits, Refused, Score
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
@@ -53,9 +53,8 @@ class _Running:
 
 def scoring_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Arguments of vLLM for an engine that scores. Raises ConfigError for sequences longer than the model takes."""
+    spec.require_positions()
     longest: int | None = spec.settings.max_model_len
-    if longest is not None and spec.model.positions is not None and longest > spec.model.positions:
-        raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {spec.model.positions} positions")
     if spec.max_num_batched_tokens is None:
         spec = replace(spec, max_num_batched_tokens=batched_tokens(spec.model.vocabulary, spec.settings, spec.device))
     return engine_arguments(spec, max_model_len=None if longest is None else longest + 1, prefix_caching=False)

@@ -5,6 +5,8 @@ Shapes: S sequences, L tokens in all, M the longest, D the hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +76,17 @@ def pack_or_pad(lm: PreTrainedModel) -> None:
     """Have ``lm``, loaded with :func:`wanted_attention`, take padded rows where packing does not work."""
     if is_packed(lm) and not keeps_sequences_apart(lm, lm.device):
         lm.set_attn_implementation(exact_attention(lm.config))
+
+
+@contextmanager
+def padded_rows(lm: PreTrainedModel) -> Iterator[None]:
+    """Have ``lm`` meanwhile take padded rows as transformers does, with a cache or without."""
+    before = lm.config._attn_implementation
+    lm.set_attn_implementation(exact_attention(lm.config))
+    try:
+        yield
+    finally:
+        lm.set_attn_implementation(before)
 
 
 def _packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:

@@ -116,13 +116,15 @@ def _takes_any_gpus(config: Config, section: str) -> bool:
 
 def _engine_changes(layout: Layout, section: str) -> list[Change]:
     engine: Engine = getattr(layout.config, section)
+    properties = engine_class(engine)
     seqs = tuple(engine.max_num_seqs >> i for i in (1, 2, 3) if engine.max_num_seqs >> i >= 8)
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
     if layout.hardware.is_cpu:
         sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)
         changes.append(Change(f"{section}.n_gpus_per_node", 1, _offer_fewer_engines(layout.config, section, engine)))
-        return [*changes, Change(f"{section}.kv_cache_gb", 1, sizes), *_shorten_texts(layout.config)]
-    properties = engine_class(engine)
+        if properties.managed_memory:
+            changes.append(Change(f"{section}.kv_cache_gb", 1, sizes))
+        return [*changes, *_shorten_texts(layout.config)]
     if properties.managed_memory:
         share = engine.gpu_memory_utilization
         colocated = any(GROUPS.get(section, section) in pair for pair in layout.config.may_share())

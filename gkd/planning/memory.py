@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import GROUPS, Engine, Pool, Scorer
+from gkd.inference.engine import Device
+from gkd.inference.torch_scorer import LOGIT_BYTES, PASS_TOKENS
 from gkd.inference.vllm_scorer import ENTRY_BYTES, RESULT_BYTES, ROW_BYTES, batched_tokens
 from gkd.planning.actor_memory import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
 from gkd.planning.layout import F32, GB, GIB, Layout, engine_class
@@ -144,7 +146,8 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
     if not isinstance(pool, Engine):
         return _reward_model_memory(layout, pool)
     if not engine_class(pool).managed_memory:
-        return _unmanaged_engine_memory(layout, pool)
+        unmanaged = _unmanaged_scorer_memory if isinstance(pool, Scorer) else _unmanaged_sampler_memory
+        return unmanaged(layout, group, pool)
     return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)
 
 
@@ -255,7 +258,7 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
 
 
-def _unmanaged_engine_memory(layout: Layout, engine: Engine) -> GroupMemory:
+def _unmanaged_sampler_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Count a cache for every sequence of a batch at full length, and their float32 logits: transformers' generate."""
     shape, c, workload = layout.models.student, layout.compute_bytes, layout.workload()
     batch = min(engine.max_num_seqs, workload.samples)
@@ -265,7 +268,30 @@ def _unmanaged_engine_memory(layout: Layout, engine: Engine) -> GroupMemory:
         "logits": float(3 * batch * shape.vocabulary * F32),
         "process": ENGINE_PROCESS if layout.hardware.is_cpu else CONTEXT,
     }
-    return GroupMemory("rollout", engine.n_workers, items, layout.hardware.memory)
+    return GroupMemory(group, engine.n_workers, items, layout.hardware.memory)
+
+
+def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+    """Count the weights and one forward pass, the head on some positions of it (gkd.inference.torch_scorer).
+
+    On a CPU a tied head has a copy of its weight in another layout.
+    """
+    shape, c, longest = layout.models.of(group), layout.compute_bytes, layout.workload().longest
+    device: Device = "cpu" if layout.hardware.is_cpu else "cuda"
+    tokens = max(longest, min(PASS_TOKENS[device], engine.max_num_seqs * longest))
+    width = max(layers.width for layers in shape.layers)
+    copied = shape.head if shape.tied and layout.hardware.is_cpu else 0
+    k = _largest_top_k(layout, group, shape)
+    positions = tokens * layout.workload().response / layout.workload().length
+    layer = tokens * c * max(4 * shape.hidden + 3 * width, 10 * shape.hidden)
+    logits = 3 * min(LOGIT_BYTES[device], positions * shape.vocabulary * F32)
+    items = {
+        "weights": float(c * (shape.n_parameters + copied)),
+        "activations": float(max(layer, tokens * shape.hidden * c + logits)),
+        "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
+    }
+    results = {"results": float(positions * (k + 1) * 2 * F32)} if layout.hardware.is_cpu else {}
+    return GroupMemory(group, engine.n_workers, items | results, layout.hardware.memory)
 
 
 def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gkd.config import TRANSFERS, Engine, Pool
-from gkd.planning.layout import F32, Layout
+from gkd.planning.layout import F32, Layout, engine_class
 from gkd.planning.memory import concurrent_sequences, kv_bytes, largest_micro_batch
 from gkd.planning.shapes import ModelShape
 from gkd.weights.choice import choose
@@ -161,15 +161,19 @@ def network_s(layout: Layout, shape: ModelShape, engine: Engine, tokens: float) 
 
 
 def score_s(layout: Layout, group: str, engine: Engine) -> float:
-    """Return the seconds of scoring a batch: one pass over every token, the head at each."""
+    """Return the seconds of scoring a batch: one pass over every token."""
     return max(1.0, layout.workload().samples / engine.n_engines) * score_one_s(layout, group, engine)
 
 
 def score_one_s(layout: Layout, group: str, engine: Engine) -> float:
-    """Return the seconds of scoring one sample, as each engine does last."""
-    shape, length = layout.models.of(group), layout.workload().length
+    """Return the seconds of scoring one sample, as each engine does last.
+
+    vLLM has the head at every token, the torch engine at those of the response.
+    """
+    shape, workload = layout.models.of(group), layout.workload()
+    length, n_rows = workload.length, workload.length if engine_class(engine).managed_memory else workload.response
     rate, _ = _engine_speed(layout, engine.tensor_parallel_size)
-    computed = length * (forward_flops(shape, length / 2) + head_flops(shape)) / rate
+    computed = (length * forward_flops(shape, length / 2) + n_rows * head_flops(shape)) / rate
     return computed + network_s(layout, shape, engine, length)
 
 

@@ -76,9 +76,9 @@ def test_each_model_is_named_with_what_to_do(tmp_path: Path) -> None:
         _require_engines_run(config, path, {})
     config = compose(["+recipe=grpo", "rollout.engine=hf"])
     _require_engines_run(config, path, {})
-    with pytest.raises(ConfigError, match=r"^reference.model.path=.* heads of 24, .*; algorithm.kl.coef=0 "):
+    with pytest.raises(ConfigError, match=r"^reference.model.path=.* heads of 24, .*; reference.engine=torch scores"):
         _require_engines_run(config, path, {"reference": path})
-    with pytest.raises(ConfigError, match=r"^teacher.models.math=.* heads of 24, .*; choose another model"):
+    with pytest.raises(ConfigError, match=r"^teacher.models.math=.* heads of 24, .*; teacher.engine=torch scores"):
         _require_engines_run(config, path, {"teacher:math": path})
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from gkd.config import Lora
 from gkd.config.compose import compose
@@ -14,6 +14,8 @@ from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.classifier import Classifier
 from gkd.inference.engine import EngineSpec
+from gkd.inference.requests import Score
+from gkd.inference.torch_scorer import TorchScorer
 from gkd.planning.actor_memory import adapter_weights
 from gkd.planning.advice import advise
 from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
@@ -76,6 +78,38 @@ def test_a_reward_model_is_near_the_measured_peak(
         measured.count(engine.model.parameters())
         engine.rate([np.full(length, 1 + i, np.int32) for i in range(n)])
     assert items["weights"] + items["activations"] == pytest.approx(measured.peak, rel=0.15)
+
+
+@pytest.mark.parametrize(("width", "layers", "vocabulary", "k"), [(128, 2, 4000, 64), (768, 4, 500, 500)])
+def test_a_teacher_in_torch_is_near_the_measured_peak(
+    width: int, layers: int, vocabulary: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that waits in one pass, half of each sequence a response."""
+    monkeypatch.setattr("gkd.modeling.linear.pack_linear_layers", lambda lm: None)  # of another layout, not counted
+    n, length = 16, 128
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=128, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=vocabulary,
+    ))  # fmt: skip
+    model.save_pretrained(tmp_path)
+    settings = (f"teacher.model.path={tmp_path}", "teacher.engine=torch", f"teacher.max_num_seqs={n}",
+        f"algorithm.loss.top_k={k}", f"data.val_top_k={k}", "data.max_prompt_length=64",
+        "rollout.max_response_length=64")  # fmt: skip
+    config = compose(["+recipe=on_policy_distill", "model.size=0.5b", *FILES, *settings])
+    on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
+    items = next(group.items for group in on_cpu if group.group == "teacher")
+    info = ModelInfo.read(str(tmp_path), "teacher.model.path")
+    engine = TorchScorer(EngineSpec(str(tmp_path), info, config.teacher, "cpu", "float32"))
+    with TensorBytes() as measured:
+        measured.count(engine._lm.parameters())
+        for i in range(n):
+            engine.add(i, Score(np.full(length, 1 + i, np.int32), ((length // 2, length),), k))
+        answers = list(engine.step())
+    assert len(answers) == n
+    weights = sum(p.nbytes for p in model.parameters())
+    assert items["weights"] == weights
+    planned_bytes = items["activations"] + items["results"]
+    assert 1.0 <= planned_bytes / (measured.peak - weights) <= 1.6  # at a temperature there is one copy more
 
 
 ONE_GPU = ("placement=single_gpu", "rollout.gpu_memory_utilization=0.5")

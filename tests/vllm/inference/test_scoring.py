@@ -16,6 +16,7 @@ from gkd.config import Algorithm, Rollout, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.engine import EngineSpec
+from gkd.inference.torch_scorer import TorchScorer
 from gkd.inference.vllm_scorer import RESULT_BYTES
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
@@ -131,6 +132,33 @@ def test_k_temperature_and_vocabulary_may_differ_from_request_to_request(
     ]
     for request, future in [(r, teacher.submit(r)) for r in requests]:
         check(request, future.result(60), reference)
+
+
+def test_both_engines_answer_alike(teacher: ScoringClient, tiny_llama: Path) -> None:
+    """vLLM's targets are those of the torch engine: ids, log-probabilities, tails, continuations."""
+    info = ModelInfo.read(str(tiny_llama), "teacher.model.path")
+    engine = TorchScorer(EngineSpec(str(tiny_llama), info, Teacher(engine="torch"), "cpu", "float32"))
+    kinds = [(0, 1.0, None), (1, 0.7, None), (8, 1.0, 90), (FULL_VOCABULARY, 2.0, None)]
+    scores = [a_request(3 + 5 * i, 30 + i, *kind, seed=i) for i, kind in enumerate(kinds * 2)]
+    requests = [*scores, *(Generate(score.token_ids[:9], 12) for score in scores)]
+    for key, request in enumerate(requests):
+        engine.add(key, request)
+    own: dict[int, Any] = {}
+    while engine.busy():
+        own |= dict(engine.step())
+    for key, future in [(key, teacher.submit(request)) for key, request in enumerate(requests)]:
+        found, answer = future.result(30), own[key]
+        if not isinstance(found, Target):
+            np.testing.assert_array_equal(found, answer)
+            continue
+        assert found.temperature == answer.temperature
+        assert (found.ids.dtype, found.ids.shape) == (answer.ids.dtype, answer.ids.shape)
+        np.testing.assert_allclose(found.token_logprobs, answer.token_logprobs, atol=1e-4)
+        np.testing.assert_allclose(found.logprobs, answer.logprobs, atol=1e-4)
+        assert (found.ids != answer.ids).sum() <= 0.01 * found.ids.size  # near ties
+        assert (found.tail_logprobs is None) == (answer.tail_logprobs is None)
+        if found.tail_logprobs is not None:
+            np.testing.assert_allclose(found.tail_logprobs, answer.tail_logprobs, atol=1e-4)
 
 
 def test_the_same_sequence_again_is_scored_the_same(teacher: ScoringClient, reference: Any) -> None:

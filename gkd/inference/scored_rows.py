@@ -1,0 +1,88 @@
+"""Log-probabilities at positions of sequences, from final hidden states through a model's head.
+
+Shapes: n positions, D the hidden size, V the vocabulary, K the most likely tokens that are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What is wanted of positions: the ``top_k`` of the first ``rows`` tokens of softmax(logits / ``temperature``)."""
+
+    temperature: float
+    rows: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """``token_logprobs`` [n], ``ids`` [n, K] (int32) and ``logprobs`` [n, K] in falling order, ``tails`` [n].
+
+    ``tails``: log-probability of all tokens but those K together; None where K is 0 or all.
+    """
+
+    token_logprobs: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    tails: Tensor | None
+
+    @staticmethod
+    def on_host(n: int, shape: RowShape, pinned: bool) -> ScoredRows:
+        """Allocate the host's memory for ``n`` positions, ``pinned`` so that a GPU writes beside other work."""
+        k, has_tails = shape.top_k, 0 < shape.top_k < shape.rows
+        return ScoredRows(
+            torch.empty(n, pin_memory=pinned),
+            torch.empty((n, k), dtype=torch.int32, pin_memory=pinned),
+            torch.empty((n, k), pin_memory=pinned),
+            torch.empty(n, pin_memory=pinned) if has_tails else None,
+        )
+
+    def put(self, start: int, part: ScoredRows) -> None:
+        """Copy ``part`` to the positions from ``start`` on, without waiting for a GPU."""
+        stop = start + len(part.token_logprobs)
+        for name in self.__slots__:
+            to, given = getattr(self, name), getattr(part, name)
+            if to is not None:
+                to[start:stop].copy_(given, non_blocking=True)
+
+
+@torch.inference_mode()
+def score_rows(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: Tensor, shape: RowShape, logit_bytes: int
+) -> ScoredRows:
+    """Score ``token_ids`` [n] by the hidden states [n, D] that predict them.
+
+    As many positions at a time as have float32 logits of ``logit_bytes``. The results are on the host, and whole once
+    the device has come so far.
+    """
+    n_rows = max(1, logit_bytes // (4 * shape.rows))
+    found = ScoredRows.on_host(len(token_ids), shape, hidden.is_cuda)
+    for start in range(0, len(token_ids), n_rows):
+        some = slice(start, start + n_rows)
+        found.put(start, _score(head(hidden[some]), token_ids[some], shape))
+    return found
+
+
+def _score(logits: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRows:
+    # In float32, and the division too: bfloat16 logits would be rounded a second time.
+    logits = logits[:, : shape.rows].float()
+    if shape.temperature != 1.0:
+        logits = logits / shape.temperature
+    total = torch.logsumexp(logits, -1, keepdim=True)
+    tokens = (logits.gather(-1, token_ids[:, None]) - total)[:, 0]
+    if shape.top_k == 0:
+        none = tokens.new_empty((len(tokens), 0))
+        return ScoredRows(tokens, none.int(), none, None)
+    top = torch.topk(logits, shape.top_k)
+    logprobs, tails = top.values - total, None
+    if shape.top_k < shape.rows:
+        # The sum over the complement itself: 1 minus the sum of the K would be rounding where the tail is small.
+        tails = torch.logsumexp(logits.scatter(-1, top.indices, -torch.inf), -1) - total[:, 0]
+    return ScoredRows(tokens, top.indices.int(), logprobs, tails)

@@ -1,0 +1,273 @@
+"""Scoring with transformers: sequences laid end to end through one forward pass, without a cache or a scheduler.
+
+Only positions that are to be scored go through the head. On a CPU the numbers of a sequence do not depend on what is
+scored along with it, to the last bit, so that a run repeats whatever comes first: linear layers are packed
+(gkd.modeling.linear), and only sequences that attention pads alike share a pass.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gkd.errors import RunFailed, one_line
+from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.requests import Generate, Limits, Refused, Score
+from gkd.types import Int32, Target
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from gkd.inference.scored_rows import ScoredRows
+
+PASS_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Tokens of one forward pass, unless one sequence has more."""
+LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Float32 logits that exist at a time; there are up to three temporaries of that size."""
+UNBOUNDED_LENGTH = 1 << 20
+"""Longest sequence of a model without a limit of its own."""
+PADDED_TO = 32
+"""On a CPU attention is over so many positions, or a multiple."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A request's share of a pass: its positions from ``start`` to ``stop`` in ``rows``."""
+
+    key: int
+    request: Score
+    rows: ScoredRows
+    start: int
+    stop: int
+
+    def target(self) -> Target:
+        """Return the answer. The device has to be done."""
+        own = slice(self.start, self.stop)
+        tails = None if self.rows.tails is None else self.rows.tails[own].numpy()
+        return Target(
+            self.rows.token_logprobs[own].numpy(),
+            self.rows.ids[own].numpy(),
+            self.rows.logprobs[own].numpy(),
+            self.request.temperature,
+            tails,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A forward pass that a device was given; ``done``: when it has got so far, None where it has already."""
+
+    scored: Sequence[_Scored] = ()
+    done: torch.cuda.Event | None = None
+
+    def answers(self) -> Iterator[tuple[int, Target]]:
+        """Wait for the device, and yield the keys and targets."""
+        if self.done is not None:
+            self.done.synchronize()
+        for scored in self.scored:
+            yield scored.key, scored.target()
+
+
+class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
+    """Scores and continues token sequences on one GPU or the CPU; what waits is scored in one forward pass.
+
+    Requests of any temperature, vocabulary and K share a pass. On a GPU the next pass is given to the device before the
+    answers of the last are taken apart. Raises ConfigError when ``settings.max_model_len`` is more than the model has,
+    RunFailed when the model cannot be loaded.
+    """
+
+    can_score = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        spec.require_positions()
+        self._device, self._stop_ids = spec.device, spec.model.eos_ids
+        self._n_tokens = spec.max_num_batched_tokens or PASS_TOKENS[spec.device]
+        self._lm = _load(spec)
+        from gkd.modeling.head import Head
+
+        self._head = Head(self._lm)
+        self.limits = Limits(
+            model=spec.model_path,
+            vocabulary=spec.model.vocabulary,
+            max_top_k=min(spec.settings.max_top_k, spec.model.vocabulary),
+            max_length=spec.settings.max_model_len or spec.model.positions or UNBOUNDED_LENGTH,
+            capacity=spec.settings.max_num_seqs,
+        )
+        self._waiting: deque[tuple[int, Score | Generate]] = deque()
+        self._overlaps, self._flying = spec.device == "cuda", _Pass()
+
+    def add(self, key: int, request: Score | Generate) -> None:
+        """Queue a request that passed ``limits.check``."""
+        self._waiting.append((key, request))
+
+    def busy(self) -> bool:
+        """Return whether requests are unfinished."""
+        return bool(self._waiting or self._flying.scored)
+
+    def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
+        """Run one forward pass, or continue prompts; yields the keys and answers of requests that are finished."""
+        begun = self._begin(self._next_scores())
+        if self._overlaps:
+            begun, self._flying = self._flying, begun
+        yield from begun.answers()
+        if prompts := self._next_prompts():
+            yield from self._continue(prompts)
+
+    def sleep(self) -> None:
+        """Move the model to the host."""
+        import torch
+
+        self._lm.to("cpu")
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Move it back. There is nothing but weights."""
+        self._lm.to(self._device)
+
+    def _next_scores(self) -> list[tuple[int, Score]]:
+        """Take the sequences of the next pass, the one that has waited longest first."""
+        chosen: list[tuple[int, Score]] = []
+        left: deque[tuple[int, Score | Generate]] = deque()
+        n_tokens = 0
+        for key, request in self._waiting:
+            if isinstance(request, Score) and (not chosen or self._joins(request, chosen[0][1], n_tokens)):
+                chosen.append((key, request))
+                n_tokens += len(request.token_ids)
+            else:
+                left.append((key, request))
+        self._waiting = left
+        return chosen
+
+    def _joins(self, request: Score, first: Score, n_tokens: int) -> bool:
+        if n_tokens + len(request.token_ids) > self._n_tokens:
+            return False
+        return self._device == "cuda" or _padded(request) == _padded(first)
+
+    def _begin(self, chosen: list[tuple[int, Score]]) -> _Pass:
+        """Give the device the forward pass of some sequences."""
+        if not chosen:
+            return _Pass()
+        import torch
+
+        with torch.inference_mode():
+            scored = self._score(chosen)
+            if self._device != "cuda":
+                return _Pass(scored)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            return _Pass(scored, done)
+
+    def _score(self, chosen: list[tuple[int, Score]]) -> list[_Scored]:
+
+        from gkd.inference.scored_rows import RowShape, score_rows
+        from gkd.modeling.backbone import hidden_states
+
+        self.forward_passes += 1
+        requests = [request for _, request in chosen]
+        lengths = [len(request.token_ids) for request in requests]
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        ids = self._on_device(np.concatenate([request.token_ids for request in requests]).astype(np.int64))
+        hidden = hidden_states(
+            self._lm,
+            ids,
+            self._on_device(np.concatenate([np.arange(n) for n in lengths])),
+            self._on_device(starts),
+            max(lengths) if self._device == "cuda" else max(map(_padded, requests)),
+        )
+        by_shape: dict[RowShape, list[int]] = {}
+        for i, request in enumerate(requests):
+            shape = RowShape(request.temperature, self.limits.rows(request), self.limits.width(request))
+            by_shape.setdefault(shape, []).append(i)
+        scored: list[_Scored] = []
+        for shape, members in by_shape.items():
+            places = [np.concatenate([np.arange(*span) for span in requests[i].spans]) + starts[i] for i in members]
+            at = self._on_device(np.concatenate(places))
+            rows = score_rows(self._head, hidden[at - 1], ids[at], shape, LOGIT_BYTES[self._device])
+            ends = np.cumsum([len(own) for own in places]).tolist()
+            for i, own, end in zip(members, places, ends, strict=True):
+                scored.append(_Scored(*chosen[i], rows, end - len(own), end))
+        return scored
+
+    def _on_device(self, array: Any) -> Tensor:
+        import torch
+
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _next_prompts(self) -> list[tuple[int, Generate]]:
+        """Take the prompts that are continued together: all that wait once nothing is to be scored."""
+        prompts = [(key, request) for key, request in self._waiting if isinstance(request, Generate)]
+        if not prompts or len(prompts) < len(self._waiting):
+            return []
+        self._waiting.clear()
+        return prompts
+
+    def _continue(self, chosen: list[tuple[int, Generate]]) -> Iterator[tuple[int, Int32]]:
+        """Decode greedily, prompts padded on the left."""
+        import torch
+
+        from gkd.modeling.backbone import padded_rows
+
+        prompts = [request.prompt_ids for _, request in chosen]
+        longest, end = max(map(len, prompts)), self._stop_ids[0] if self._stop_ids else 0
+        ids = torch.full((len(prompts), longest), end)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+            mask[row, longest - len(prompt) :] = 1
+        with torch.inference_mode(), padded_rows(self._lm):
+            sequences = self._lm.generate(
+                ids.to(self._device),
+                attention_mask=mask.to(self._device),
+                max_new_tokens=max(request.max_tokens for _, request in chosen),
+                do_sample=False,
+                eos_token_id=self._stop_ids or None,
+                pad_token_id=end,
+            )
+        new: Int32 = sequences[:, longest:].cpu().numpy().astype(np.int32)
+        for (key, request), row in zip(chosen, new, strict=True):
+            ends = np.flatnonzero(np.isin(row, self._stop_ids))
+            yield key, row[: min(request.max_tokens, int(ends[0]) + 1 if len(ends) else len(row))]
+
+
+def _padded(request: Score) -> int:
+    return -(-len(request.token_ids) // PADDED_TO) * PADDED_TO
+
+
+def _load(spec: EngineSpec) -> PreTrainedModel:
+    """Read the model in ``spec.model_path`` and have it score. Raises RunFailed where that cannot be done."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from gkd.modeling.backbone import is_packed, pack_or_pad, wanted_attention
+    from gkd.modeling.linear import pack_linear_layers
+
+    what = f"the teacher's engine did not start on {spec.model_path}"
+    try:
+        config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            spec.model_path,
+            config=config,
+            dtype=getattr(torch, spec.dtype),
+            attn_implementation=wanted_attention(config),
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        lm = lm.to(spec.device).eval()
+    except Exception as error:  # transformers and torch raise whatever they meet
+        raise RunFailed(f"{what}: {type(error).__name__}: {one_line(error)}") from error
+    if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+        raise RunFailed(f"{what}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
+    lm.requires_grad_(False)
+    # A model's own settings, such as a repetition penalty, would change what is the most likely token.
+    lm.generation_config = GenerationConfig()
+    pack_or_pad(lm)
+    if spec.device == "cpu" and is_packed(lm):  # others, such as Mamba, compute with weights beside their layers
+        pack_linear_layers(lm)
+    return lm

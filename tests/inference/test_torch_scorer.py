@@ -1,0 +1,190 @@
+"""The torch engine's scores are transformers', and do not depend on what is scored beside them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.config import Teacher
+from gkd.data.model_info import ModelInfo
+from gkd.errors import ConfigError, RunFailed
+from gkd.inference.engine import EngineSpec
+from gkd.inference.requests import FULL_VOCABULARY, Generate, Score
+from gkd.inference.torch_scorer import TorchScorer
+from gkd.modeling.backbone import is_packed
+from gkd.modeling.linear import PackedLinear
+from gkd.scoring.client import ScoringClient
+from gkd.scoring.server import ScoringServer
+from gkd.types import Int32, Target
+from tests.actor.test_families import PADDED
+from tests.families import EOS, N_TOKENS, SHAPE, make
+from tests.scoring.table import KEY
+from tests.vllm.inference.test_scoring import a_request, check
+
+# Packed and padded, tied and scaled heads, experts, windows, learned positions, states.
+KINDS = ("qwen2 tied", "mistral", "gpt2", "gemma2", "gpt_oss", "qwen3_moe", "granite", "deepseek_v3", "falcon_h1")
+INFO = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+
+
+def spec_of(path: Path, **settings: Any) -> EngineSpec:
+    return EngineSpec(str(path), INFO, Teacher(engine="torch", **settings), "cpu", "float32")
+
+
+def run(engine: TorchScorer, requests: list[Any]) -> list[Any]:
+    for key, request in enumerate(requests):
+        engine.limits.check(request)
+        engine.add(key, request)
+    found: dict[int, Any] = {}
+    while engine.busy():
+        found |= dict(engine.step())
+    return [found[key] for key in range(len(requests))]
+
+
+def mixed() -> list[Score]:
+    """Requests of every kind and of many lengths."""
+    kinds = [(3, 1.0, None), (FULL_VOCABULARY, 0.7, None), (0, 1.0, None), (8, 2.5, 90), (90, 1.0, 90), (5, 0.7, 200)]
+    found = [a_request(1 + 3 * i, 20 + 2 * i, k, t, v, i) for i, (k, t, v) in enumerate(itertools.chain(kinds, kinds))]
+    several = replace(a_request(8, 40, 4, seed=99), spans=((8, 20), (26, 27), (31, 48)))
+    return [*found, several, a_request(127, 1, 4, seed=100), a_request(1, 127, 4, seed=101), a_request(1, 1, 4)]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path, model = tmp_path_factory.mktemp("llama"), make("llama", 0)
+    model.save_pretrained(path)
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def engine(llama: tuple[Path, Any]) -> TorchScorer:
+    return TorchScorer(spec_of(llama[0]))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Whatever the family does, requests of every kind in as few passes as go together."""
+    model = make(family, 0)
+    model.save_pretrained(tmp_path)
+    engine, requests = TorchScorer(spec_of(tmp_path)), mixed()
+    for request, target in zip(requests, run(engine, requests), strict=True):
+        check(request, target, model)
+    assert engine.forward_passes < len(requests)
+    assert is_packed(engine._lm) == (family not in PADDED)
+
+
+def test_tails_are_those_of_the_whole_row_however_small(engine: TorchScorer, llama: tuple[Path, Any]) -> None:
+    requests = [a_request(4, 60, 16, t, v, i) for t in (0.08, 0.15, 1.0) for i, v in ((1, None), (2, 90))]
+    exact, seen = make("llama", 0).double(), []
+    for request, target in zip(requests, run(engine, requests), strict=True):
+        ((start, stop),) = request.spans
+        with torch.no_grad():
+            logits = exact(torch.tensor(request.token_ids.astype(np.int64))[None]).logits[0, start - 1 : stop - 1]
+        p = torch.softmax(logits[:, : request.vocabulary] / request.temperature, -1).numpy()
+        np.put_along_axis(p, target.ids, 0.0, -1)
+        np.testing.assert_allclose(np.exp(target.tail_logprobs.astype(float)), p.sum(-1), rtol=1e-3)
+        seen += p.sum(-1).tolist()
+    assert sum(tail < 1e-6 for tail in seen) > 20
+    assert all(run(engine, [a_request(4, 9, k)])[0].tail_logprobs is None for k in (0, FULL_VOCABULARY))
+
+
+def same(a: Target, b: Target) -> bool:
+    tails = [np.zeros(0) if t.tail_logprobs is None else t.tail_logprobs for t in (a, b)]
+    pairs = [(a.token_logprobs, b.token_logprobs), (a.ids, b.ids), (a.logprobs, b.logprobs), (tails[0], tails[1])]
+    return all(np.array_equal(*pair) for pair in pairs)
+
+
+def test_a_sequence_scores_the_same_bits_whatever_is_scored_beside_it(llama: tuple[Path, Any]) -> None:
+    """What comes first differs from run to run, and runs repeat all the same."""
+    engine, requests = TorchScorer(spec_of(llama[0])), mixed()
+    assert any(isinstance(module, PackedLinear) for module in engine._lm.modules())
+    alone = [run(engine, [request])[0] for request in requests]
+    together = run(engine, requests)
+    again = run(engine, requests[::-1])[::-1]
+    assert all(same(a, b) and same(a, c) for a, b, c in zip(alone, together, again, strict=True))
+
+
+def test_a_pass_has_a_bound_and_one_longer_sequence_still_runs(llama: tuple[Path, Any]) -> None:
+    requests = [a_request(2, 30, 4, seed=i) for i in range(8)]
+    engine = TorchScorer(replace(spec_of(llama[0]), max_num_batched_tokens=64))
+    targets = run(engine, requests)
+    assert engine.forward_passes == 4
+    assert all(map(same, targets, run(TorchScorer(spec_of(llama[0])), requests)))
+    assert len(run(engine, [a_request(2, 100, 4)])) == 1
+
+
+def test_answers_of_a_pass_come_while_the_next_is_under_way(llama: tuple[Path, Any]) -> None:
+    """As on a GPU: the last one is not forgotten."""
+    engine, requests = TorchScorer(replace(spec_of(llama[0]), max_num_batched_tokens=64)), mixed()
+    expected = run(engine, requests)
+    engine._overlaps = True
+    for key, request in enumerate(requests):
+        engine.add(key, request)
+    assert not list(engine.step()) and engine.busy()
+    found: dict[int, Any] = {}
+    while engine.busy():
+        found |= dict(engine.step())
+    assert all(same(found[key], expected[key]) for key in range(len(requests)))
+
+
+def greedy(model: Any, prompt: Int32, n: int) -> list[int]:
+    ids = prompt.tolist()
+    with torch.no_grad():
+        for _ in range(n):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == EOS:
+                break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
+def test_prompts_are_continued_greedily(family: str, tmp_path: Path) -> None:
+    """Beside requests to score, up to end tokens or each one's own limit; scores after it are as before."""
+    model = make(family, 0)
+    model.save_pretrained(tmp_path)
+    engine = TorchScorer(spec_of(tmp_path))
+    prompts = [Generate(a_request(2 + i, 1, 0, seed=100 + i).token_ids, 3 + 5 * (i % 3)) for i in range(9)]
+    scores = mixed()[:3]
+    found = run(engine, [*prompts, *scores])
+    for prompt, answer in zip(prompts, found, strict=False):
+        assert answer.tolist() == greedy(model, prompt.prompt_ids, prompt.max_tokens)
+    for request, target in zip(scores, found[len(prompts) :], strict=True):
+        check(request, target, model)
+
+
+def test_a_client_is_served(engine: TorchScorer, llama: tuple[Path, Any]) -> None:
+    server, stop = ScoringServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    client = ScoringClient([server.address], "hash", FULL_VOCABULARY, key=KEY, max_length=128)
+    client.connect(10)
+    try:
+        for request, future in [(r, client.submit(r)) for r in mixed() * 4]:
+            check(request, future.result(30), llama[1])
+    finally:
+        client.close()
+        stop.set()
+        thread.join(10)
+
+
+def test_a_model_that_cannot_score_is_refused(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"teacher\.max_model_len=500: the teacher has 128 positions"):
+        TorchScorer(spec_of(llama[0], max_model_len=500))
+    with pytest.raises(RunFailed, match=f"the teacher's engine did not start on {tmp_path}"):
+        TorchScorer(spec_of(tmp_path))
+    from safetensors.torch import load_file, save_file
+
+    llama[1].save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunFailed, match=r"its weights lack model\.layers\.1\.mlp\.up_proj\.weight \(1 tensors"):
+        TorchScorer(spec_of(tmp_path))
+    with pytest.raises(ValueError, match="engine=torch runs on one GPU, and tensor_parallel_size=2"):
+        Teacher(engine="torch", tensor_parallel_size=2, n_gpus_per_node=2)
