@@ -246,6 +246,8 @@ class Trainer(Pool, OpenSections):
             kind = TRACKERS.load(name)
             if not (isinstance(kind, type) and hasattr(kind, "log") and hasattr(kind, "close")):
                 raise ValueError(f"trackers: {name} is no class with the methods log and close")
+            if self.trackers.count(name) > 1:
+                raise ValueError(f"trackers: {name} is named more than once; each tracker takes all metrics")
         return self
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gkd.config.names import ELSEWHERE, SECTIONS
 
-TYPING_ERROR, ALIKE = 0.9, 0.6  # difflib's ratios
+TYPING_ERROR, SECTION_ALIKE, ALIKE = 0.9, 0.75, 0.6  # difflib's ratios
 MOST_OWNERS = 2  # sections that may have a setting of one name for a hint to name them all
 
 
@@ -28,7 +28,7 @@ def hint(key: str, known: Iterable[str]) -> str:
     if plain in ELSEWHERE:
         return f" (here: {ELSEWHERE[plain]})"
     for section, meaning in SECTIONS.items():
-        if f"{plain}.".startswith(f"{section}."):
+        if f"{plain}.".startswith(f"{section}.") or plain.startswith(f"{section}_"):
             return f" (here: {meaning})"
     if misspelt := _in_section(plain, names, TYPING_ERROR):
         return _question(misspelt)
@@ -66,7 +66,11 @@ def _alike(key: str, names: Sequence[str]) -> list[str]:
         ours = any(name.startswith(f"{section}.") for name in names)
         return _in_section(key, names, ALIKE) or (_owners(rest.rpartition(".")[2], names) if ours else [])
     tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
-    return _owners(key, names) or difflib.get_close_matches(key, tops, n=1, cutoff=ALIKE) or _leaf_alike(key, names)
+    return (
+        _owners(key, names)
+        or difflib.get_close_matches(key, tops, n=1, cutoff=SECTION_ALIKE)
+        or _leaf_alike(key, names)
+    )
 
 
 def _owners(leaf: str, names: Sequence[str]) -> list[str]:

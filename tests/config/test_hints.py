@@ -50,6 +50,10 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor_parallel_size"),
         ("actor_rollout_ref.ref.model.path", "reference.model.path"),
         ("distillation.teacher_models.teacher_model.model_path", "teacher.model.path"),
+        ("distillation.teacher_model.model_path", "teacher.model.path"),
+        ("distillation.distillation_loss.loss_mode", "algorithm.loss.name"),
+        ("distillation.distillation_loss.topk", "algorithm.loss.top_k"),
+        ("actor_rollout_ref.actor.optim.betas", "actor.betas"),
         ("algorithm.adv_estimator", "algorithm.advantage.name"),
         ("data.train_batch_size", "trainer.batch_size"),
         ("data.max_response_length", "rollout.max_response_length"),
@@ -81,8 +85,12 @@ def test_a_meaning_that_depends_on_the_trainer_names_both() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["critic.model.path", "critic.optim.lr", "x.path", "actor_rollout_ref.model", "nothing.alike", "zzz"]
-)
+    "name",
+    [
+        "critic.model.path", "critic.optim.lr", "critic_warmup", "x.path", "actor_rollout_ref.model", "nothing.alike",
+        "zzz", "delta", "sync_ref_model", "vllm_server_port", "data.image_key",
+    ],
+)  # fmt: skip
 def test_what_means_something_else_is_no_hint(name: str) -> None:
     found = hint(name, settings())
     assert "did you mean" not in found

@@ -90,11 +90,37 @@ def test_a_users_tracker_takes_metrics_and_settings(tmp_path: Path) -> None:
         write(missing, tmp_path, ROWS)
 
 
+FAILING = """
+class Failing:
+    def __init__(self, run): ...
+    def log(self, step, metrics):
+        raise OSError(f"no route\\nto step {step}")
+    def close(self, failed):
+        raise RuntimeError(f"not closed, failed={failed}")
+"""
+
+
+def test_what_a_users_tracker_raises_is_a_line_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN + FAILING)
+    failing, other = f"{tmp_path}/mine.py:Failing", f"{tmp_path}/mine.py:Lines"
+    with caplog.at_level("WARNING", logger="gkd"):
+        write(config(failing, other), tmp_path, ROWS)
+    assert (tmp_path / "lines.txt").read_text().splitlines()[1:] == ["1 ['actor/loss', 'epoch']", "done"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(ROWS)
+    assert [record.getMessage() for record in caplog.records if record.name == "gkd"] == [
+        f"trainer.trackers: {failing} did not take step 0: OSError: no route to step 0",  # once
+        f"trainer.trackers: {failing} was not closed: RuntimeError: not closed, failed=False",
+    ]
+
+
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
         ({"trackers": ["FILE:Bare"]}, "Bare is no class with the methods log and close"),
         ({"trackers": ["FILE:Lines"], "Lines": {"nmae": "x"}}, r"unknown setting trainer\.Lines\.nmae"),
+        ({"trackers": ["wandb", "wandb"]}, "wandb is named more than once"),
         ({"trackers": ["tensorbord"]}, r"trainer\.trackers=tensorbord: no such choice \(did you mean tensorboard\?\)"),
         ({"project": "x"}, r"unknown setting trainer\.project \(here: trainer\.wandb\.project\)"),
     ],

@@ -6,6 +6,7 @@ The packages of built-in trackers are extras, imported only where a tracker is n
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from typing import Any, ClassVar, Self
 from gkd.cluster.shutdown import within
 from gkd.config import Config
 from gkd.config.groups import TRACKERS
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
 from gkd.observability.report import line
 
+LOG = logging.getLogger("gkd")
 FINISH_S = 300.0
 """Time that what is left has to reach a tracker's server when a run ends; files stay in the output directory."""
 
@@ -59,20 +61,26 @@ class Trackers:
 
     def __init__(self, config: Config, output: Path, first_step: int) -> None:
         self.run = TrackedRun(config, output, first_step)
-        self._started: list[Tracker] = []
+        self._started: dict[str, Tracker] = {}
+        self._failed: set[str] = set()
         self._open = ExitStack()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand the metrics of a step to all of them."""
-        for tracker in self._started:
-            tracker.log(step, metrics)
+        """Hand the metrics of a step to all of them. What one raises is a warning, once: the run goes on."""
+        for name, tracker in self._started.items():
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:  # a user's class, or a server, may raise anything
+                if name not in self._failed:
+                    self._failed.add(name)
+                    LOG.warning("trainer.trackers: %s did not take step %d: %s", name, step, _described(error))
 
     def __enter__(self) -> Self:
         with ExitStack() as started:  # which closes the first where the next one fails
             for name in self.run.config.trainer.trackers:
                 tracker = self._start(name)
                 started.push(_closing(name, tracker))
-                self._started.append(tracker)
+                self._started[name] = tracker
             self._open = started.pop_all()
         return self
 
@@ -83,8 +91,7 @@ class Trackers:
         except ConfigError:
             raise
         except Exception as error:  # a user's class may raise anything
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"trainer.trackers: {name} did not start: {type(error).__name__}: {reason}") from error
+            raise ConfigError(f"trainer.trackers: {name} did not start: {_described(error)}") from error
         return tracker
 
     def __exit__(
@@ -94,12 +101,19 @@ class Trackers:
 
 
 def _closing(name: str, tracker: Tracker) -> Callable[..., None]:
-    """Return what closes a tracker when the run leaves it, in bounded time."""
+    """Return what closes a tracker when the run leaves it, in bounded time. What it raises is a warning."""
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
-        within(FINISH_S + 60, f"closing {name}", lambda: tracker.close(failed=kind is not None))
+        try:
+            within(FINISH_S + 60, f"closing {name}", lambda: tracker.close(failed=kind is not None))
+        except Exception as error:  # a user's class, or a server, may raise anything
+            LOG.warning("trainer.trackers: %s was not closed: %s", name, _described(error))
 
     return close
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)[:300]}"
 
 
 class MetricsLog(JsonLines):

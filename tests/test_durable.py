@@ -1,0 +1,137 @@
+"""Files that outlive a crash: what is there when a write is cut short, what is flushed and in which order."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gkd import durable
+from gkd.durable import Sum, reason, replace, replace_directory, sum_of
+
+
+class Crash(BaseException):
+    """The process ends here: nothing that comes after it is done."""
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """What is flushed and renamed, with names, in order."""
+    found: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def flushed(descriptor: int) -> None:
+        found.append(("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        found.append(("rename", str(target)))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", renamed)
+    yield found
+
+
+def test_content_is_on_the_disk_before_its_name_and_its_name_before_the_return(
+    order: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "state.json"
+    replace(file, b"new")
+    assert file.read_bytes() == b"new"
+    (first, temporary), *rest = order
+    assert first == "fsync" and temporary.startswith(f"{tmp_path}/.state.json")
+    assert rest == [("rename", str(file)), ("fsync", str(tmp_path))]
+
+
+def test_a_directory_is_flushed_file_by_file_before_its_name(order: list[tuple[str, str]], tmp_path: Path) -> None:
+    new, path = tmp_path / "new", tmp_path / "model"
+    (new / "inner").mkdir(parents=True)
+    (new / "inner" / "weights").write_bytes(b"w")
+    (new / "inner" / "weights").chmod(0o600)  # as safetensors makes them
+    path.mkdir()
+    (path / "old").write_text("")
+    replace_directory(new, path)
+    assert [file.name for file in path.rglob("*")] == ["inner", "weights"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE((path / "inner" / "weights").stat().st_mode) == 0o666 & ~umask
+    renamed = order.index(("rename", str(path)))
+    assert {name for _, name in order[:renamed]} == {str(new), f"{new}/inner", f"{new}/inner/weights"}
+    assert order[renamed + 1 :] == [("fsync", str(tmp_path))]
+
+
+def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "latest"
+    replace(file, b"old")
+
+    def crash(*_: object) -> None:
+        raise Crash
+
+    monkeypatch.setattr(Path, "replace", crash)
+    with pytest.raises(Crash):
+        replace(file, b"new")
+    assert file.read_bytes() == b"old"
+    monkeypatch.undo()
+    replace(file, b"newer")  # what the crash left beside it is in nobody's way
+    assert file.read_bytes() == b"newer"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a disk that is always full")
+def test_a_full_disk_is_named_with_the_file_and_leaves_nothing_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "state.json"
+    replace(file, b"old")
+    with pytest.raises(OSError) as of_the_system, Path("/dev/full").open("wb", buffering=0) as full:
+        full.write(b"x")
+
+    def write(path: Path, content: bytes) -> int:
+        with path.open("wb") as partly:
+            partly.write(content[:1])
+        raise of_the_system.value
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(OSError) as caught:
+        replace(file, b"new")
+    assert reason(caught.value) == f"no space left on device: {file}"
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+    assert file.read_bytes() == b"old"
+
+
+def test_what_cannot_be_flushed_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    file = tmp_path / "state.json"
+    monkeypatch.setattr(durable.os, "fsync", fail)
+    with pytest.raises(OSError) as caught:
+        replace(file, b"new")
+    assert reason(caught.value) == f"input/output error: {file}"
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left on device: /there"),
+        (OSError(errno.ENOSPC, "No space left on device", "/named"), "no space left on device: /named"),
+        (RuntimeError("I/O error: oh\n (os error 28)"), "no space left on device: /there"),  # as safetensors says it
+        (ValueError("Strange\n thing"), "strange thing: /there"),
+    ],
+)
+def test_a_reason_is_one_line_with_the_file(error: Exception, said: str) -> None:
+    assert reason(error, Path("/there")) == said
+
+
+def test_a_sum_is_of_all_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"abc")
+    sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
+    assert sum_of(file) == Sum(3, sha256)
+    file.write_bytes(b"abd")
+    assert sum_of(file).sha256 != sha256
