@@ -39,6 +39,7 @@ PROGRAMS = {
     "compare": Program(
         "gkd.cli.compare", "python -m gkd compare", "A.json B.json", "is the second model better, or was it chance?"
     ),
+    "report": Program("gkd.cli.report", "python -m gkd.report", "RUN_DIR [RUN_DIR ...]", "runs on a page to look at"),
     "export": Program(
         "gkd.cli.export", "python -m gkd.export", "RUN_DIR [--step N] OUT", "a checkpoint as a Hugging Face model"
     ),

@@ -27,6 +27,7 @@ from gkd.errors import ConfigError
 from gkd.observability import report
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines, finite
+from gkd.observability.page.write import at_the_end
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.trackers.tracker import MetricsLog, Trackers
@@ -49,12 +50,17 @@ def drive(
 
     ``saved`` is the checkpoint that it goes on from.
     """
-    with Events(output / "events.jsonl", _first_step(saved)) as events:
-        if saved is None:
-            note("start", f"gkd {__version__}, recipe {config.recipe}")
-        else:
-            note("resume", f"from {saved.path}", step=saved.state.step)
-        _drive(config, inputs, session, output, out, started_s, saved, events)
+    try:
+        with Events(output / "events.jsonl", _first_step(saved)) as events:
+            if saved is None:
+                note("start", f"gkd {__version__}, recipe {config.recipe}")
+            else:
+                note("resume", f"from {saved.path}", step=saved.state.step)
+            summary, checkpoints = _drive(config, inputs, session, output, out, started_s, saved, events)
+    finally:
+        page = at_the_end(output)
+    report.show(summary, output, page, _next_command(config, output), out)
+    checkpoints.finish()
 
 
 def _drive(
@@ -66,7 +72,8 @@ def _drive(
     started_s: float,
     saved: Saved | None,
     events: Events,
-) -> None:
+) -> tuple[report.Summary, Checkpoints]:
+    """Do the run; returns what it came to, and its checkpoints, of which the last may have failed."""
     requested, config = config, lay_out(config)
     _write(config, output)
     placement = _place_and_show(config, session, output)
@@ -95,10 +102,10 @@ def _drive(
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s
-    summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s)
+    n_val = sum(prompt.answer is not None for prompt in inputs.val.prompts)
+    summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s, n_val)
     report.write(summary, output)
-    report.show(summary, output, _next_command(config, output), out)
-    checkpoints.finish()
+    return summary, checkpoints
 
 
 def _write(config: Config, output: Path) -> None:

@@ -169,6 +169,7 @@ class Checkpoints:
         text = f"the checkpoint of step {step} could not be written: {self._why(error)}"
         if cause == "step" and step == self.config.trainer.total_steps:
             self._failure = text
+            events.note("warning", text)
         else:
             log.warning("%s%s", text, "" if self._ending else "; the run goes on")
 

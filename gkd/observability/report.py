@@ -17,13 +17,17 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """val/* metrics of the student before and after and of the teacher; steps trained; wall-clock seconds; version."""
+    """val/* metrics of the student before and after and of the teacher; steps trained; wall-clock seconds; version.
+
+    ``n_val``: questions that ``val/accuracy`` is the share of.
+    """
 
     before: Values
     after: Values
     teacher: Values
     steps: int
     wall_s: float
+    n_val: int = 0
     version: str = __version__
 
 
@@ -38,8 +42,8 @@ def write(summary: Summary, output_dir: Path) -> None:
     (output_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
-def show(summary: Summary, output_dir: Path, following: str, out: Console) -> None:
-    """Print before, after and teacher side by side, where the run is, and the command to try next."""
+def show(summary: Summary, output_dir: Path, page: Path | None, following: str, out: Console) -> None:
+    """Print before, after and teacher side by side, where the run and its ``page`` are, and the command to try next."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for heading in ("before", "after", "teacher"):
@@ -51,4 +55,6 @@ def show(summary: Summary, output_dir: Path, following: str, out: Console) -> No
     out.print(table)
     out.print(f"\n{summary.steps} steps in {summary.wall_s:.0f} s; the run is in {output_dir}")
     out.print(f"the trained student is in {output_dir / 'model'}")
+    if page is not None:
+        out.print(f"its report: {page}")
     out.print(f"next: {following}")

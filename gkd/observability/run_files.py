@@ -28,9 +28,22 @@ class RunFiles:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Return lines of metrics.jsonl that are whole."""
-        file = self.path / "metrics.jsonl"
-        *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
-        return [json.loads(line) for line in lines]
+        return whole_lines(self.path / "metrics.jsonl")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Return lines of events.jsonl that are whole."""
+        return whole_lines(self.path / "events.jsonl")
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return summary.json, None before the end. Raises ConfigError where it cannot be read."""
+        if not self.finished:
+            return None
+        try:
+            found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{self.path / 'summary.json'} cannot be read: {error}") from None
+        return found
 
     @property
     def last(self) -> dict[str, Any]:
@@ -60,3 +73,18 @@ class RunFiles:
     def groups_on(self, uuid: str) -> list[str]:
         """Return groups with a worker on the GPU ``uuid``."""
         return list(dict.fromkeys(row["group"] for row in self.placement() if uuid in row["gpu_uuids"]))
+
+
+def whole_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON-lines file without a last line that is not whole; none where there is no file.
+
+    Raises ConfigError, naming the line, for one that is no JSON.
+    """
+    *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(f"{file} line {number} cannot be read: {error}") from None
+    return rows

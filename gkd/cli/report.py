@@ -1,0 +1,49 @@
+"""``gkd report RUN [RUN ...]``: write ``report.html``, one page of a run's files, or of several runs over each other.
+
+The page opens from the disk, without a server or a network. A run writes its own when it ends; ``--watch`` writes it
+again and again while the run goes on, and the page loads itself again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gkd.errors import ConfigError, Parser, guarded
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page once, or again and again; returns the exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("gkd report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page; by default report.html in the first RUN")
+    parser.add_argument("--watch", action="store_true", help="write it again until all runs have ended, or Ctrl-C")
+    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="with --watch: how often (10)")
+    options = parser.parse_args(arguments)
+    if not 0 < options.every <= 86_400:
+        raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
+    from gkd import durable
+    from gkd.observability.page.write import NAME, write_page
+    from gkd.observability.run_files import RunFiles
+
+    runs = [RunFiles(path) for path in dict.fromkeys(options.runs)]
+    file: Path = options.output or runs[0].path / NAME
+    for run in runs:
+        if not run.rows:
+            raise ConfigError(f"{run.path}: there is no step to show yet (metrics.jsonl is empty or missing)")
+    try:
+        while options.watch and not all(run.finished for run in runs):
+            write_page(runs, file, options.every)
+            print(f"\r{file}: step {max(run.step for run in runs)}", end="", flush=True)
+            time.sleep(options.every)
+        write_page(runs, file)
+    except OSError as error:
+        raise ConfigError(f"{durable.reason(error, file)}: name another file with --output") from None
+    print(f"\r{file}" if options.watch else file)
+    return 0

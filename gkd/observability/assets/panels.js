@@ -1,0 +1,99 @@
+'use strict';
+// Which metrics are drawn together, and where. What no rule knows comes last, each in a chart of its own.
+
+const Panels = (() => {
+  const RULES = [
+    ['learning', null, /^val\/(?!.*failed$)/],
+    ['learning', 'KL between student and teacher, nats', /^distill\/(reverse_kl|forward_kl)$/],
+    ['learning', 'probability of the teacher\u2019s K tokens', /^distill\/(teacher|student)_mass$/],
+    ['learning', 'reward', /^reward\/(.+\/)?mean$/],
+    ['learning', 'spread of rewards', /^reward\/std$/],
+    ['learning', 'groups without signal, share', /^reward\/equal_groups$/],
+    ['learning', 'losses', /^(distill\/loss|actor\/(.+_)?loss)$/],
+    ['learning', 'entropy of the student, nats', /^actor\/entropy/],
+    ['learning', 'response length, tokens', /^response\/length_/],
+    ['learning', 'responses cut off, share', /^response\/clip_ratio$/],
+    ['learning', 'KL to the reference, nats', /^actor\/kl_reference$/],
+    ['learning', null, /^(advantage|response|distill)\//],
+    ['health', 'engine against trainer: KL, nats', /^mismatch\/.*kl/],
+    ['health', 'engine against trainer: importance ratio', /^mismatch\/.*ratio/],
+    ['health', 'staleness, versions', /^staleness\//],
+    ['health', 'norm of the gradient before clipping', /^actor\/grad_norm$/],
+    ['health', 'tokens outside the clip range, share', /^actor\/clip_fraction$/],
+    ['health', 'learning rate', /^actor\/lr$/],
+    ['health', 'rewards that failed, share', /^(val\/)?reward\/.*failed$/],
+    ['health', 'seconds of a reward, a sample', /^reward\/.*seconds$/],
+    ['health', null, /^(mismatch|actor)\//],
+    ['time', 'tokens a second, and a second a GPU', /^perf\/tokens/],
+    ['time', 'busy, share of a step', /^perf\/busy/],
+    ['time', 'waits, share of a step', /^perf\/waits/],
+    ['time', null, /^perf\//],
+  ];
+  const SKIPPED = /^(memory|timing_s)\/|^(epoch)$/; // drawn by panels of their own
+  const STAGES = ['generate', 'score', 'reward', 'update', 'sync'];
+
+  const names = runs => [...new Set(runs.flatMap(run => Object.keys(run.metrics)))];
+
+  const lines = (runs, metrics) => runs.flatMap((run, r) => metrics.flatMap((metric, m) => {
+    const values = run.metrics[metric];
+    if (!values) return [];
+    return [{
+      label: runs.length > 1 ? (metrics.length > 1 ? `${run.name} ${metric}` : run.name) : metric, metric,
+      steps: run.steps, values, colour: runs.length > 1 ? r : m, dash: runs.length > 1 ? m : 0,
+    }];
+  }));
+
+  const KINDS = { warning: 'warn', death: 'bad', restart: 'bad' };
+  const marks = (runs, metrics) => runs.flatMap(run => run.events
+    .filter(event => KINDS[event.kind] && (metrics === null || metrics.includes(event.metric)))
+    .map(event => [event.step, KINDS[event.kind]]));
+
+  const charts = (runs, places) => {
+    const left = new Set(names(runs).filter(name => !SKIPPED.test(name)));
+    for (const [panel, title, pattern] of RULES) {
+      const found = [...left].filter(name => pattern.test(name));
+      found.forEach(name => left.delete(name));
+      const groups = title === null ? found.map(name => [name, [name]]) : found.length ? [[title, found]] : [];
+      for (const [heading, metrics] of groups)
+        Charts.draw(places[panel], heading, lines(runs, metrics), marks(runs, panel === 'health' ? null : metrics));
+    }
+    for (const name of left) Charts.draw(places.other, name, lines(runs, [name]), marks(runs, [name]));
+  };
+
+  // What a step's seconds went to: the stages one above the other, and what is between them.
+  const stages = (run, title, parent) => {
+    const total = run.metrics['timing_s/step'];
+    if (!total) return;
+    const columns = STAGES.filter(stage => run.metrics[`timing_s/${stage}`])
+      .map(stage => [stage, run.metrics[`timing_s/${stage}`]]);
+    const rest = total.map((value, i) => value === null ? null
+      : Math.max(0, value - columns.reduce((sum, [, values]) => sum + (values[i] || 0), 0)));
+    columns.push(['between', rest]);
+    const sums = total.map(() => 0);
+    const stacked = columns.map(([stage, values], i) => ({
+      label: stage, metric: stage === 'between' ? null : `timing_s/${stage}`, steps: run.steps, colour: i, dash: 0,
+      fill: true, shown: values,
+      values: values.map((value, at) => total[at] === null ? null : (sums[at] += value || 0)),
+    }));
+    Charts.draw(parent, title, stacked.reverse(), []); // the highest first, so that the lower ones lie over it
+  };
+
+  const memory = (runs, parent) => {
+    const groups = [...new Set(names(runs).map(name => (/^memory\/([^/]+)\/\w+_gb$/.exec(name) || [])[1]).filter(Boolean))];
+    for (const group of groups) {
+      const pattern = new RegExp(`^memory/${group}/\\w+_gb$`);
+      const found = lines(runs, names(runs).filter(name => pattern.test(name)));
+      runs.forEach((run, r) => {
+        if (run.plan[group] === undefined) return;
+        const label = runs.length > 1 ? `${run.name} planned` : 'planned';
+        found.push({ label, metric: null, steps: run.steps, values: run.steps.map(() => run.plan[group]), colour: 7, dash: 1 });
+      });
+      Charts.draw(parent, `${group}: GB of its largest worker`, found, []);
+    }
+    for (const name of names(runs).filter(name => /^memory\/.*\/(alloc_retries|ooms)$/.test(name)))
+      if (runs.some(run => (run.metrics[name] || []).some(value => value > 0)))
+        Charts.draw(parent, name, lines(runs, [name]), []);
+  };
+
+  return { charts, stages, memory };
+})();

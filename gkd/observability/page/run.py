@@ -1,0 +1,158 @@
+"""What the page shows of one run, from its files; JSON values alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gkd.config import Config, load
+from gkd.config.compose import compose
+from gkd.config.file import read_yaml
+from gkd.errors import ConfigError
+from gkd.observability.hardware import GB
+from gkd.observability.run_files import RunFiles
+from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
+from gkd.planning.memory import all_memory
+
+MAX_ROWS = 10_000
+"""Steps in a chart; of more, every so many are taken, and all validations."""
+MAX_SPANS = 5_000
+DIGITS = 7
+OF_THE_RUN = ("trainer.output_dir", "trainer.resume", "data.cache_dir", "weights.transfer", "cluster.offload")
+"""Settings that a run decides, or that say where it is."""
+
+
+def describe(files: RunFiles) -> dict[str, Any]:
+    """Return everything but the samples. Raises ConfigError for a file that cannot be read."""
+    tree, rows = read_yaml(files.path / "config.yaml"), thinned(files.rows)
+    config, summary = _config(tree), files.summary()
+    return {
+        "name": files.path.absolute().name,
+        "path": str(files.path.absolute()),
+        "recipe": str(tree.get("recipe")),
+        "version": _version(files.path / "config.yaml"),
+        "total_steps": files.total_steps,
+        "steps": [row["step"] for row in rows],
+        "metrics": columns(rows),
+        "events": files.events,
+        "summary": summary,
+        "intervals": {} if summary is None else intervals(summary),
+        "differs": None if config is None else differences(config),
+        "placement": [
+            [p["group"], p["rank"], p["node"], p["pid"], p["cuda_visible_devices"], ",".join(p["gpu_uuids"])]
+            for p in files.placement()
+        ],
+        "plan": {} if config is None else planned_gb(config, files.placement()),
+        "timeline": spans(files.path / "timeline.json"),
+    }
+
+
+def thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return at most :data:`MAX_ROWS` of the rows, evenly, and all with a validation."""
+    every = -(-len(rows) // MAX_ROWS) or 1
+    last = len(rows) - 1
+    return [
+        row
+        for number, row in enumerate(rows)
+        if number % every == 0 or number == last or any(name.startswith("val/") for name in row)
+    ]
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Return each metric's values [rows], null where a row has none, in :data:`DIGITS` digits."""
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    return {name: [_short(row.get(name)) for row in rows] for name in names}
+
+
+def _short(value: Any) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return 95 % intervals of accuracies before, after and of the teacher, where the number of questions is known."""
+    n, found = int(summary.get("n_val", 0)), dict[str, dict[str, tuple[float, float]]]()
+    for when in ("before", "after", "teacher") if n else ():
+        for name, value in summary.get(when, {}).items():
+            if name == "val/accuracy" and 0 <= value <= 1:
+                found.setdefault(name, {})[when] = wilson(value, n)
+    return found
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of ``n`` answers (Wilson 1927, equation 3)."""
+    z = 1.959964
+    middle, width = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
+
+
+def _config(tree: Mapping[str, Any]) -> Config | None:
+    """Return the run's settings, None where this version of gkd does not know them any more."""
+    try:
+        return load(tree)
+    except ConfigError:
+        return None
+
+
+def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
+    """Return settings with other values than the recipe's: name, there, here; None for a recipe that is not shipped."""
+    try:
+        recipe = compose([f"+recipe={config.recipe}"])
+    except ConfigError:
+        return None
+    there, here = _flat(recipe.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    return [
+        (name, there.get(name), here.get(name))
+        for name in sorted({*there, *here})
+        if name not in OF_THE_RUN and there.get(name) != here.get(name)
+    ]
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        below = ((f"{name}.{part}" if name else part, v) for part, v in value.items())
+        return {key: v for part, inner in below for key, v in _flat(inner, part).items()}
+    return {name: value}
+
+
+def planned_gb(config: Config, placement: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the plan's memory of one worker of each group, 10^9 bytes; empty where it cannot be planned here."""
+    try:
+        on_cpu = all(uuid.startswith("SIM-") for worker in placement for uuid in worker["gpu_uuids"])
+        hardware = cpu_hardware(config.plan) if on_cpu else gpu_hardware(config.plan)
+        return {group.group: group.total / GB for group in all_memory(Layout(config, models_of(config), hardware))}
+    except ConfigError:  # its models are not on this machine, or its GPU is not known here
+        return {}
+
+
+def spans(file: Path) -> list[dict[str, Any]]:
+    """Return the last :data:`MAX_SPANS` complete events of a Chrome trace, seconds; none where there is no file.
+
+    ``lane``: the worker; ``why``: an idle span's cause. Raises ConfigError for a file that is no trace.
+    """
+    if not file.exists():
+        return []
+    try:
+        trace = json.loads(file.read_text(encoding="utf-8"))
+        events = trace["traceEvents"] if isinstance(trace, dict) else trace
+        names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+        return [
+            {
+                "name": e["name"],
+                "lane": str(names.get(e["pid"], e["pid"])),
+                "start": e["ts"] / 1e6,
+                "length": e.get("dur", 0) / 1e6,
+                "step": int(e.get("args", {}).get("step", 0)),
+                "why": e.get("args", {}).get("why") or e.get("args", {}).get("cause"),
+            }
+            for e in [e for e in events if e["ph"] == "X"][-MAX_SPANS:]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is no Chrome trace: {type(error).__name__}: {error}") from None
+
+
+def _version(file: Path) -> str | None:
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# gkd ").strip() if first.startswith("# gkd ") else None

@@ -1,0 +1,116 @@
+"""report.html in a real browser: what is drawn, what is said on the console, and how it fits."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.observability.page.write import write_page
+from gkd.observability.run_files import RunFiles
+from tests.observability.runs import NASTY, make_run, row, sample
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
+
+PROBE = """<script>addEventListener('load', () => setTimeout(() => {
+  const box = document.querySelector('.tokens span[data-gap]');
+  box.focus();
+  parent.document.body.append(el('pre', { id: 'probe' }, JSON.stringify({
+    title: document.title, scripts: document.scripts.length, images: document.images.length,
+    lines: Charts.drawn.flatMap(({ plot, lines }) => lines.map((line, i) => [
+      line.metric, line.label, Array.from(plot.data[0]), Array.from(plot.data[i + 1], v => v ?? null)])),
+    pixels: Charts.drawn.map(({ plot }) => plot.width), width: innerWidth,
+    over: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    back: getComputedStyle(document.body).backgroundColor, tip: document.querySelector('.tip').innerText,
+    gaps: [...document.querySelectorAll('.tokens span')].map(span => [span.dataset.gap, span.style.backgroundColor]),
+    cards: document.querySelectorAll('#samples .grid .card').length,
+    text: document.body.innerText,
+  })));
+}))</script>"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the page had to say of itself, and the browser of the page."""
+
+    page: dict[str, Any]
+    console: list[str]
+
+
+def see(runs: list[Path], tmp_path: Path, *flags: str, width: int = 1600) -> Seen:
+    """Open the page of ``runs`` from the disk."""
+    assert BROWSER is not None
+    file = tmp_path / "seen.html"
+    write_page([RunFiles(run) for run in runs], file)
+    text = file.read_text(encoding="utf-8").replace("</body>", PROBE + "</body>")
+    if width < 500:  # which is as narrow as Chromium's window gets
+        text = f'<iframe width="{width}" height="800" style="border: 0" srcdoc="{html.escape(text)}"></iframe>'
+    file.write_text(text, encoding="utf-8")
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", *flags, "--dump-dom", file.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr
+    return Seen(json.loads(html.unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    samples = [sample(step, index) for step in (1, 10, 20) for index in range(2)]
+    return make_run(tmp_path_factory.mktemp("page") / "run", samples=samples)
+
+
+def test_charts_draw_the_figures_of_the_run(run: Path, tmp_path: Path) -> None:
+    seen = see([run], tmp_path)
+    assert seen.console == []
+    drawn = {metric: (steps, values) for metric, _, steps, values in seen.page["lines"] if metric is not None}
+    for name in row(10).keys() - {"step", "epoch"} - {name for name in row(10) if name.startswith("timing_s/")}:
+        expected = [row(step).get(name) for step in range(21)]
+        steps, values = drawn[name]
+        assert steps == list(range(21))
+        for value, known in zip(values, expected, strict=True):
+            assert value == (None if known is None else pytest.approx(known, rel=1e-6)), name
+    # Stages lie on each other: sync over update over generate.
+    generate, update, sync = (drawn[f"timing_s/{stage}"][1][7] for stage in ("generate", "update", "sync"))
+    assert (generate, update, sync) == pytest.approx((1.0, 1.507, 1.757))
+
+
+def test_samples_are_coloured_and_no_text_is_markup(run: Path, tmp_path: Path) -> None:
+    page = see([run], tmp_path).page
+    assert (page["title"], page["scripts"], page["images"]) == ("run", 3, 0)  # data, scripts, and the probe
+    assert NASTY.split("\u2028")[0] in page["text"]
+    assert page["cards"] == 2  # the last prompt's samples, side by side
+    (gap, same), (never, red), (less, some) = page["gaps"][:3]
+    assert (gap, never, less) == ("0.0000", "-inf", "-2.0000")
+    assert same == "" and red != some and "0.75" in red
+    assert "likeliest" in page["tip"] and "0.9048" in page["tip"]  # exp(-0.1)
+
+
+def test_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", 30)
+    seen = see([run, other], tmp_path)
+    assert seen.console == []
+    labels = {label for metric, label, *_ in seen.page["lines"] if metric == "own/metric"}
+    assert labels == {"run", "other"}
+    (values,) = (values for metric, label, _, values in seen.page["lines"] if (metric, label) == ("own/metric", "run"))
+    assert len(values) == 31 and values[20] == pytest.approx(20 / 3) and values[21] is None
+
+
+def test_it_fits_a_telephone_and_the_dark(run: Path, tmp_path: Path) -> None:
+    light = see([run], tmp_path).page
+    dark = see([run], tmp_path, "--force-dark-mode", width=400).page
+    assert (light["width"], dark["width"]) == (1600, 400)
+    assert light["over"] <= 0 and dark["over"] <= 0
+    assert all(200 <= width <= 400 for width in dark["pixels"])
+    assert light["back"] == "rgb(255, 255, 255)" and dark["back"] == "rgb(17, 19, 22)"

@@ -1,0 +1,154 @@
+"""report.html's data: what of a run is on the page, within bounds, and what a broken file is answered with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.cli.report import main
+from gkd.config.compose import compose
+from gkd.errors import ConfigError
+from gkd.observability.page import samples as chosen
+from gkd.observability.page.run import differences, spans, thinned, wilson
+from gkd.observability.page.samples import Texts, read_samples
+from gkd.observability.page.write import at_the_end, page
+from gkd.observability.run_files import RunFiles
+from tests.observability.runs import NASTY, lines, make_run, row, sample
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_figures_are_those_of_the_files(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", samples=[sample(1, 0), sample(1, 1)])
+    (found,) = data_of(page([RunFiles(run)]))["runs"]
+    for number, step in enumerate(found["steps"]):
+        for name, value in row(step).items():
+            if name != "step":
+                assert found["metrics"][name][number] == pytest.approx(value, rel=1e-6), name
+    assert found["metrics"]["actor/loss"][0] is None  # of step 0, which has none
+    assert found["version"] == "0.2.0"
+    low, high = found["intervals"]["val/accuracy"]["after"]
+    # Wilson's interval of 45 of 100, as statsmodels' proportion_confint(45, 100, method="wilson") has it
+    assert (low, high) == pytest.approx((0.35615, 0.54756), abs=1e-5)
+    assert [s["response"] for s in found["samples"]] == [NASTY, NASTY]
+
+
+def test_no_text_ends_the_script_that_it_is_in(tmp_path: Path) -> None:
+    text = page([RunFiles(make_run(tmp_path / "run", samples=[sample(1, 0)]))])
+    text.encode("utf-8")
+    assert text.count("</script>") == 2  # of the data and of the scripts
+    assert "<!--" not in text and 'http-equiv="refresh"' not in text
+    assert 'http-equiv="refresh" content="5"' in page([RunFiles(tmp_path / "run")], 5.0)
+
+
+def test_many_steps_are_thinned_evenly_with_all_validations() -> None:
+    rows = [{"step": step} | ({"val/accuracy": 0.5} if step % 1001 == 0 else {}) for step in range(25_000)]
+    kept = [row["step"] for row in thinned(rows)]
+    assert len(kept) < 10_000 and kept[0] == 0 and kept[-1] == 24_999
+    assert set(range(0, 25_000, 1001)) <= set(kept)
+    assert thinned(rows[:9_000]) == rows[:9_000]
+
+
+def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, texts = tmp_path / "samples.jsonl", Texts()
+    file.write_text(
+        lines([sample(step, i, text="t") for step in range(1, 101) for i in range(4)]) + '{"step": 101, "pro'
+    )
+    assert len(read_samples(file, texts)) == 400
+    monkeypatch.setattr(chosen, "MAX_SAMPLES", 40)
+    monkeypatch.setattr(chosen, "MAX_TOKENS", 80)
+    found = read_samples(file, texts)
+    steps = sorted({s["step"] for s in found})
+    assert len(found) == 40 and len(steps) == 10 and steps[0] == 1 and steps[-1] == 100
+    assert {b - a for a, b in pairwise(steps)} == {11}
+    detailed = {s["step"] for s in found if "tokens" in s}
+    assert 100 in detailed and len(detailed) == 5  # of 16 tokens each
+    tokens = next(s["tokens"] for s in found if s["step"] == 100)
+    assert [texts.all()[number] for number in tokens["t"]] == ["t0", "t1", "t2", "t3"]
+    assert tokens["h"][:3] == [-0.5, None, -2.5] and texts.all()[tokens["k"][0][1][0]] == "t"
+    assert read_samples(tmp_path / "missing.jsonl", texts) == []
+
+
+def test_what_differs_from_the_recipe() -> None:
+    config = compose(["+recipe=grpo", "actor.lr=0.5", "trainer.output_dir=/a"])
+    recipe = compose(["+recipe=grpo"])
+    assert differences(config) == [("actor.lr", recipe.actor.lr, 0.5)]
+    assert differences(recipe) == []
+    assert differences(recipe.model_copy(update={"recipe": "mine"})) is None
+
+
+def test_lanes_are_those_of_the_trace(tmp_path: Path) -> None:
+    named = {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "actor 0"}}
+    span = {"ph": "X", "name": "update", "pid": 7, "ts": 2_000_000, "dur": 500_000, "args": {"step": 3}}
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": [named, span]}))
+    expected = {"name": "update", "lane": "actor 0", "start": 2.0, "length": 0.5, "step": 3, "why": None}
+    assert spans(tmp_path / "timeline.json") == [expected]
+    (tmp_path / "timeline.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is no Chrome trace"):
+        spans(tmp_path / "timeline.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("metrics.jsonl", '{"step": 0}\n{"step"\n', "metrics.jsonl line 2 cannot be read"),
+        ("samples.jsonl", '{"prompt": 1}\n', "samples.jsonl line 1 is no sample"),
+        ("summary.json", "{", "summary.json cannot be read"),
+    ],
+)
+def test_a_broken_file_is_named_and_never_ends_a_run(
+    file: str, content: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    (run / file).write_text(content)
+    assert main([str(run)]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert message in line
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gkd").addHandler(handler)
+    try:
+        assert at_the_end(run) is None
+    finally:
+        logging.getLogger("gkd").removeHandler(handler)
+    (text,) = warned
+    assert text.startswith("report.html could not be written: ") and message in text
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", 5)
+    assert main([str(one), str(other)]) == 0
+    assert capfd.readouterr().out == f"{one}/report.html\n"
+    data = data_of((one / "report.html").read_text())
+    assert [(run["name"], len(run["steps"])) for run in data["runs"]] == [("one", 21), ("other", 6)]
+    assert main([str(one), "--watch", "--output", str(tmp_path / "page.html")]) == 0  # it has ended: once
+    assert (tmp_path / "page.html").exists()
+    (other / "metrics.jsonl").write_text("")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    bad = [[str(other)], [str(empty)], [str(one), "--every", "0"], [str(one), "--output", str(tmp_path / "no/where")]]
+    assert [main(arguments) for arguments in bad] == [2] * 4
+    said = capfd.readouterr().err.splitlines()
+    assert [len(said), "no step to show" in said[0], "no run here" in said[1], "--output" in said[3]] == [
+        4,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_wilson_at_the_ends() -> None:
+    assert wilson(0.0, 10)[0] == pytest.approx(0.0)
+    assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
