@@ -28,10 +28,10 @@ class Prompt:
     """A question put to the student.
 
     ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held,
-    ``answer`` the reference answer where the data has one, ``answer_ids`` its tokens and the end token where it is
-    learned from. ``messages``: the chat template's input, where the data holds messages. ``teacher``: which of
-    ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the prompt's tokens by that teacher's own template,
-    None where they are the student's.
+    ``answer`` the reference answer where the data has one, ``other_answers`` those that are as right, ``answer_ids``
+    the answer's tokens and the end token where it is learned from. ``messages``: the chat template's input, where the
+    data holds messages. ``teacher``: which of ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the
+    prompt's tokens by that teacher's own template, None where they are the student's.
     """
 
     id: int
@@ -42,6 +42,12 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     teacher: str | None = None
     teacher_ids: Int32 | None = None
+    other_answers: tuple[str, ...] = ()
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Every reference answer; empty where the data has none."""
+        return () if self.answer is None else (self.answer, *self.other_answers)
 
     @property
     def teacher_prompt_ids(self) -> Int32:

@@ -132,9 +132,6 @@ def _rewards_can_be_learned_from(config: Config) -> None:
         raise ValueError(f"rollout.n={config.rollout.n}: {why} of one prompt's samples; at least 2")
     if not config.reward.functions and not config.uses_task:
         raise ValueError(f"reward.functions is empty: {why}")
-    if config.data.answer_key is None and not config.uses_task:
-        for name in config.reward.needing_answers():
-            raise ValueError(f"reward.functions: {name} needs reference answers, and data.answer_key is not set")
     if config.asks_reward_model and config.reward_model.model.path is None:
         raise ValueError("reward.functions names reward_model, and reward_model.model.path is not set")
 
@@ -149,8 +146,6 @@ def _own_answers_can_be_learned_from(config: Config) -> None:
             )
         return
     why = f"algorithm.on_policy_share={algorithm.on_policy_share:g} learns from the data's own answers"
-    if config.data.answer_key is None and not config.uses_task:
-        raise ValueError(f"{why}, and data.answer_key is not set")
     if algorithm.policy_weight or algorithm.loss.is_policy_gradient:
         raise ValueError(f"{why}, which no policy gradient can: the student did not sample them")
 

@@ -31,13 +31,21 @@ class Data(OpenSections):
         "then, or your own as package.module:name or FILE.py:name; its settings are in data.NAME",
     )
     cache_dir: str | None = Field(None, description="where a task keeps what it made; null: ~/.cache/gkd")
-    train_files: Files = Field([], description="JSONL, Parquet or datasets directories; empty: data.task's")
+    train_files: Files = Field(
+        [],
+        description="JSONL, JSON, CSV, Parquet, datasets directories, or names in the local Hugging Face cache such as "
+        "openai/gsm8k:main:train; empty: data.task's",
+    )
     val_files: Files = Field([], description="held-out prompts, same formats")
     prompt_key: str = Field(
-        "prompt", description="column of the prompt (OpenRLHF's input_key); messages go through the chat template"
+        "prompt",
+        description="column of the prompt (OpenRLHF's input_key); messages go through the chat template; a.b is b "
+        "within the column a",
     )
     answer_key: str | None = Field(
-        None, description="column of the reference answer (slime's label_key); null: no accuracy is measured"
+        None,
+        description="column of the reference answer (slime's label_key), or of several that are right; of messages it "
+        "is the assistant's last; null: verl's reward_model.ground_truth, and without it no accuracy is measured",
     )
     teacher_key: str | None = Field(None, description="column that says which of teacher.models a prompt is for")
     max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")

@@ -45,7 +45,10 @@ MODELS: dict[str, str] = {
 }
 
 DATA: dict[str, str] = {
-    "dataset_name": "data.train_files and data.val_files, which are files or directories here",
+    "dataset_name": "data.train_files and data.val_files: files, directories, or names in the local Hugging Face cache",
+    "dataset_config": "data.train_files=[NAME:SUBSET:SPLIT]",
+    "dataset_train_split": "data.train_files=[NAME:SPLIT]",
+    "dataset_test_split": "data.val_files=[NAME:SPLIT]",
     "data_files": "data.train_files",
     "prompt_data": "data.train_files",
     "eval_dataset": "data.val_files",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,7 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkd.config import Data
-from gkd.data.reader import Row, read_rows
+from gkd.data.layouts import (
+    VERL_ANSWER,
+    answers_of,
+    is_message,
+    messages_to_answer,
+    prompt_key,
+    prompt_of,
+    require_text_alone,
+)
+from gkd.data.reader import read_rows
+from gkd.data.row import Row
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 
@@ -69,7 +79,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         parts = (prompt.token_ids, prompt.answer_ids, prompt.teacher_ids)
         lengths = [None if part is None else len(part) for part in parts]
-        digest.update(json.dumps([prompt.id, prompt.answer, prompt.teacher, *lengths]).encode())
+        digest.update(json.dumps([prompt.id, prompt.answer, prompt.teacher, *lengths, *prompt.other_answers]).encode())
         for part in parts:
             if part is not None:
                 digest.update(part.astype(np.int32).tobytes())
@@ -77,35 +87,29 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iterator[Prompt]:
-    key = _prompt_key(rows[0], data)
-    values = [_joined(row, key, row.get(key, "data.prompt_key")) for row in rows]
-    answers = [row.get(data.answer_key, "data.answer_key") for row in rows] if data.answer_key else [None] * len(rows)
+    key = prompt_key(rows[0], data)
+    for row in rows:
+        require_text_alone(row)
+    values = [prompt_of(row, key) for row in rows]
+    answers = [answers_of(row, data) for row in rows]
     texts, ids = _tokenise(rows, key, values, tokenizer, data.max_prompt_length)
-    for offset, (text, token_ids, value, answer) in enumerate(zip(texts, ids, values, answers, strict=True)):
+    for offset, (text, token_ids, value, right) in enumerate(zip(texts, ids, values, answers, strict=True)):
+        row = rows[offset]
         if not token_ids:
-            raise ConfigError(f"{rows[offset].place}: the prompt in {key!r} has no tokens")
-        if isinstance(answer, list | dict | np.ndarray):
-            kind = type(answer).__name__
-            raise ConfigError(f"{rows[offset].place}: {data.answer_key!r} is a {kind}; an answer is text or a number")
+            raise ConfigError(f"{row.place}: the prompt in {key!r} has no tokens")
         prompt = Prompt(
             id=first_id + offset,
             token_ids=np.asarray(token_ids, dtype=np.int32),
             text=text,
-            answer=None if answer is None else str(answer),
-            messages=None if isinstance(value, str) else tuple(_messages_to_answer(value)),
-            teacher=None if data.teacher_key is None else str(rows[offset].get(data.teacher_key, "data.teacher_key")),
+            answer=right[0] if right else None,
+            other_answers=right[1:],
+            messages=None if isinstance(value, str) else tuple(messages_to_answer(value)),
+            teacher=None if data.teacher_key is None else str(row.get(data.teacher_key, "data.teacher_key")),
         )
-        for column, read in ((data.answer_key, prompt.answer), (data.teacher_key, prompt.teacher)):
-            _require_text(rows[offset], column, read or "")
+        for read in prompt.answers:
+            _require_text(row, data.answer_key or VERL_ANSWER, read)
+        _require_text(row, data.teacher_key, prompt.teacher or "")
         yield prompt
-
-
-def _prompt_key(row: Row, data: Data) -> str:
-    """Return the configured column, or ``messages`` where the default one is not there."""
-    default = Data.model_fields["prompt_key"].default
-    if data.prompt_key == default and default not in row.values and "messages" in row.values:
-        return "messages"
-    return data.prompt_key
 
 
 def _require_text(row: Row, key: str | None, text: str) -> None:
@@ -143,61 +147,21 @@ def _tokenise(
     return texts, ids
 
 
-def _joined(row: Row, key: str, value: Any) -> Any:
-    """Return ``value`` with every message's content as one text: parts of the type text are put together.
-
-    Raises ConfigError for content that is none, of which a template would write what Python prints.
-    """
-    if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):
-        return value
-    return [{**m, "content": _content(row, key, m)} for m in value]
-
-
-def _content(row: Row, key: str, message: Mapping[str, Any]) -> Any:
-    content = message["content"]
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-        if not isinstance(text, str):
-            kind = part.get("type", "a dict") if isinstance(part, dict) else type(part).__name__
-            what = "null" if part is None else kind
-            raise ConfigError(
-                f"{row.place}: {key!r} has a message whose content is not text but {what}; only text is trained on"
-            )
-        texts.append(text)
-    return "".join(texts)
-
-
 def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:
     """Return the prompt that the chat template makes of ``messages``, ready for the assistant's turn."""
-    if not (isinstance(messages, list) and messages and all(_is_message(m) for m in messages)):
+    if not (isinstance(messages, list) and messages and all(is_message(m) for m in messages)):
         raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template"
         )
-    messages_to_answer = _messages_to_answer(messages)
-    if not messages_to_answer:
+    asked = messages_to_answer(messages)
+    if not asked:
         raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
     try:
-        return str(tokenizer.apply_chat_template(messages_to_answer, add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # a template computes with what the messages hold, and raises what it meets
         raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {' '.join(str(error).split())}") from None
-
-
-def _messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages without the assistant's at their end."""
-    messages_to_answer = list(messages)
-    while messages_to_answer and messages_to_answer[-1]["role"] == "assistant":
-        messages_to_answer.pop()
-    return messages_to_answer
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 class PromptStream:

@@ -1,127 +1,61 @@
-"""Rows of a data file: JSONL, Parquet, or a directory written by ``datasets.Dataset.save_to_disk``.
+"""Rows of a data set: a file, a directory, or a name in the local Hugging Face cache.
 
-Every mistake in a file ends in one line that names the file and, where there is one, the line.
+Every mistake ends in one line that names the file and, where there is one, the line.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gkd.config import user_path
-from gkd.errors import ConfigError, one_line
+from gkd.data.formats import read_csv, read_json, read_jsonl, read_parquet
+from gkd.data.hub import looks_like_a_name, read_directory, read_name
+from gkd.data.row import Row
+from gkd.errors import ConfigError
 
-JSONL_SUFFIXES = (".jsonl", ".json-lines", ".ndjson")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row: its ``values`` by column, and ``place``, the file and line (or row) to name in an error."""
-
-    values: dict[str, Any]
-    place: str
-
-    def get(self, key: str, setting: str) -> Any:
-        """Return the value in column ``key``. Raises ConfigError naming the ``setting`` of a missing one."""
-        if key in self.values:
-            return self.values[key]
-        near = difflib.get_close_matches(key, list(self.values), n=1, cutoff=0.6)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        keys = ", ".join(self.values) or "none"
-        raise ConfigError(f"{self.place} has no key {key!r} ({setting}){hint}; the keys there are: {keys}")
+FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": read_jsonl,
+    ".json-lines": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+}
 
 
 def read_rows(file: str) -> Iterator[Row]:
     """Yield rows of ``file`` in its order.
 
-    Raises ConfigError when the file is missing, has no rows, is of an unknown format, is not valid UTF-8, or holds a
-    line that is not a JSON object.
+    ``file`` is a file whose suffix is in :data:`FORMATS`; a directory that ``datasets`` wrote or can load; or the name
+    of a data set in the local Hugging Face cache. The latter two may be followed by ``:SUBSET``, ``:SPLIT`` or both.
+    Raises ConfigError when it is missing, has no rows, is of an unknown format, or is not what its suffix says.
     """
     n_rows = 0
-    for row in _reader(file)(user_path(file)):
+    for row in _rows(file):
         n_rows += 1
         yield row
     if n_rows == 0:
         raise ConfigError(f"data file {file} is empty: it has no rows")
 
 
-def _reader(file: str) -> Callable[[Path], Iterator[Row]]:
+def _rows(file: str) -> Iterator[Row]:
     path = user_path(file)
     if not path.exists():
+        directory, _, part = file.partition(":")
+        if part and user_path(directory).is_dir():
+            return read_directory(user_path(directory), part)
+        if looks_like_a_name(directory):
+            return read_name(directory, part)
         raise ConfigError(f"data file {file} does not exist")
     if path.is_dir():
-        return _read_directory
+        return read_directory(path, "")
     if not path.is_file():
         raise ConfigError(f"data file {file} is no file")
-    if path.suffix in JSONL_SUFFIXES:
-        return _read_jsonl
-    if path.suffix == ".parquet":
-        return _read_parquet
-    raise ConfigError(
-        f"data file {file} is of an unknown format: expected .jsonl, .parquet or a directory written by datasets' "
-        "save_to_disk"
-    )
-
-
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    # Bytes, so that a line that is no UTF-8 can be named.
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            place = f"{path} line {number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{place} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
-                raise ConfigError(f"{place} is not JSON: {_not_json(error)}") from None
-            if not isinstance(values, dict):
-                raise ConfigError(f"{place} is not a JSON object but {_kind(values)}")
-            yield Row(values, place)
-
-
-def _not_json(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "nested too deep" if isinstance(error, RecursionError) else one_line(error)
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            rows = (values for batch in table.iter_batches() for values in batch.to_pylist())
-            for number, values in enumerate(rows, start=1):
-                yield Row(values, f"{path} row {number}")
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"data file {path} is not a readable Parquet file: {one_line(error)}") from None
-
-
-def _read_directory(path: Path) -> Iterator[Row]:
-    if (path / "dataset_dict.json").exists():
-        splits = ", ".join(sorted(part.name for part in path.iterdir() if part.is_dir()))
-        raise ConfigError(f"data directory {path} holds several splits ({splits}): name one, such as {path}/train")
-    import datasets
-
-    try:
-        rows = datasets.Dataset.load_from_disk(str(path))
-    except Exception as error:  # datasets raises whatever it meets in its own files
+    if path.suffix not in FORMATS:
         raise ConfigError(
-            f"data directory {path} was not written by datasets' save_to_disk: {one_line(error)}"
-        ) from None
-    for number, values in enumerate(rows, start=1):
-        yield Row(dict(values), f"{path} row {number}")
+            f"data file {file} is of an unknown format: expected {', '.join(FORMATS)}, a directory of datasets, or a "
+            "name in the local Hugging Face cache"
+        )
+    return FORMATS[path.suffix](path)

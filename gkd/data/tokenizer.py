@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import user_path
+from gkd.data.hub import looks_like_a_name
 from gkd.errors import ConfigError, one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -34,6 +35,7 @@ def resolve_model(path: str, setting: str = "model.path") -> str:
     except (HFValidationError, LocalEntryNotFoundError):
         raise ConfigError(
             f"{setting}={path}: no such directory, and no model of that name in the local Hugging Face cache"
+            + (f"; this gets it: hf download {path}" if looks_like_a_name(path) else "")
         ) from None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.config import Config
 from gkd.data.answers import turn_end, with_answers, with_turn_end
+from gkd.data.layouts import VERL_ANSWER
 from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.task import require_teacher, task_of
@@ -159,8 +160,12 @@ def _require_answers(config: Config, train: PromptSet) -> None:
     """Raise ConfigError where a prompt that is trained on lacks the answer that is compared with or learned from."""
     comparing = config.reward.needing_answers() if config.algorithm.policy_weight else []
     why = f"reward.functions={comparing[0]} compares with it" if comparing else "it is to be learned from"
+    if not comparing and config.algorithm.on_policy_share == 1:
+        return
     lacking = [prompt for prompt in train.prompts if not (prompt.answer or "").strip()]
-    if lacking and (comparing or config.algorithm.on_policy_share < 1):
+    if len(lacking) == len(train.prompts) and config.data.answer_key is None:
+        raise ConfigError(f"data.answer_key is not set, the training rows have no {VERL_ANSWER}, and {why}")
+    if lacking:
         raise ConfigError(
             f"data.answer_key={config.data.answer_key}: {len(lacking)} of {len(train.prompts)} training prompts have "
             f"no answer, and {why}; the first is row {lacking[0].id + 1} of data.train_files"

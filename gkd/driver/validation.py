@@ -11,7 +11,7 @@ from gkd.algorithms.training_samples import validation_rewards
 from gkd.config import Config
 from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed
-from gkd.rewards.accuracy import agreement
+from gkd.rewards.accuracy import any_agreement
 from gkd.rollout.group import RolloutGroup
 from gkd.scoring.client import Generate, ScoringClient
 from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, teacher_of
@@ -87,7 +87,7 @@ class Validation:
 
     def _accuracy(self, answers: Sequence[tuple[Prompt, Int32]]) -> float:
         right = [
-            agreement(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt.answer or "")
+            any_agreement(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt.answers)
             for prompt, ids in answers
         ]
         return sum(right) / len(right)

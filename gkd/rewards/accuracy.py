@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
 from gkd.rewards.answers import Numeral, last_formula, last_line, last_number, only_number, readings, stated_answer
@@ -22,10 +23,15 @@ class Accuracy(RewardFunction):
 
 
 def accuracy(completion: Completion) -> float:
-    """Return 1.0 when the response gives the reference answer, else 0.0; see :func:`agreement`."""
+    """Return 1.0 when the response gives a reference answer, else 0.0; see :func:`agreement`."""
     if completion.answer is None:
         raise ValueError("there is no reference answer")
-    return agreement(completion.response, completion.answer)
+    return any_agreement(completion.response, (completion.answer, *completion.other_answers))
+
+
+def any_agreement(response: str, answers: Sequence[str]) -> float:
+    """Return 1.0 when ``response`` gives one of ``answers``, else 0.0; see :func:`agreement`."""
+    return max((agreement(response, answer) for answer in answers), default=0.0)
 
 
 def agreement(response: str, answer: str) -> float:

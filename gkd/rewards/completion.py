@@ -14,8 +14,9 @@ from gkd.config.rewards import REWARDS, Reward
 class Completion:
     """A finished response as text.
 
-    ``prompt`` is what the data file held, ``answer`` its reference answer (None without ``data.answer_key``);
-    ``n_tokens`` of at most ``max_tokens`` count the end token; ``truncated``: the limit ended it.
+    ``prompt`` is what the data file held, ``answer`` its reference answer (None where it has none), ``other_answers``
+    those that are as right; ``n_tokens`` of at most ``max_tokens`` count the end token; ``truncated``: the limit ended
+    it.
     """
 
     prompt: str
@@ -24,6 +25,7 @@ class Completion:
     n_tokens: int
     max_tokens: int
     truncated: bool
+    other_answers: tuple[str, ...] = ()
 
 
 Mark: TypeAlias = Callable[[Completion], float]

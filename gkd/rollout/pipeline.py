@@ -121,6 +121,7 @@ class ScoringPipeline:
                 prompt=prompt.text,
                 response=response,
                 answer=prompt.answer,
+                other_answers=prompt.other_answers,
                 n_tokens=len(ids),
                 max_tokens=sample.request.sampling.max_tokens,
                 truncated=sample.finish_reason == "length",

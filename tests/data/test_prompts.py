@@ -125,11 +125,12 @@ def test_neither_string_nor_messages(tmp_path: Path, value: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("value", [["a"], {"value": "a"}])
+@pytest.mark.parametrize("value", [[["a"]], {"value": "a"}])
 def test_an_answer_that_no_response_could_be(tmp_path: Path, value: Any) -> None:
     rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": value}]
     assert complaint(tmp_path, rows, answer_key="answer").endswith(
-        f"line 2: 'answer' is a {type(value).__name__}; an answer is text or a number"
+        f"line 2: 'answer' is or holds a {type(value).__name__}; an answer is text, a number, a list of these, or "
+        "messages"
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Image
 
 from gkd.data.reader import read_rows
+from gkd.data.row import Row
 from gkd.errors import ConfigError
 
 ROWS = [{"q": "one", "n": 1}, {"q": "zwölf", "n": 12}]
@@ -37,7 +39,10 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     jsonl(tmp_path, text, "x.json-lines")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "x.parquet")
     Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    for name in ("x.jsonl", "x.json-lines", "x.parquet", "saved"):
+    jsonl(tmp_path, text, "lines.json")
+    jsonl(tmp_path, json.dumps(ROWS, indent=1), "list.json")
+    jsonl(tmp_path, json.dumps({"version": 1, "data": ROWS}, indent=1), "within.json")
+    for name in ("x.jsonl", "x.json-lines", "x.parquet", "saved", "lines.json", "list.json", "within.json"):
         assert [row.values for row in read_rows(str(tmp_path / name))] == ROWS, name
 
 
@@ -90,7 +95,7 @@ def test_not_utf8(tmp_path: Path) -> None:
 
 
 def test_unknown_format(tmp_path: Path) -> None:
-    file = jsonl(tmp_path, "q\n1\n", "x.csv")
+    file = jsonl(tmp_path, "q\n1\n", "x.txt")
     assert error_of(file).startswith(f"data file {file} is of an unknown format: expected .jsonl")
 
 
@@ -144,3 +149,125 @@ def test_splits_are_named_whatever_their_index_holds(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"several splits \(train\)"):
         list(read_rows(str(tmp_path)))
+
+
+def test_csv_keeps_text_and_counts_lines(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, '\ufeffq,n\n"one, ""1""\nand more",007\n\nzwölf,\n', "x.csv")
+    assert [(row.values, row.place) for row in read_rows(str(file))] == [
+        ({"q": 'one, "1"\nand more', "n": "007"}, f"{file} line 3"),
+        ({"q": "zwölf", "n": ""}, f"{file} line 5"),
+    ]
+    tabs = jsonl(tmp_path, "q\tn\na,b\t1\n", "x.tsv")
+    assert [row.values for row in read_rows(str(tabs))] == [{"q": "a,b", "n": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", "q,n\n1,2,3\n", "x.csv line 2 has 3 fields, and the header 2"),
+        ("x.csv", "q,q\n1,2\n", "x.csv: its header names the column 'q' twice"),
+        ("x.csv", 'q\n"a" b\n', "x.csv line 2 is not CSV: "),
+        ("x.csv", b"q\n\xff\n", "x.csv is not valid UTF-8: invalid start byte at byte 3"),
+        ("x.csv", "q\n", "x.csv is empty"),
+        ("x.json", "[1]", "x.json row 1 is not a JSON object but a number"),
+        ("x.json", '{"a": 1}', "x.json is an object with none of rows in it"),
+        ("x.json", '{"a": [],\n"b": []}', "x.json is an object with 2 lists of rows in it"),
+        (
+            "x.json",
+            '[\n{"a": 1},\n]',
+            "x.json is not JSON: Illegal trailing comma before end of array at line 2 column",
+        ),
+        ("x.json", '{"a": 1}\n{"a": 2', "x.json line 2 is not JSON: "),
+        ("x.json", "3", "x.json is not a list of rows but a number"),
+        ("x.json", " ", "x.json is empty"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    if "trailing comma" in message and sys.version_info < (3, 13):
+        message = "x.json is not JSON: "
+    assert message in error_of(jsonl(tmp_path, content, name))
+
+
+def test_rows_come_as_they_are_read(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, '{"q": 1}\nbroken\n')
+    rows = read_rows(str(file))
+    assert next(rows).values == {"q": 1}
+    with pytest.raises(ConfigError, match="line 2"):
+        next(rows)
+
+
+def test_nested_columns(tmp_path: Path) -> None:
+    row = Row({"reward_model": {"ground_truth": "42", "style": "rule"}, "a.b": 1, "a": {"b": 2}, "l": [{"c": 3}]}, "x")
+    assert row.get("reward_model.ground_truth", "data.answer_key") == "42"
+    assert (row.get("a.b", ""), row.get("l.0.c", ""), row.find("l.1.c"), row.find("a.c")) == (1, 3, None, None)
+    with pytest.raises(ConfigError) as caught:
+        row.get("reward_model.ground_thruth", "data.answer_key")
+    assert str(caught.value) == (
+        "x has no key 'reward_model.ground_thruth' (data.answer_key) (did you mean reward_model.ground_truth?); the "
+        "keys there are: reward_model.ground_truth, reward_model.style, a.b, a.b, l"
+    )
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with the data set someone/sums: subsets main, with two splits, and more, with one."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "arrow")
+    entry = tmp_path / "hub" / "datasets--someone--sums"
+    snapshot = entry / "snapshots" / "abc"
+    parts = {"main": ("train", "test"), "more": ("train",)}
+    index = ""
+    for subset, splits in parts.items():
+        (snapshot / subset).mkdir(parents=True)
+        index += f"- config_name: {subset}\n  data_files:\n"
+        for split in splits:
+            rows = pyarrow.Table.from_pylist([{"q": f"{subset} {split} {i}", "l": [i]} for i in range(3)])
+            pyarrow.parquet.write_table(rows, snapshot / subset / f"{split}.parquet")
+            index += f"  - split: {split}\n    path: {subset}/{split}.parquet\n"
+    (snapshot / "README.md").write_text(f"---\nconfigs:\n{index}---\n")
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text("abc")
+    return snapshot
+
+
+def test_names_in_the_local_cache(cached: Path) -> None:
+    for source in ("someone/sums", str(cached)):
+        assert next(read_rows(f"{source}:main:test")).values == {"q": "main test 0", "l": [0]}
+        assert [row.values["q"] for row in read_rows(f"{source}:main:train[1:]")] == ["main train 1", "main train 2"]
+        assert next(read_rows(f"{source}:more")).values["q"] == "more train 0"
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("", "data set someone/sums holds several subsets (main, more): name one, such as :main:train"),
+        (":main", "data set someone/sums holds several splits (train, test): name one, such as :main:train"),
+        (":mian:train", "data set someone/sums has no subset 'mian'; there are main, more"),
+        (
+            ":main:dev",
+            "data set someone/sums cannot be read: Unknown split \"dev\". Should be one of ['train', 'test'].",
+        ),
+    ],
+)
+def test_parts_that_a_name_does_not_have(cached: Path, part: str, message: str) -> None:
+    assert error_of(Path(f"someone/sums{part}")) == message
+
+
+def test_a_name_that_is_not_in_the_cache(cached: Path) -> None:
+    assert error_of(Path("someone/none:train")) == (
+        "data file someone/none does not exist, and no data set of that name is in the local Hugging Face cache; "
+        "this gets it: hf download --repo-type dataset someone/none"
+    )
+
+
+def test_a_split_of_a_saved_directory(tmp_path: Path) -> None:
+    rows = Dataset.from_list(ROWS)
+    DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
+    assert [row.values for row in read_rows(f"{tmp_path}/saved:test")] == ROWS
+
+
+def test_pictures_are_not_decoded(tmp_path: Path) -> None:
+    table = Dataset.from_dict({"q": ["a"], "image": [{"bytes": b"no picture", "path": None}]})
+    table.cast_column("image", Image()).save_to_disk(str(tmp_path / "saved"))
+    (row,) = read_rows(str(tmp_path / "saved"))
+    assert row.values["image"] == {"bytes": b"no picture", "path": None}

@@ -46,7 +46,10 @@ def test_a_good_model_is_given_as_an_absolute_directory(good_model: Path, monkey
 
 @pytest.mark.parametrize("path", ["no/such", "/no/such/directory", "nobody/no-such-model", "a b"])
 def test_no_directory_and_not_cached(path: str) -> None:
-    assert complaint(path) == "no such directory, and no model of that name in the local Hugging Face cache"
+    command = {"no/such", "nobody/no-such-model"} & {path}
+    assert complaint(path) == "no such directory, and no model of that name in the local Hugging Face cache" + (
+        f"; this gets it: hf download {path}" if command else ""
+    )
 
 
 def test_a_cached_hub_name_resolves_without_a_network(

@@ -137,10 +137,8 @@ def test_a_users_class_has_settings_and_properties_of_its_own(tmp_path: Path) ->
         configured("length", Brevity={"limit": 4})
     needy = tmp_path / "needy.py"
     needy.write_text(OWN_CLASS.format(needs_answer=True))
-    with pytest.raises(ConfigError, match=r"needy.py:Brevity needs reference answers"):
-        data = {"train_files": ["t"], "val_files": ["v"]}
-        grpo = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}}
-        load({**grpo, "model": {"path": "m"}, "data": data, "reward": {"functions": [f"{needy}:Brevity"]}})
+    assert configured(f"{needy}:Brevity").needing_answers() == [f"{needy}:Brevity"]
+    assert configured(name).needing_answers() == []
 
 
 def test_two_classes_do_not_share_a_section_of_settings(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Data sets that the ``datasets`` library reads: directories, and names in the local Hugging Face cache.
+
+Nothing here reaches a network: a name that is not in the cache is refused with the command that gets it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gkd.data.row import Row
+from gkd.errors import ConfigError, one_line
+
+ROWS_AT_ONCE = 1000
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def looks_like_a_name(text: str) -> bool:
+    """Return whether ``text`` may be the name of a model or data set on the Hugging Face hub: NAME or OWNER/NAME.
+
+    What ends like a file, such as ``questions.txt``, is none.
+    """
+    return _NAME.fullmatch(text) is not None and re.fullmatch(r"\.[a-z]+", Path(text).suffix) is None
+
+
+def read_directory(path: Path, part: str) -> Iterator[Row]:
+    """Yield rows of a directory that ``save_to_disk`` wrote, or of data files as a hub repository has them.
+
+    ``part``: which of several, as ``SUBSET:SPLIT``, ``SUBSET`` or ``SPLIT``; "" where there is one.
+    """
+    import datasets
+
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+        if part not in splits:
+            raise ConfigError(
+                f"data directory {path} holds several splits ({', '.join(splits)}): name one, such as {path}/train"
+            )
+        path, part = path / part, ""
+    if (path / "state.json").exists() or not any(path.rglob("*.*")):
+        with _failures(f"data directory {path} was not written by datasets' save_to_disk"):
+            return _rows(datasets.Dataset.load_from_disk(str(path)), str(path))
+    return _rows(_load(str(path), part, f"data directory {path}"), str(path))
+
+
+def read_name(name: str, part: str) -> Iterator[Row]:
+    """Yield rows of the data set ``name`` in the local Hugging Face cache; ``part`` as in :func:`read_directory`.
+
+    Raises ConfigError, with the command that gets it, where it is not there.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        source = snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        source = name  # what load_dataset prepared once is in a cache of its own
+    place = f"{name}:{part}" if part else name
+    return _rows(_load(source, part, f"data set {name}"), place)
+
+
+def _load(source: str, part: str, what: str) -> Any:
+    """Return the one split of ``source`` that ``part`` names, a ``datasets.Dataset``."""
+    import datasets
+
+    with _offline(), _failures(f"{what} cannot be read", source):
+        subsets = datasets.get_dataset_config_names(source)
+        subset, split = _subset_and_split(part, subsets, what)
+        if split is None:
+            splits = datasets.get_dataset_split_names(source, subset)
+            if len(splits) != 1:
+                pick = f"{subset}:{splits[0]}" if len(subsets) > 1 else splits[0]
+                raise ConfigError(f"{what} holds several splits ({', '.join(splits)}): name one, such as :{pick}")
+            split = splits[0]
+        return datasets.load_dataset(source, subset, split=split)
+
+
+def _subset_and_split(part: str, subsets: list[str], what: str) -> tuple[str, str | None]:
+    """Return which subset is meant, and which split where one is named."""
+    first, _, second = part.partition(":")
+    if second or first in subsets:
+        if first and first not in subsets:
+            raise ConfigError(f"{what} has no subset {first!r}; there are {', '.join(subsets)}")
+        return first or subsets[0], second or None
+    if len(subsets) != 1:
+        raise ConfigError(f"{what} holds several subsets ({', '.join(subsets)}): name one, such as :{subsets[0]}:train")
+    return subsets[0], first or None
+
+
+def _rows(table: Any, place: str) -> Iterator[Row]:
+    """Yield rows as they are stored: images and audio are not decoded."""
+    number = 0
+    for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
+        for values in batch.to_pylist():
+            number += 1
+            yield Row(values, f"{place} row {number}")
+
+
+@contextmanager
+def _failures(what: str, source: str = "") -> Iterator[None]:
+    """Turn whatever ``datasets`` meets in its own files into one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ConnectionError:
+        raise ConfigError(
+            f"data file {source} does not exist, and no data set of that name is in the local Hugging Face cache; "
+            f"this gets it: hf download --repo-type dataset {source}"
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"{what}: {one_line(error)}") from None
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep ``datasets`` from the network, and from writing progress over the run's own."""
+    from datasets import are_progress_bars_disabled, config, disable_progress_bars, enable_progress_bars
+
+    before, quiet = config.HF_HUB_OFFLINE, are_progress_bars_disabled()
+    config.HF_HUB_OFFLINE = True
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+        if not quiet:
+            enable_progress_bars()

@@ -1,0 +1,139 @@
+"""What the columns of a row mean, in the layouts that data for TRL, verl and ShareGPT has.
+
+TRL: a column ``prompt`` or ``messages``, text or messages with ``role`` and ``content``. ShareGPT: ``conversations``
+with ``from`` and ``value``, and perhaps a column ``system``. verl: ``prompt`` with messages, and the answer in
+``reward_model.ground_truth``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gkd.config import Data
+from gkd.data.row import Row
+from gkd.errors import ConfigError
+
+VERL_ANSWER = "reward_model.ground_truth"
+SHAREGPT_COLUMN = "conversations"
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+}
+MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
+
+
+def prompt_key(row: Row, data: Data) -> str:
+    """Return ``data.prompt_key``, or the column of messages that a row has where the default one is not there."""
+    default = Data.model_fields["prompt_key"].default
+    if data.prompt_key == default and default not in row.values:
+        return next((key for key in ("messages", SHAREGPT_COLUMN) if key in row.values), default)
+    return data.prompt_key
+
+
+def prompt_of(row: Row, key: str) -> Any:
+    """Return the prompt in column ``key``: text, or messages with role and content, each content as one text.
+
+    Raises ConfigError for a missing column, and for content that is no text, of which a template would write what
+    Python prints.
+    """
+    value = row.get(key, "data.prompt_key")
+    if _is_sharegpt(value):
+        value = _from_sharegpt(row, key, value)
+    if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):
+        return value
+    return [{**m, "content": _content(row, key, m)} for m in value]
+
+
+def answers_of(row: Row, data: Data) -> tuple[str, ...]:
+    """Return the reference answers of a row, any of which is right; none where it has none.
+
+    They are in ``data.answer_key``: text, a number, a list of these, or messages, of which the assistant's last is the
+    answer. Without that setting they are where verl has them. Raises ConfigError for a missing column and for values
+    that are no answer.
+    """
+    key = data.answer_key
+    value = row.find(VERL_ANSWER) if key is None else row.get(key, "data.answer_key")
+    key = key or VERL_ANSWER
+    if _is_sharegpt(value):
+        value = _from_sharegpt(row, key, value)
+    if isinstance(value, list) and value and all(is_message(m) for m in value):
+        last = value[-1]
+        value = _content(row, key, last) if last["role"] == "assistant" else None
+    answers = value if isinstance(value, list) else [value]
+    for answer in answers:
+        if isinstance(answer, list | dict):
+            kind = type(answer).__name__
+            raise ConfigError(
+                f"{row.place}: {key!r} is or holds a {kind}; an answer is text, a number, a list of these, or messages"
+            )
+    return tuple(str(answer) for answer in answers if answer is not None)
+
+
+def messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages without the assistant's at their end."""
+    asked = list(messages)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    return asked
+
+
+def is_message(message: Any) -> bool:
+    """Return whether ``message`` has a role and content."""
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def require_text_alone(row: Row) -> None:
+    """Raise ConfigError for a row with a picture, sound or film, without which its question is another."""
+    for column in MEDIA_COLUMNS:
+        if row.values.get(column):
+            raise ConfigError(
+                f"{row.place}: {column!r} is not empty, and only text is trained on; leave rows with images, audio and "
+                "video out, or the column where the questions do not need it"
+            )
+
+
+def _is_sharegpt(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"from", "value"} <= set(m) for m in value)
+    )
+
+
+def _from_sharegpt(row: Row, key: str, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with role and content that ``turns`` are, the row's system prompt first."""
+    messages = []
+    for turn in turns:
+        role = SHAREGPT_ROLES.get(turn["from"])
+        if role is None:
+            known = ", ".join(SHAREGPT_ROLES)
+            raise ConfigError(f"{row.place}: {key!r} has a turn from {turn['from']!r}; known are {known}")
+        messages.append({"role": role, "content": turn["value"]})
+    system = row.values.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _content(row: Row, key: str, message: Mapping[str, Any]) -> Any:
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type", "a dict") if isinstance(part, dict) else type(part).__name__
+            what = "null" if part is None else kind
+            raise ConfigError(
+                f"{row.place}: {key!r} has a message whose content is not text but {what}; only text is trained on"
+            )
+        texts.append(text)
+    return "".join(texts)

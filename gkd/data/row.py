@@ -1,0 +1,62 @@
+"""One row of a data file, and how its columns are named."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.errors import ConfigError
+
+KEYS_SHOWN = 20
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: its ``values`` by column, and ``place``, the file and line (or row) to name in an error."""
+
+    values: dict[str, Any]
+    place: str
+
+    def get(self, key: str, setting: str) -> Any:
+        """Return the value in column ``key``; ``a.b`` is ``b`` within column ``a``, ``a.0`` the first of a list.
+
+        Raises ConfigError naming the ``setting`` of a missing one.
+        """
+        value = self._look_up(key)
+        if value is not _ABSENT:
+            return value
+        known = list(_paths(self.values))
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        shown = ", ".join(known[:KEYS_SHOWN]) + (", ..." if len(known) > KEYS_SHOWN else "")
+        raise ConfigError(f"{self.place} has no key {key!r} ({setting}){hint}; the keys there are: {shown or 'none'}")
+
+    def find(self, key: str) -> Any:
+        """Return the value in column ``key`` as :meth:`get` does; None for a missing one."""
+        value = self._look_up(key)
+        return None if value is _ABSENT else value
+
+    def _look_up(self, key: str) -> Any:
+        if key in self.values:
+            return self.values[key]
+        value: Any = self.values
+        for part in key.split("."):
+            if isinstance(value, Mapping) and part in value:
+                value = value[part]
+            elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+                value = value[int(part)]
+            else:
+                return _ABSENT
+        return value
+
+
+def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the names of all columns, and of what is within those that hold mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _paths(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

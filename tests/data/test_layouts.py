@@ -1,0 +1,64 @@
+"""Rows as TRL, ShareGPT and verl have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gkd.config import Data
+from gkd.data.layouts import answers_of, prompt_key, prompt_of, require_text_alone
+from gkd.data.row import Row
+from gkd.errors import ConfigError
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0},
+}
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}],
+    "system": "Be brief.",
+}
+TURNS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": [{"type": "text", "text": "2"}]}]
+
+
+def read(values: dict[str, Any], **data: Any) -> tuple[Any, tuple[str, ...]]:
+    row, settings = Row(values, "x line 1"), Data(**data)
+    return prompt_of(row, prompt_key(row, settings)), answers_of(row, settings)
+
+
+def test_verl() -> None:
+    assert read(VERL) == (VERL["prompt"], ("2",))
+    assert read(VERL, answer_key="extra_info.split")[1] == ("train",)
+
+
+def test_sharegpt() -> None:
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}
+    messages = [system, user, {"role": "assistant", "content": "2"}]
+    assert read(SHAREGPT) == (messages, ())
+    assert read(SHAREGPT, answer_key="conversations") == (messages, ("2",))
+    with pytest.raises(ConfigError, match="'conversations' has a turn from 'observation'; known are human, "):
+        read({"conversations": [{"from": "observation", "value": "x"}]})
+
+
+def test_the_assistants_last_message_is_the_answer_where_asked() -> None:
+    assert read({"messages": TURNS})[1] == ()
+    assert read({"messages": TURNS}, answer_key="messages")[1] == ("2",)
+    assert read({"messages": TURNS[:1]}, answer_key="messages")[1] == ()
+    assert read({"prompt": TURNS[:1], "completion": TURNS[1:]}, answer_key="completion") == (TURNS[:1], ("2",))
+
+
+@pytest.mark.parametrize(("value", "answers"), [(["a", 2, None], ("a", "2")), ([], ()), (None, ()), (0, ("0",))])
+def test_several_answers(value: Any, answers: tuple[str, ...]) -> None:
+    assert read({"prompt": "q", "a": value}, answer_key="a")[1] == answers
+
+
+@pytest.mark.parametrize("column", ["image", "images", "audio", "videos"])
+def test_pictures_and_sound_are_refused_by_name(column: str) -> None:
+    require_text_alone(Row({"prompt": "a", column: None}, "x line 1"))
+    require_text_alone(Row({"prompt": "a", column: []}, "x line 1"))
+    with pytest.raises(ConfigError, match=f"x line 1: '{column}' is not empty, and only text is trained on"):
+        require_text_alone(Row({"prompt": "a", column: [{"bytes": b"x"}]}, "x line 1"))
