@@ -31,7 +31,8 @@ class Prompt:
     ``answer`` the reference answer where the data has one, ``other_answers`` those that are as right, ``answer_ids``
     the answer's tokens and the end token where it is learned from. ``messages``: the chat template's input, where the
     data holds messages. ``teacher``: which of ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the
-    prompt's tokens by that teacher's own template, None where they are the student's.
+    prompt's tokens by that teacher's own template, None where they are the student's. ``file``: which of the files it
+    is from.
     """
 
     id: int
@@ -43,6 +44,7 @@ class Prompt:
     teacher: str | None = None
     teacher_ids: Int32 | None = None
     other_answers: tuple[str, ...] = ()
+    file: int = 0
 
     @property
     def answers(self) -> tuple[str, ...]:

@@ -200,7 +200,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
     """Return whether a user's own class may take the setting ``key``, which is known once the class is loaded."""
-    if key.startswith("teacher.models."):
+    if key.startswith(("teacher.models.", "data.chat_template_kwargs.")):
         return True
     in_open_section = any(key.startswith(f"{section}.") for section in open_sections())
     return in_open_section and not any(key.startswith(f"{name}.") for name in known)

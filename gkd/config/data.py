@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from gkd.config.open import OpenSections
 from gkd.registry import Registry, absolute
 
 TASKS = Registry("data.task", {"sort_digits": "gkd.recipes.sort_digits.task:SortDigits"})
+
+
+PLACE = re.compile(r"\{\{[^{}]*\}\}|\{(?P<name>[^\W\d][\w.]*)\}")
+"""A column's place in ``data.prompt_template``, or doubled braces."""
+_NOT_THE_TEMPLATES = ("messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "return_dict")
 
 
 def _as_list(value: Any) -> Any:
@@ -47,6 +53,29 @@ class Data(OpenSections):
         description="column of the reference answer (slime's label_key), or of several that are right; of messages it "
         "is the assistant's last; null: verl's reward_model.ground_truth, and without it no accuracy is measured",
     )
+    prompt_template: str | None = Field(
+        None,
+        description="text with {COLUMN} in it that makes the prompt of a row, in place of prompt_key (OpenRLHF's "
+        "input_template); {{...}} stays as {...}",
+    )
+    system_prompt: str | None = Field(
+        None, description="system message of every prompt that has none; text is then asked as a user's message"
+    )
+    apply_chat_template: bool | None = Field(
+        None,
+        description="true: text is asked as a user's message (slime, OpenRLHF: apply_chat_template); null: as it is, "
+        "with a warning where the model has a chat template; false: without",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="what the chat template is given beside messages, such as {enable_thinking: false} (TRL's name)",
+    )
+    train_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
+        None,
+        min_length=1,
+        description="share of each of train_files in the training prompts, as weights (OpenRLHF's prompt_data_probs); "
+        "null: all prompts equally often",
+    )
     teacher_key: str | None = Field(None, description="column that says which of teacher.models a prompt is for")
     max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
     val_limit: int = Field(256, ge=1, description="validation prompts used at most")
@@ -56,6 +85,38 @@ class Data(OpenSections):
         description="teacher's K most likely tokens that val/reverse_kl compares, and one bucket for the rest: a lower "
         "bound, exact where K is the vocabulary",
     )
+
+    @property
+    def asks_in_chat(self) -> bool:
+        """Whether text is asked as a user's message."""
+        return bool(self.apply_chat_template) or self.system_prompt is not None
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _template_has_a_place(cls, template: str | None) -> str | None:
+        if template is not None and not any(place["name"] for place in PLACE.finditer(template)):
+            raise ValueError("names no column: one as {question} is needed")
+        return template
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _kwargs_are_the_templates(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        for name in kwargs:
+            if name in _NOT_THE_TEMPLATES or not name.isidentifier():
+                raise ValueError(f"{name} is no variable that a chat template is given here")
+        return kwargs
+
+    @model_validator(mode="after")
+    def _settings_of_prompts_go_together(self) -> Data:
+        if self.system_prompt is not None and self.apply_chat_template is False:
+            raise ValueError("system_prompt is part of a chat: apply_chat_template=false excludes it")
+        if self.train_weights is not None and self.train_files and len(self.train_weights) != len(self.train_files):
+            raise ValueError(f"{len(self.train_weights)} train_weights for {len(self.train_files)} train_files")
+        places = [place["name"] for place in PLACE.finditer(self.prompt_template or "")]
+        if self.answer_key is not None and self.answer_key in places:
+            own = "{" + self.answer_key + "}"
+            raise ValueError(f"prompt_template has {own}, the reference answer; as text it is written {{{own}}}")
+        return self
 
     @model_validator(mode="after")
     def _task_makes_models_and_data(self) -> Data:

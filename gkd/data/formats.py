@@ -68,7 +68,7 @@ def read_csv(path: Path) -> Iterator[Row]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as text:
             reader = csv.reader(text, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-            header = next(reader, [])
+            header: list[str] = next(reader, [])
             if len(set(header)) < len(header):
                 twice = next(name for name in header if header.count(name) > 1)
                 raise ConfigError(f"{path}: its header names the column {twice!r} twice")

@@ -1,4 +1,4 @@
-"""Prompts of a run: from rows to tokens, and in which order they are trained on."""
+"""Prompts of a run: from rows to tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gkd.config import Data
 from gkd.data.layouts import (
@@ -19,11 +18,11 @@ from gkd.data.layouts import (
     is_message,
     messages_to_answer,
     prompt_key,
-    prompt_of,
     require_text_alone,
 )
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
+from gkd.data.templates import question_of, rendered, require_template
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 
@@ -44,16 +43,18 @@ def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | 
     """Return prompts of ``files`` in their order, at most ``limit`` of them; ids count rows over all files from 0.
 
     A string is tokenised with the tokenizer's own special tokens; a list of messages goes through its chat template,
-    without the assistant's turns at its end. Raises ConfigError for whatever is wrong with a file, a row or a missing
-    template, and when no prompt fits into ``data.max_prompt_length``.
+    without the assistant's turns at its end; :func:`gkd.data.templates.question_of` says which of them is asked.
+    Raises ConfigError for whatever is wrong with a file, a row or a template, and when no prompt fits into
+    ``data.max_prompt_length``.
     """
     kept: list[Prompt] = []
     n_too_long, shortest, first_id = 0, 0, 0
     longest = data.max_prompt_length
-    for file in files:
+    require_template(tokenizer, data)
+    for number, file in enumerate(files):
         rows = read_rows(file)
         while chunk := list(islice(rows, TOKENISED_AT_ONCE)):
-            for prompt in _prompts(chunk, data, tokenizer, first_id):
+            for prompt in _prompts(chunk, data, tokenizer, first_id, number):
                 length = len(prompt.token_ids)
                 if length <= longest:
                     kept.append(prompt)
@@ -86,13 +87,13 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iterator[Prompt]:
+def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: int) -> Iterator[Prompt]:
     key = prompt_key(rows[0], data)
     for row in rows:
         require_text_alone(row)
-    values = [prompt_of(row, key) for row in rows]
+    values = [question_of(row, key, data) for row in rows]
     answers = [answers_of(row, data) for row in rows]
-    texts, ids = _tokenise(rows, key, values, tokenizer, data.max_prompt_length)
+    texts, ids = _tokenise(rows, key, values, tokenizer, data)
     for offset, (text, token_ids, value, right) in enumerate(zip(texts, ids, values, answers, strict=True)):
         row = rows[offset]
         if not token_ids:
@@ -103,6 +104,7 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int) -> Iter
             text=text,
             answer=right[0] if right else None,
             other_answers=right[1:],
+            file=file,
             messages=None if isinstance(value, str) else tuple(messages_to_answer(value)),
             teacher=None if data.teacher_key is None else str(row.get(data.teacher_key, "data.teacher_key")),
         )
@@ -121,15 +123,18 @@ def _require_text(row: Row, key: str | None, text: str) -> None:
 
 
 def _tokenise(
-    rows: list[Row], key: str, values: list[Any], tokenizer: Any, longest: int
+    rows: list[Row], key: str, values: list[Any], tokenizer: Any, data: Data
 ) -> tuple[list[str], list[list[int]]]:
     """Return text and token ids of each row's prompt; strings and messages may be mixed.
 
-    Of a prompt that has more than :data:`LENGTHS_COUNTED` times ``longest`` tokens, only so many that this is certain.
+    Of a prompt that has more than :data:`LENGTHS_COUNTED` times ``data.max_prompt_length`` tokens, only so many that
+    this is certain.
     """
-    texts = [
-        v if isinstance(v, str) else _template(row, key, v, tokenizer) for row, v in zip(rows, values, strict=True)
-    ]
+    longest, texts = data.max_prompt_length, []
+    for row, value in zip(rows, values, strict=True):
+        if not isinstance(value, str) and not (value and isinstance(value, list) and all(map(is_message, value))):
+            raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
+        texts.append(value if isinstance(value, str) else rendered(row, key, value, tokenizer, data))
     for row, text in zip(rows, texts, strict=True):
         _require_text(row, key, text)
     ids: list[list[int]] = [[]] * len(texts)
@@ -145,66 +150,3 @@ def _tokenise(
             left = [i for i in left if len(texts[i]) > n_characters and len(ids[i]) <= LENGTHS_COUNTED * longest]
             n_characters *= 4
     return texts, ids
-
-
-def _template(row: Row, key: str, messages: Any, tokenizer: Any) -> str:
-    """Return the prompt that the chat template makes of ``messages``, ready for the assistant's turn."""
-    if not (isinstance(messages, list) and messages and all(is_message(m) for m in messages)):
-        raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template"
-        )
-    asked = messages_to_answer(messages)
-    if not asked:
-        raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
-    try:
-        return str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template computes with what the messages hold, and raises what it meets
-        raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {' '.join(str(error).split())}") from None
-
-
-class PromptStream:
-    """Prompts without end, newly shuffled every epoch.
-
-    What is taken may cross the end of an epoch, and holds a prompt more than once where there are fewer prompts than
-    it needs. The order depends on ``seed`` alone, and ``state`` is all that is needed to go on exactly.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        if not prompts:
-            raise ValueError("a stream needs prompts")
-        self._prompts = prompts
-        self._seed = seed
-        self._drawn = 0
-        self._shuffled: tuple[int, NDArray[np.int64]] | None = None
-
-    @property
-    def epoch(self) -> float:
-        """Return passes over the prompts so far; 1.5 is half-way through the second."""
-        return self._drawn / len(self._prompts)
-
-    def take(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts."""
-        taken = [self._prompt(self._drawn + i) for i in range(n)]
-        self._drawn += n
-        return taken
-
-    def state(self) -> dict[str, int]:
-        """Return where the stream stands, JSON-ready, for :meth:`restore`."""
-        return {"drawn": self._drawn, "n_prompts": len(self._prompts), "seed": self._seed}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on from ``state``. Raises ConfigError when it is of other prompts or another seed."""
-        here = {"n_prompts": len(self._prompts), "seed": self._seed}
-        for key, value in here.items():
-            if state[key] != value:
-                raise ConfigError(f"the saved order of prompts has {key}={state[key]}, this run {key}={value}")
-        self._drawn = state["drawn"]
-
-    def _prompt(self, position: int) -> Prompt:
-        epoch, index = divmod(position, len(self._prompts))
-        if self._shuffled is None or self._shuffled[0] != epoch:
-            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts))
-            self._shuffled = (epoch, order)
-        return self._prompts[int(self._shuffled[1][index])]

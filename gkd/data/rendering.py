@@ -7,12 +7,13 @@ teacher that scores responses to prompts such as it has never seen teaches what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from gkd.data.prompts import PromptSet
+from gkd.data.templates import chat_template_of
 from gkd.errors import ConfigError, one_line
 from gkd.types import Int32, Prompt, teacher_of
 
@@ -32,9 +33,7 @@ class Rendering:
     @staticmethod
     def of(tokenizer: Any) -> Rendering:
         """Return the rendering of a transformers tokenizer."""
-        template = tokenizer.chat_template
-        if isinstance(template, dict):  # several by name, of which apply_chat_template takes this one
-            template = template.get("default")
+        template = chat_template_of(tokenizer)
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         whole = tokenizer("a")["input_ids"]
         starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
@@ -44,11 +43,15 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Makes the prompts of the model that ``setting`` names. ``tokenizer``: one with that model's ids."""
+    """Makes the prompts of the model that ``setting`` names.
+
+    ``tokenizer``: one with that model's ids. ``kwargs``: what its chat template is given beside the messages.
+    """
 
     setting: str
     tokenizer: Any
     rendering: Rendering
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, prompt: Prompt) -> str:
         """Return the prompt as text, without what comes before and after plain text. Raises ConfigError."""
@@ -67,6 +70,7 @@ class Renderer:
                 chat_template=self.rendering.chat_template,
                 add_generation_prompt=True,
                 **self.rendering.special_tokens,
+                **self.kwargs,
             )
         except Exception as error:  # a template computes with what the messages hold, and raises what it meets
             reason = one_line(error)

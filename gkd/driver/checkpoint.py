@@ -44,7 +44,7 @@ class State:
     """
 
     step: int = 0
-    prompts: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, Any] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
     teacher: dict[str, float] = field(default_factory=dict)
     validated: dict[str, float] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from gkd.algorithms.advantages import groups_that_differ
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.algorithms.training_samples import groups_of, rewards_of
 from gkd.config import Config
-from gkd.data.prompts import PromptStream
+from gkd.data.stream import PromptStream
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Prompt, SampleRequest, Sampling, Scoring, TrainingSample, seed_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ from gkd.errors import ConfigError
 from gkd.inference.vllm_models import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
+
+log = logging.getLogger("gkd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +77,13 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     data = config.data.model_copy(update={"max_prompt_length": max_length - config.rollout.max_response_length})
     train_prompts = load_prompts(train, data, tokenizer)
     val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
+    _warn_of_raw_text(config, tokenizer, train_prompts)
     _require_known_teachers(config, [*train_prompts.prompts, *val_prompts.prompts])
     if config.algorithm.needs_teacher:
         teachers = {name: path for name, path in scorers.items() if name.startswith("teacher")}
         sets = {"train": train_prompts, "val": val_prompts}
-        sets = teacher_prompts(config.teacher, teachers, tokenizer, sets, data.max_prompt_length)
+        kwargs = data.chat_template_kwargs
+        sets = teacher_prompts(config.teacher, teachers, tokenizer, sets, data.max_prompt_length, kwargs)
         train_prompts, val_prompts = sets["train"], sets["val"]
     for name, prompts in (("train", train_prompts), ("val", val_prompts)):
         if prompts.n_too_long:
@@ -169,6 +174,17 @@ def _require_answers(config: Config, train: PromptSet) -> None:
         raise ConfigError(
             f"data.answer_key={config.data.answer_key}: {len(lacking)} of {len(train.prompts)} training prompts have "
             f"no answer, and {why}; the first is row {lacking[0].id + 1} of data.train_files"
+        )
+
+
+def _warn_of_raw_text(config: Config, tokenizer: Any, train: PromptSet) -> None:
+    """Warn of a model that is trained to chat and is given plain text, as it has never seen it."""
+    raw = any(prompt.messages is None for prompt in train.prompts)
+    if raw and tokenizer.chat_template is not None and config.data.apply_chat_template is None:
+        log.warning(
+            "model.path=%s has a chat template, and data.train_files hold plain text, which it gets as it is: "
+            "data.apply_chat_template=true (or data.system_prompt=TEXT) asks it in a chat, false says that it is meant",
+            config.model.path,
         )
 
 

@@ -13,7 +13,7 @@ from gkd.cluster.engines import Engines
 from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.placement import Placement
 from gkd.config import Config
-from gkd.data.prompts import PromptStream
+from gkd.data.stream import PromptStream
 from gkd.driver.inputs import Inputs
 from gkd.driver.scorers import Scorers
 from gkd.driver.trainer import Parts
@@ -71,7 +71,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
         sync.push()
     validation = Validation(config, inputs, rollout_group, actor, teachers)
-    stream = PromptStream(inputs.train.prompts, config.trainer.seed)
+    stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     measured = tuple(scorers.groups.values())
     parts = Parts(stream, rollout_group, actor, sync, validation, measured, n_gpus, inputs.model.vocabulary)

@@ -10,7 +10,7 @@ from gkd.algorithms.training_samples import require_rewards, with_advantages
 from gkd.cluster.group import Group, MemoryReports
 from gkd.config import Config
 from gkd.config.schedule import streams
-from gkd.data.prompts import PromptStream
+from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.collect import collect
 from gkd.driver.saving import Checkpoints

@@ -17,19 +17,27 @@ from gkd.scoring.client import ScoringClient
 
 
 def teacher_prompts(
-    teacher: Teacher, models: Mapping[str, str], tokenizer: Any, sets: Mapping[str, PromptSet], longest: int
+    teacher: Teacher,
+    models: Mapping[str, str],
+    tokenizer: Any,
+    sets: Mapping[str, PromptSet],
+    longest: int,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, PromptSet]:
     """Return ``sets`` with prompts for the teachers as ``teacher.chat_template`` wants them.
 
-    ``models``: directories of the teachers by name; none where it is an external one. ``tokenizer``:
-    the student's. ``longest``: tokens a prompt may have. Raises ConfigError where student and teacher are prompted
-    differently and nothing is said about it, or where the teacher's template cannot be used; ScorerUnavailable where
-    an external teacher does not answer.
+    ``models``: directories of the teachers by name; none where it is an external one. ``tokenizer``: the student's.
+    ``longest``: tokens a prompt may have. ``kwargs``: ``data.chat_template_kwargs``. Raises ConfigError where student
+    and teacher are prompted differently and nothing is said about it, or where the teacher's template cannot be used;
+    ScorerUnavailable where an external teacher does not answer.
     """
     wanted = teacher.chat_template
     if wanted == "student":
         return dict(sets)
-    renderers = _renderers(teacher, models, tokenizer)
+    renderers = {
+        name: replace(renderer, kwargs=kwargs or {})
+        for name, renderer in _renderers(teacher, models, tokenizer).items()
+    }
     if wanted is None:
         for prompts in sets.values():
             check_same_prompts(prompts.prompts, renderers)

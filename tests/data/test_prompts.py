@@ -1,4 +1,4 @@
-"""From rows to prompts, and the order prompts are trained on."""
+"""From rows to prompts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gkd.config import Data
-from gkd.data.prompts import PromptSet, PromptStream, load_prompts
+from gkd.data.prompts import PromptSet, load_prompts
 from gkd.errors import ConfigError
 from gkd.recipes.sort_digits.sorting import make_tokenizer
-from gkd.types import Prompt
 from tests.data.models import TEMPLATE, WORDS, word_tokenizer
 
 A, B, C = (WORDS.index(letter) for letter in "abc")
@@ -159,57 +156,6 @@ def test_no_tokens(tmp_path: Path) -> None:
     assert complaint(tmp_path, [{"prompt": "a"}, {"prompt": " "}]) == (
         f"{tmp_path}/x.jsonl line 2: the prompt in 'prompt' has no tokens"
     )
-
-
-def prompts(n: int) -> list[Prompt]:
-    return [Prompt(id=i, token_ids=np.array([i], dtype=np.int32), text=str(i)) for i in range(n)]
-
-
-def ids(stream: PromptStream, size: int, n_batches: int) -> list[list[int]]:
-    return [[prompt.id for prompt in stream.take(size)] for _ in range(n_batches)]
-
-
-SIZES = st.integers(min_value=1, max_value=20)
-SEEDS = st.integers(min_value=0, max_value=2**32)
-
-
-@settings(deadline=None)  # a busy machine is not a failure
-@given(n=SIZES, batch_size=SIZES, seed=SEEDS, n_batches=SIZES)
-def test_every_epoch_holds_every_prompt_once(n: int, batch_size: int, seed: int, n_batches: int) -> None:
-    stream = PromptStream(prompts(n), seed)
-    batches = ids(stream, batch_size, n_batches)
-    assert all(len(batch) == batch_size for batch in batches)
-    drawn = [i for batch in batches for i in batch]
-    for start in range(0, len(drawn) - n + 1, n):
-        assert sorted(drawn[start : start + n]) == list(range(n))
-    assert stream.epoch == n_batches * batch_size / n
-
-
-@settings(deadline=None)  # a busy machine is not a failure
-@given(n=SIZES, batch_size=SIZES, seed=SEEDS, before=SIZES, after=SIZES)
-def test_a_restored_stream_goes_on_exactly(n: int, batch_size: int, seed: int, before: int, after: int) -> None:
-    stream = PromptStream(prompts(n), seed)
-    ids(stream, batch_size, before)
-    state = json.loads(json.dumps(stream.state()))
-    again = PromptStream(prompts(n), seed)
-    again.restore(state)
-    assert ids(again, batch_size, after) == ids(stream, batch_size, after)
-    assert again.epoch == stream.epoch
-
-
-def test_seed_and_epoch_change_the_order() -> None:
-    first, second = ids(PromptStream(prompts(50), 0), 50, 2)
-    assert first != second
-    assert [first, second] == ids(PromptStream(prompts(50), 0), 50, 2)
-    assert first != ids(PromptStream(prompts(50), 1), 50, 1)[0]
-
-
-def test_a_state_of_other_prompts_or_another_seed_is_refused() -> None:
-    state = PromptStream(prompts(5), 0).state()
-    with pytest.raises(ConfigError, match="n_prompts=5, this run n_prompts=6"):
-        PromptStream(prompts(6), 0).restore(state)
-    with pytest.raises(ConfigError, match="seed=0, this run seed=1"):
-        PromptStream(prompts(5), 1).restore(state)
 
 
 def test_text_that_is_none_is_named(tmp_path: Path) -> None:

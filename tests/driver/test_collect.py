@@ -11,7 +11,7 @@ import pytest
 
 from gkd.algorithms.training_samples import require_rewards
 from gkd.config import Config, load
-from gkd.data.prompts import PromptStream
+from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.collect import collect, requests_of, scoring_of
 from gkd.driver.trainer import train

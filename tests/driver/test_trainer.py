@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gkd.config import Config
-from gkd.data.prompts import PromptStream
+from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, train

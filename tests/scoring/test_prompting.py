@@ -52,6 +52,21 @@ def made(student: Any, teacher: Any, tmp_path: Path, chat_template: str | None, 
     return teacher_prompts(settings, models, student, {"train": prompts(student, tmp_path)}, longest)["train"]
 
 
+def test_a_teachers_template_is_given_the_same_variables(tmp_path: Path) -> None:
+    student, teacher = tokenizer(TEMPLATE), tokenizer(TEMPLATE + "{% if brief %} d{% endif %}")
+    teacher.save_pretrained(tmp_path / "teacher")
+    for brief, ending in ((True, "<assistant> d"), (False, "<assistant>")):
+        found = teacher_prompts(
+            Teacher(chat_template="own"),
+            {"teacher": str(tmp_path / "teacher")},
+            student,
+            {"train": prompts(student, tmp_path)},
+            100,
+            {"brief": brief},
+        )
+        assert all(text.endswith(ending) for text in seen(found["train"], teacher))
+
+
 def seen(found: PromptSet, model: Any) -> list[str]:
     return [model.decode(prompt.teacher_prompt_ids.tolist()) for prompt in found.prompts]
 

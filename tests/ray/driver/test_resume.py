@@ -16,7 +16,7 @@ import ray
 from gkd.actor.applied import Applied, over_mini_batches
 from gkd.cluster.group import Pending
 from gkd.config import load
-from gkd.data.prompts import PromptStream
+from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.collect import Collected
 from gkd.driver.resume import cut, find

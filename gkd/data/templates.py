@@ -1,0 +1,88 @@
+"""From a row to what the student is asked: a prompt template, a system prompt, the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gkd.config import Data
+from gkd.config.data import PLACE
+from gkd.data.layouts import messages_to_answer, prompt_of
+from gkd.data.row import Row
+from gkd.errors import ConfigError, one_line
+
+
+def question_of(row: Row, key: str, data: Data) -> Any:
+    """Return what a row asks: text for the model as it is, or messages for the chat template.
+
+    Text goes into ``data.prompt_template``, and is a user's message where ``data.apply_chat_template`` or
+    ``data.system_prompt`` says so. Raises ConfigError as :func:`gkd.data.layouts.prompt_of`, and for a template that
+    names what the row has not.
+    """
+    value = prompt_of(row, key) if data.prompt_template is None else _filled(row, data.prompt_template)
+    if isinstance(value, str) and data.asks_in_chat:
+        value = [{"role": "user", "content": value}]
+    if data.system_prompt is not None and isinstance(value, list) and value and value[0].get("role") != "system":
+        value = [{"role": "system", "content": data.system_prompt}, *value]
+    return value
+
+
+def rendered(row: Row, key: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, data: Data) -> str:
+    """Return the text that the chat template makes of ``messages``, ready for the assistant's turn.
+
+    Raises ConfigError, naming the row, where there is no template or it refuses them.
+    """
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template"
+        )
+    asked = messages_to_answer(messages)
+    if not asked:
+        raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                asked, add_generation_prompt=True, tokenize=False, **data.chat_template_kwargs
+            )
+        )
+    except Exception as error:  # a template computes with what the messages hold, and raises what it meets
+        raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {one_line(error)}") from None
+
+
+def require_template(tokenizer: Any, data: Data) -> None:
+    """Raise ConfigError for settings of a chat template that the tokenizer's does not have."""
+    template = chat_template_of(tokenizer)
+    wanted = {
+        "data.system_prompt": data.system_prompt is not None,
+        "data.apply_chat_template=true": bool(data.apply_chat_template),
+        "data.chat_template_kwargs": bool(data.chat_template_kwargs),
+    }
+    for setting in (setting for setting, given in wanted.items() if given):
+        if template is None:
+            raise ConfigError(f"{setting}: the tokenizer of {tokenizer.name_or_path} has no chat template")
+    for name in data.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", template or ""):
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path} does not look at it"
+            )
+
+
+def chat_template_of(tokenizer: Any) -> str | None:
+    """Return the chat template that ``apply_chat_template`` takes: of several by name, the default one."""
+    template = tokenizer.chat_template
+    chosen: str | None = template.get("default") if isinstance(template, dict) else template
+    return chosen
+
+
+def _filled(row: Row, template: str) -> str:
+    def value_of(place: re.Match[str]) -> str:
+        if place["name"] is None:  # doubled braces
+            return place[0][1:-1]
+        value = row.get(place["name"], "data.prompt_template")
+        if not isinstance(value, str | int | float):
+            kind = "null" if value is None else type(value).__name__
+            raise ConfigError(f"{row.place}: {place['name']!r} is {kind}, which data.prompt_template cannot hold")
+        return str(value)
+
+    return PLACE.sub(value_of, template)

@@ -1,0 +1,95 @@
+"""What a row asks: prompt templates, system prompts, chats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from gkd.config import Data
+from gkd.data.prompts import load_prompts
+from gkd.data.row import Row
+from gkd.data.templates import question_of
+from gkd.errors import ConfigError
+from tests.data.models import TEMPLATE, WORDS, word_tokenizer
+
+ROW = Row({"question": "1 + 1?", "choices": ["1", "2"], "meta": {"level": 3}, "answer": "2"}, "x line 1")
+USER = {"role": "user", "content": "1 + 1?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def asked(row: Row = ROW, **data: Any) -> Any:
+    return question_of(row, data.get("prompt_key", "question"), Data(**data))
+
+
+def test_text_stays_text_or_becomes_a_users_message() -> None:
+    assert asked() == "1 + 1?"
+    assert asked(apply_chat_template=True) == [USER]
+    assert asked(system_prompt="Be brief.") == [SYSTEM, USER]
+
+
+def test_a_system_prompt_is_for_messages_without_one() -> None:
+    own = {"role": "system", "content": "Be long."}
+    for messages, expected in (([USER], [SYSTEM, USER]), ([own, USER], [own, USER])):
+        assert asked(Row({"question": messages}, "x"), system_prompt="Be brief.") == expected
+
+
+def test_a_prompt_template_takes_columns_and_leaves_other_braces() -> None:
+    template = "{question} {choices.1} {meta.level} \\boxed{} {{answer}} {1}"
+    assert asked(prompt_template=template, answer_key="answer") == "1 + 1? 2 3 \\boxed{} {answer} {1}"
+    assert asked(prompt_template="Q: {question}", system_prompt="Be brief.")[1]["content"] == "Q: 1 + 1?"
+    assert asked(Row({"question": "{answer}", "answer": "2"}, "x"), prompt_template="{question}") == "{answer}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{questoin}", "x line 1 has no key 'questoin' (data.prompt_template) (did you mean question?)"),
+        ("{choices}", "x line 1: 'choices' is list, which data.prompt_template cannot hold"),
+    ],
+)
+def test_a_template_that_does_not_fit_the_row(template: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        asked(prompt_template=template)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"prompt_template": "no place {} {{question}}"}, "names no column"),
+        (
+            {"prompt_template": "{q} {a}", "answer_key": "a"},
+            "has {a}, the reference answer; as text it is written {{a}}",
+        ),
+        ({"system_prompt": "x", "apply_chat_template": False}, "apply_chat_template=false excludes it"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "tokenize is no variable"),
+        ({"train_weights": [1.0], "train_files": ["a", "b"]}, "1 train_weights for 2 train_files"),
+    ],
+)
+def test_settings_that_do_not_go_together(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Data(**data)
+    assert message in str(caught.value)
+
+
+def test_the_chat_template_is_given_further_variables(tmp_path: Any) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n')
+    thinking = word_tokenizer(
+        template=TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}b{% endif %}"
+    )
+
+    def tokens(tokenizer: Any, **data: Any) -> list[str]:
+        (prompt,) = load_prompts([str(tmp_path / "x.jsonl")], Data(**data), tokenizer).prompts
+        return [WORDS[i] for i in prompt.token_ids]
+
+    assert tokens(thinking, apply_chat_template=True) == ["<user>", "a", "<assistant>"]
+    off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert tokens(thinking, apply_chat_template=True, **off) == ["<user>", "a", "<assistant>", "b"]
+    with pytest.raises(
+        ConfigError, match=r"data.chat_template_kwargs.enable_thinking: the chat template of .* does not"
+    ):
+        tokens(word_tokenizer(template=TEMPLATE), apply_chat_template=True, **off)
+    with pytest.raises(ConfigError, match=r"data.system_prompt: the tokenizer of .* has no chat template"):
+        tokens(word_tokenizer(), system_prompt="b")
