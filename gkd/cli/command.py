@@ -34,6 +34,9 @@ PROGRAMS = {
     "plan": Program(
         "gkd.cli.plan", "python -m gkd.plan", "+recipe=grpo model.path=DIR", "what a layout needs, before it runs"
     ),
+    "data": Program(
+        "gkd.cli.data", "python -m gkd data", "+recipe=grpo model.path=DIR ...", "what a run's data becomes"
+    ),
     "doctor": Program("gkd.cli.doctor", "python -m gkd.doctor", "", "is this machine, or this cluster, ready?"),
     "monitor": Program("gkd.cli.monitor", "python -m gkd.monitor", "RUN_DIR", "how a run is doing, and its GPUs"),
     "compare": Program(

@@ -56,7 +56,7 @@ class Inputs:
 def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Have the task make models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     _require_known(config)
-    student, scorers, train, val = _find_files(config, say)
+    student, scorers, train, val = find_files(config, say)
     if config.asks_reference:
         scorers["reference"] = _reference(config, student)
     tokenizer = load_tokenizer(student)
@@ -73,8 +73,8 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         raise ConfigError(
             f"model.path={student}: its tokenizer has ids up to {own.n_tokens - 1}, the model {own.vocabulary} rows"
         )
-    max_length = _max_length(config, models)
-    data = config.data.model_copy(update={"max_prompt_length": max_length - config.rollout.max_response_length})
+    longest = max_length(config, models)
+    data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
     train_prompts = load_prompts(train, data, tokenizer)
     val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
     _warn_of_raw_text(config, tokenizer, train_prompts)
@@ -108,7 +108,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         train_prompts,
         val_prompts,
         own,
-        max_length,
+        longest,
         min(model.vocabulary for name, model in models.items() if name != "reference"),
     )
 
@@ -142,7 +142,7 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
         require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
 
 
-def _find_files(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
+def find_files(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
     """Return directory of the student, those of the models that score by group, training and validation files."""
     if config.uses_task:
         made = task_of(config).make(say)
@@ -197,7 +197,7 @@ def _reference(config: Config, student: str) -> str:
     return path
 
 
-def _max_length(config: Config, models: dict[str, ModelInfo]) -> int:
+def max_length(config: Config, models: dict[str, ModelInfo]) -> int:
     """Return max_prompt_length + max_response_length, or as many positions as student and teacher both have."""
     length, shortest = config.data.max_prompt_length + config.rollout.max_response_length, ""
     for name, model in models.items():

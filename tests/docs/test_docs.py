@@ -94,7 +94,7 @@ def error_of(program: str, overrides: tuple[str, ...]) -> str | None:
 
     A plan needs no data, so of its settings only the names are looked up.
     """
-    assert not overrides or program in ("train", "plan", "verify-gpus", "submit", "serve-teacher")
+    assert not overrides or program in ("train", "data", "plan", "verify-gpus", "submit", "serve-teacher")
     try:
         if program == "plan":
             keys = [override.partition("=")[0].lstrip("+~") for override in overrides]

@@ -1,0 +1,59 @@
+"""``gkd data``: what the data of a run becomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gkd.cli.command import main
+from tests.data.models import TEMPLATE, save_model, word_tokenizer
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("files")
+    save_model(directory / "student", tokenizer=word_tokenizer(template=TEMPLATE))
+    save_model(directory / "teacher", tokenizer=word_tokenizer(template=TEMPLATE + " d"))
+    rows = [{"question": " ".join("a" * n), "answer": ["b", n]} for n in (1, 2, 8, 9, 300)]
+    (directory / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "long.jsonl").write_text(json.dumps({"question": "a " * 300, "answer": "b"}) + "\n")
+    return directory
+
+
+def arguments(files: Path, train: str = "q.jsonl") -> list[str]:
+    return [
+        "data", "+recipe=on_policy_distill", f"model.path={files}/student", f"teacher.model.path={files}/teacher",
+        f"data.train_files=[{files}/{train}]", f"data.val_files=[{files}/q.jsonl]", "data.prompt_key=question",
+        "data.answer_key=answer", "data.apply_chat_template=true", "data.max_prompt_length=10",
+    ]  # fmt: skip
+
+
+def test_prompts_are_shown_as_student_and_teacher_see_them(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments(files), "teacher.chat_template=own", "--rows", "1"]) == 0
+    train, val = capsys.readouterr().out.split("=== data.val_files")
+    lines = [line.rstrip() for line in train.splitlines()]
+    assert lines[1:6] == [
+        "row 1: 1 messages, 3 tokens",
+        "<user> a <assistant>",
+        "as the teacher sees it, 4 tokens:",
+        "<user> a <assistant> d",
+        "answer: 'b' | '1'",
+    ]
+    assert "row 2" not in train
+    assert [line for line in lines if " are " in line] == [
+        "2 prompts are used, 2 with an answer",
+        "2 are left out: longer than 10 tokens (data.max_prompt_length=10)",
+        "1 are left out: longer than 10 tokens as the teacher sees it (data.max_prompt_length=10)",
+    ]
+    shown = {line.rpartition("█")[0].split("  ")[0].strip(): line.split()[-2] for line in lines if "█" in line}
+    assert shown == {"4-4 tokens": "1", "5-5 tokens": "1", "more than 10": "3"}
+    assert "2 prompts are used" in val
+
+
+def test_what_a_run_would_refuse_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(files)) == 2
+    assert "prompted differently" in capsys.readouterr().err
+    assert main([*arguments(files, "long.jsonl"), "teacher.chat_template=student"]) == 2
+    assert "data.max_prompt_length=10: every prompt in" in capsys.readouterr().err
