@@ -127,7 +127,7 @@ def start(tmp_path: Path, cache: Path, variables: dict[str, str]) -> Iterator[An
         run.process.send_signal(signal.SIGTERM)
         run.process.wait(timeout=60)
     assert not left, "a test ended before its program"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (still := [p for run in runs for p in run.pids if alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not still, f"processes of the run are left: {still}"

@@ -163,7 +163,7 @@ def test_a_client_is_served(engine: TorchScorer, llama: tuple[Path, Any]) -> Non
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
     client = ScoringClient([server.address], "hash", FULL_VOCABULARY, key=KEY, max_length=128)
-    client.connect(10)
+    client.connect(30)
     try:
         for request, future in [(r, client.submit(r)) for r in mixed() * 4]:
             check(request, future.result(30), llama[1])

@@ -61,7 +61,7 @@ def endpoint() -> Iterator[Endpoint]:
     yield server
     server.shutdown()
     server.server_close()
-    thread.join(5)
+    thread.join(30)
 
 
 def judge_at(endpoint: Endpoint, **settings: Any) -> Judge:

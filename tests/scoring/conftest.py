@@ -88,7 +88,7 @@ def connect() -> Iterator[Callable[..., ScoringClient]]:
     clients: list[ScoringClient] = []
 
     def make(*addresses: str, tokenizer_hash: str = "hash", **settings: Any) -> ScoringClient:
-        settings = {"key": KEY, "request_timeout_s": 2.0, "heartbeat_s": 0.1, "max_attempts": 3} | settings
+        settings = {"key": KEY, "request_timeout_s": 2.0, "heartbeat_s": 0.5, "max_attempts": 3} | settings
         clients.append(ScoringClient(addresses, tokenizer_hash, **settings))
         return clients[-1]
 
@@ -121,7 +121,7 @@ class Process:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
-        self.popen.wait(10)
+        self.popen.wait(60)
         self.popen.stdout.close()
 
 

@@ -31,14 +31,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def all_right(futures: list[Any], timeout_s: float = 10.0) -> bool:
+def all_right(futures: list[Any], timeout_s: float = 60.0) -> bool:
     return all(np.array_equal(f.result(timeout_s).ids, expected(a_score(i)).ids) for i, f in enumerate(futures))
 
 
 def test_work_is_shared_between_replicas(serve: Serve, connect: Connect) -> None:
     replicas = [serve(TableEngine(delay_s=0.01, capacity=4)) for _ in range(2)]
     client = connect(*(r.server.address for r in replicas))
-    client.connect(5)
+    client.connect(30)
     assert all_right([client.submit(a_score(i)) for i in range(40)])
     assert min(r.engine.worked_on for r in replicas) >= 12
 
@@ -46,7 +46,7 @@ def test_work_is_shared_between_replicas(serve: Serve, connect: Connect) -> None
 def test_a_hanging_engine_costs_one_timeout(serve: Serve, connect: Connect) -> None:
     hanging, other = serve(TableEngine(delay_s=3.0)), serve()
     client = connect(hanging.server.address, other.server.address, request_timeout_s=0.5)
-    client.connect(5)
+    client.connect(30)
     assert all_right([client.submit(a_score(i)) for i in range(6)])
     # The heartbeats are fine, so it is in; but what it has not answered counts as load, and the others are preferred.
     assert client.counts.get("lost", 0) == 0 and 1 <= client.counts["retried"] <= 3
@@ -55,30 +55,30 @@ def test_a_hanging_engine_costs_one_timeout(serve: Serve, connect: Connect) -> N
 def test_a_server_restarted_between_two_heartbeats_is_noticed(serve: Serve, connect: Connect) -> None:
     first = serve(TableEngine(delay_s=0.5))
     client = connect(first.server.address, heartbeat_s=1.0, request_timeout_s=30.0)
-    client.connect(5)
+    client.connect(30)
     future = client.submit(a_score(0))
     port = int(first.server.address.rsplit(":", 1)[1])
     time.sleep(0.1)
     first.engine.delay_s = 0.0
     first.end()
     serve(port=port)
-    assert all_right([future], 8.0)
+    assert all_right([future], 25.0)  # before the request's own time is over
 
 
 def test_attempts_are_limited_and_told(serve: Serve, connect: Connect) -> None:
     running = serve(TableEngine(delay_s=1.5))
     client = connect(running.server.address, request_timeout_s=0.3, max_attempts=2)
-    client.connect(5)
+    client.connect(30)
     with pytest.raises(ScorerUnavailable, match=r"2 attempts .*: tcp://\S+ no answer .*; tcp://\S+ no answer"):
-        client.submit(a_score()).result(5)
+        client.submit(a_score()).result(30)
 
 
 def test_a_late_answer_is_taken_once_and_its_duplicate_dropped(serve: Serve, connect: Connect) -> None:
     slow = serve(TableEngine(delay_s=0.6))
     client = connect(slow.server.address, request_timeout_s=0.4)
-    client.connect(5)
+    client.connect(30)
     assert all_right([client.submit(a_score(0))])  # the first attempt's answer, while the second is under way
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while client.counts.get("late", 0) < 1 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert client.counts["late"] >= 1
@@ -88,9 +88,9 @@ def test_nothing_is_sent_late_to_a_server_that_was_not_there(spawn: Spawn, conne
     port = free_port()
     client = connect(f"tcp://127.0.0.1:{port}", request_timeout_s=0.5)
     with pytest.raises(ScorerUnavailable, match="never sent"):
-        client.submit(a_score()).result(5)
+        client.submit(a_score()).result(30)
     running = serve(port=port)
-    client.connect(5)
+    client.connect(30)
     time.sleep(0.3)
     assert running.engine.worked_on == 0
     assert all_right([client.submit(a_score(0))])
@@ -105,7 +105,7 @@ def test_connecting_names_who_does_not_answer(serve: Serve, connect: Connect) ->
 
 def test_connecting_tells_who_is_there(serve: Serve, connect: Connect) -> None:
     address = serve().server.address
-    welcome = connect(address).connect(5)[address]
+    welcome = connect(address).connect(30)[address]
     assert (welcome.model, welcome.vocabulary, welcome.max_length) == ("table", VOCABULARY, 100)
 
 
@@ -123,15 +123,15 @@ def test_a_teacher_that_does_not_fit_is_a_configuration_error(
 ) -> None:
     client = connect(serve(TableEngine(max_top_k=16)).server.address, **settings)
     with pytest.raises(ConfigError, match=message):
-        client.connect(5)
+        client.connect(30)
     with pytest.raises(ConfigError, match=message):
-        client.submit(a_score()).result(5)
+        client.submit(a_score()).result(30)
 
 
 def test_padded_vocabularies_are_no_mismatch(serve: Serve, connect: Connect) -> None:
     address = serve().server.address
     for vocabulary in (VOCABULARY - 4, VOCABULARY + 4):
-        connect(address, vocabulary=vocabulary, top_k=FULL_VOCABULARY).connect(5)
+        connect(address, vocabulary=vocabulary, top_k=FULL_VOCABULARY).connect(30)
 
 
 def test_another_protocol_is_a_configuration_error(connect: Connect) -> None:
@@ -145,7 +145,7 @@ def test_another_protocol_is_a_configuration_error(connect: Connect) -> None:
     identity, *_ = router.recv_multipart()
     router.send_multipart([identity, wire.encode(wire.Welcome(wire.PROTOCOL + 1, "s", "model", "hash", 1, 1, 1, 1))])
     with pytest.raises(ConfigError, match=f"speaks protocol {wire.PROTOCOL + 1}, this side {wire.PROTOCOL}"):
-        client.connect(5)
+        client.connect(30)
     context.destroy(linger=0)
 
 
@@ -181,14 +181,14 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
     thread.start()
     client = connect(f"tcp://127.0.0.1:{port}", serve().server.address, top_k=4, max_length=100)
     try:
-        client.connect(5)
+        client.connect(30)
         assert all_right([client.submit(a_score(i)) for i in range(6)])
         assert client.counts["retried"] >= 1
         # ZeroMQ hangs up on what is too large and connects again; what was asked is not answered in its time.
         assert client.counts.get("lost", 0) >= (nonsense != "too large")
     finally:
         stop.set()
-        thread.join(5)
+        thread.join(30)
         context.destroy(linger=0)
 
 
@@ -199,4 +199,4 @@ def test_closing_waits_for_nothing_and_fails_what_is_under_way(serve: Serve, con
     client.close()
     for left in (future, client.submit(a_score())):
         with pytest.raises(RunFailed, match="client was closed"):
-            left.result(1)
+            left.result(10)

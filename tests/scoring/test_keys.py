@@ -25,14 +25,14 @@ Connect = Callable[..., ScoringClient]
 def test_whoever_has_the_key_is_answered(serve: Serve, connect: Connect) -> None:
     key = Key.generate()
     client = connect(serve(key=key).server.address, key=pickle.loads(pickle.dumps(key)))
-    client.connect(5)
-    np.testing.assert_array_equal(client.submit(a_score()).result(5).ids, expected(a_score()).ids)
+    client.connect(30)
+    np.testing.assert_array_equal(client.submit(a_score()).result(30).ids, expected(a_score()).ids)
 
 
 def test_an_open_port_with_a_key_serves_beyond_loopback(serve: Serve, connect: Connect) -> None:
     key = Key.generate()
     address = serve(host="0.0.0.0", key=key).server.address
-    connect(address.replace("0.0.0.0", "127.0.0.1"), key=key).connect(5)
+    connect(address.replace("0.0.0.0", "127.0.0.1"), key=key).connect(30)
 
 
 def test_without_the_key_nobody_is_answered(serve: Serve, connect: Connect) -> None:

@@ -35,7 +35,7 @@ def test_a_message_of_many_frames_is_cut_off(
     attacked: Process, connect: Connect, dealer: Any, n: int, size: int
 ) -> None:
     """Frames that are too large, frames as large as a request, and frames of nothing."""
-    client = connect(attacked.address, heartbeat_s=0.5, request_timeout_s=20.0)
+    client = connect(attacked.address, heartbeat_s=1.0, request_timeout_s=20.0)
     assert answers(client)
     before = memory(attacked, "VmRSS")
     attacker, frame = dealer(attacked.address), bytes(size)

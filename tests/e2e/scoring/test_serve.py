@@ -34,7 +34,7 @@ def test_ctrl_c_while_the_model_loads(model: Path) -> None:
     assert process.stderr.readline() == f"loading the teacher in {model} ...\n"
     time.sleep(1.0)
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out == "" and "Traceback" not in err
 
 

@@ -131,7 +131,7 @@ def device_ids(placement):
     return {name: [int(r.ray_gpu_ids[0]) for r in group.reports] for name, group in placement.groups.items()}
 
 
-def eventually(condition, timeout_s=15.0):
+def eventually(condition, timeout_s=60.0):
     """Whether a condition comes true in time; Ray frees and ends things in the background."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -51,8 +51,8 @@ def test_results_come_in_rank_order_from_the_thread_that_built(groups):
 def test_control_gets_through_while_call_is_busy(groups):
     rollout = groups["rollout"]
     busy = rollout.submit("wait_for_flag")
-    assert rollout.control("rank_times", 2, timeout_s=10) == [0, 2]
-    rollout.control("set_flag", timeout_s=10)
+    assert rollout.control("rank_times", 2, timeout_s=60) == [0, 2]
+    rollout.control("set_flag", timeout_s=60)
     assert gather([busy], 10) == [[True, True]]
 
 
@@ -60,7 +60,7 @@ def test_a_stream_yields_each_item_as_soon_as_it_is_there(groups):
     actor = groups["actor"]
     stream = actor.stream(0, "count", 4)
     assert [ray.get(next(stream)) for _ in range(2)] == [0, 1]
-    actor.control("set_flag", timeout_s=10)
+    actor.control("set_flag", timeout_s=60)
     assert [ray.get(item) for item in stream] == [2, 3]
 
 
@@ -81,7 +81,7 @@ def test_the_first_failure_is_raised_at_once_and_names_the_worker(groups):
     second = re.escape(str(rollout.reports[1]))
     with pytest.raises(RunFailed, match=rf"^rollout rank 1 .*{second[-10:]} raised ValueError: two lines$"):
         rollout.call("fail", 1, "value", timeout_s=60)
-    rollout.control("set_flag", timeout_s=10)
+    rollout.control("set_flag", timeout_s=60)
 
 
 @pytest.mark.parametrize(("kind", "raised"), [("config", ConfigError), ("run", RunFailed)])
@@ -95,7 +95,7 @@ def test_a_timeout_says_what_was_awaited_and_for_how_long(groups):
         RunFailed, match=r"^actor: holding still: not done after 0.5 s, still waiting for actor rank 0 \(pid \d+ on "
     ):
         groups["actor"].call("wait_for_flag", timeout_s=0.5, what="holding still")
-    groups["actor"].control("set_flag", timeout_s=10)
+    groups["actor"].control("set_flag", timeout_s=60)
 
 
 def test_a_death_names_the_worker_and_the_reason(placed):

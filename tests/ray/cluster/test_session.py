@@ -52,12 +52,12 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # a launcher and a terminal at the same time
         first.send_signal(number)
     ends = [(143, "stopped by SIGTERM\n"), (130, "stopped by Ctrl-C\n")]  # Python may see the second one first
-    assert (first.wait(timeout=30), first.stderr.read()) in ends
+    assert (first.wait(timeout=60), first.stderr.read()) in ends
     assert not any(map(alive, pids))
     assert not Path(directory).exists()
     assert all(map(alive, other_pids))
     second.kill()
-    assert second.wait(timeout=10) == -signal.SIGKILL
+    assert second.wait(timeout=60) == -signal.SIGKILL
     assert eventually(lambda: not any(map(alive, other_pids)) and not reaper.processes_of(other))
     assert eventually(lambda: not Path(other).exists())
 
@@ -140,7 +140,7 @@ def test_no_process_is_left_when_ctrl_c_comes_while_ray_starts():
     time.sleep(2.0)
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGINT)
-    assert run.wait(timeout=30) == 130
+    assert run.wait(timeout=60) == 130
     assert run.stderr.read() == "stopped by Ctrl-C\n"
     assert reaper.processes_of(directory) == []
     assert not Path(directory).exists()
@@ -155,7 +155,7 @@ def test_only_writers_below_the_directory_are_found(tmp_path):
     try:
         assert eventually(lambda: reaper.processes_of(str(tmp_path)) == [writer.pid])
         assert reaper.end_all(str(tmp_path), grace_s=0) == []
-        assert writer.wait(timeout=5) == -signal.SIGKILL
+        assert writer.wait(timeout=60) == -signal.SIGKILL
         assert reader.poll() is None
     finally:
         writer.kill()
@@ -197,13 +197,13 @@ time.sleep(60)
             assert reaper.clear(str(tmp_path), "ended") == [str(directory)]
         else:
             watchdog.stdin.close()  # as it is when the driver is killed
-            watchdog.wait(timeout=30)
+            watchdog.wait(timeout=60)
         assert [name for name in its + others if name.exists()] == others
         assert not directory.exists()
     finally:
         for run in (ended, other, watchdog):
             run.kill()
-            run.wait(timeout=10)
+            run.wait(timeout=60)
         reaper.end_all(str(tmp_path / "other"))
     assert not any(name.exists() for name in others)
 
@@ -223,7 +223,7 @@ def test_the_next_run_removes_what_a_killed_one_and_its_watchdog_left(tmp_path):
             os.utime(paths[name], (0, 0))
     (tmp_path / "run-link").symlink_to(paths["new"])
     assert reaper.clear(str(tmp_path), "run-") == [str(paths["dead"])]
-    assert orphan.wait(timeout=5) == -signal.SIGKILL
+    assert orphan.wait(timeout=60) == -signal.SIGKILL
     assert [name for name in names if not paths[name].exists()] == ["dead"]
     os.close(held)
     assert reaper.clear(str(tmp_path), "run-") == [str(paths["alive"])]

@@ -98,7 +98,7 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
         rollout.sample(wanted(3), timeout_s=0.5)
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
-    assert set(rollout.tell("progress", timeout_s=2.0, what="telling")) == {0}
+    assert set(rollout.tell("progress", timeout_s=5.0, what="telling")) == {0}
     assert rollout.alive == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
     assert len(rollout.sample(wanted(2), timeout_s=60)) == 2

@@ -42,7 +42,7 @@ def teacher(vllm_engine: Any) -> Iterator[ScoringClient]:
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
     client = ScoringClient([server.address], "hash", FULL_VOCABULARY, key=KEY, max_length=VLLM_LENGTH)
-    client.connect(10)
+    client.connect(30)
     yield client
     client.close()
     stop.set()

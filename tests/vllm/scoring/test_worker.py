@@ -57,12 +57,12 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     thread = threading.Thread(target=serve_until_it_fails)
     thread.start()
     client = ScoringClient([worker.address()], "hash", 3, key=key, max_attempts=1)
-    client.connect(10)
+    client.connect(30)
     assert client.submit(Score(np.array([5, 7, 8], np.int32), ((1, 3),), 3)).result(20).ids.shape == (2, 3)
     worker._engine.broken = True
     with pytest.raises(ScorerUnavailable):
         client.submit(Score(np.array([5, 7, 8], np.int32), ((1, 3),), 3)).result(20)
     client.close()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive() and closed == [True]
     assert "MemoryError: no room" in str(failures[0])
