@@ -39,6 +39,9 @@ PROGRAMS = {
     ),
     "doctor": Program("gkd.cli.doctor", "python -m gkd.doctor", "", "is this machine, or this cluster, ready?"),
     "monitor": Program("gkd.cli.monitor", "python -m gkd.monitor", "RUN_DIR", "how a run is doing, and its GPUs"),
+    "evaluate": Program(
+        "gkd.cli.evaluate", "python -m gkd.evaluate", "models.base=DIR +sets=gsm8k", "how good are models?"
+    ),
     "compare": Program(
         "gkd.cli.compare", "python -m gkd compare", "A.json B.json", "is the second model better, or was it chance?"
     ),

@@ -52,14 +52,14 @@ def show(rows: Sequence[Comparison]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("set", "model", rows[0].score, "difference", "p", "p (Holm)", "questions", "needed"):
-        table.add_column(heading, justify="left" if heading in ("set", "model") else "right", overflow="fold")
+        table.add_column(heading, justify="left" if heading in ("set", "model") else "right", no_wrap=True)
     shown = set()
     for row in rows:
         if (row.set, row.first) not in shown:
             table.add_row(row.set, row.first, f"{row.values[0]:.3f}", "", "", "", str(row.paired.n), "")
             shown.add((row.set, row.first))
         needed = "" if row.paired.needed is None else f"{row.paired.needed:,}"
-        p, corrected = (f"{value:.4f}" for value in (row.paired.p, row.holm_p))
+        p, corrected = (_p(value) for value in (row.paired.p, row.holm_p))
         table.add_row(
             row.set, row.second, f"{row.values[1]:.3f}", _signed(row), p, corrected, str(row.paired.n), needed
         )
@@ -82,8 +82,15 @@ def _verdict(row: Comparison) -> str:
     what = f"{row.set}: {row.second}"
     if row.holm_p < 0.05:
         word = "higher" if difference > 0 else "lower"
-        return f"{what} has a {word} {row.score} than {row.first} (p = {row.holm_p:.4f}, {n} questions){left_out}"
-    needed = (
-        "" if row.paired.needed is None else f"; about {row.paired.needed:,} questions would show such a difference"
-    )
-    return f"{what} and {row.first} cannot be told apart with {n} questions (p = {row.holm_p:.4f}){needed}{left_out}"
+        return f"{what} has a {word} {row.score} than {row.first} (p {_equals(row.holm_p)}, {n} questions){left_out}"
+    needed = row.paired.needed
+    more = "" if needed is None or needed <= n else f"; about {needed:,} questions would show such a difference"
+    return f"{what} and {row.first} cannot be told apart with {n} questions (p {_equals(row.holm_p)}){more}{left_out}"
+
+
+def _p(value: float) -> str:
+    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
+
+
+def _equals(p: float) -> str:
+    return _p(p) if p < 0.0001 else f"= {_p(p)}"

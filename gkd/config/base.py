@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -62,6 +63,19 @@ class Settings(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def sections_below(section: type[Settings], prefix: str) -> Iterator[tuple[str, type[Settings], str]]:
+    """Yield the fields of ``section`` that are sections: name, class, and how the names of its settings begin.
+
+    A section for each of several names, such as a set of questions, has ``NAME`` in place of one.
+    """
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            yield name, kind, f"{prefix}{name}."
+        elif get_origin(kind) is dict and isinstance(value := get_args(kind)[1], type) and issubclass(value, Settings):
+            yield name, value, f"{prefix}{name}.NAME."
 
 
 class Pool(Settings):

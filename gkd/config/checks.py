@@ -160,6 +160,13 @@ def _the_teachers_advantage_is_at_one_temperature(config: Config) -> None:
         )
 
 
+def _questions_are_named(config: Config) -> None:
+    if config.model.path is not None or config.model.size is not None:
+        raise ValueError("model.path names what is trained: a model to evaluate is models.NAME")
+    if not config.evaluate.sets:
+        raise ValueError("there is nothing to ask: name a set of questions (+sets=NAME or evaluate.sets.NAME.files)")
+
+
 CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_models_and_data_go_together,
     _a_reference_is_asked,
@@ -177,3 +184,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     require_streaming,
 )
 """Each raises ValueError, which names the settings that do not go together."""
+
+CHECKS_OF_EVALUATIONS: tuple[Callable[[Config], None], ...] = (_questions_are_named, _ranges_are_disjoint)
+"""Those of configurations that name models to evaluate, in place of :data:`CHECKS`."""

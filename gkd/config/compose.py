@@ -22,7 +22,7 @@ from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.base import GROUP_OF
 from gkd.config.data import TASKS
 from gkd.config.file import CONF_DIR, read_yaml
-from gkd.config.loading import is_text, open_sections, unknown
+from gkd.config.loading import is_text, open_sections, plain_name, unknown
 from gkd.config.open import OpenSections
 from gkd.errors import ConfigError, one_line
 from gkd.registry import absolute, short
@@ -57,7 +57,7 @@ def compose(overrides: Sequence[str]) -> Config:
     for override in parsed:
         if (group := override.key_or_group) in groups():
             over_file = bool(files) and (group == "placement" or group in below)
-            (above if over_file else below)[group] = str(override.value())
+            (above if over_file else below)[group] = _choice_text(override.value())
     values = [override for override in parsed if override.key_or_group not in groups()]
     _drop_own_of_replaced(given, values)
 
@@ -183,13 +183,13 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         key = override.key_or_group
         if not key:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
-        is_section = any(name.startswith(f"{key}.") for name in known)
+        is_section = any(name.startswith(f"{plain_name(key)}.") for name in known)
         if override.package is not None:
             raise ConfigError(f"{override.input_line}: names no setting; a group is chosen as {key}=NAME")
         if key in choices:
-            _check_choice(override, choices[key])
+            _check_choice(override, choices[key], several=key == "sets")
         elif key not in known and not is_section and not _may_be_own(key, known):
-            raise ConfigError(f"unknown setting {key}{hint(key, [*known, *choices])}")
+            raise ConfigError(f"unknown setting {key}{hint(plain_name(key), [*known, *choices])}")
         elif override.is_sweep_override():
             line = str(override.input_line)
             raise ConfigError(f"{line}: one value is expected; write a list as '[a,b]' or quote it")
@@ -200,16 +200,22 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
     """Return whether a user's own class may take the setting ``key``, which is known once the class is loaded."""
-    if key.startswith(("teacher.models.", "data.chat_template_kwargs.")):
+    if key.startswith(("teacher.models.", "data.chat_template_kwargs.", "models.")) or plain_name(key) in known:
         return True
     in_open_section = any(key.startswith(f"{section}.") for section in open_sections())
     return in_open_section and not any(key.startswith(f"{name}.") for name in known)
 
 
-def _check_choice(override: Override, choices: list[str]) -> None:
+def _check_choice(override: Override, choices: list[str], several: bool = False) -> None:
     if override.is_delete():
         raise ConfigError(f"{override.input_line}: one of {', '.join(choices)} is expected")
-    value = override.value()
-    if value not in choices:
-        known = f"{nearest(str(value), choices)}; there are {', '.join(choices)}"
-        raise ConfigError(f"{override.key_or_group}={value}: no such choice{known}")
+    given = override.value()
+    for value in given if several and isinstance(given, list) else [given]:
+        if value not in choices:
+            known = f"{nearest(str(value), choices)}; there are {', '.join(choices)}"
+            raise ConfigError(f"{override.key_or_group}={value}: no such choice{known}")
+
+
+def _choice_text(value: Any) -> str:
+    """Return the choice of a group as Hydra takes it: one name, or several as a list."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)

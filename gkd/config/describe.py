@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from gkd.config.base import Settings
+from gkd.config.base import Settings, sections_below
 from gkd.config.hints import hint
 from gkd.config.names import ELSEWHERE
 from gkd.config.open import OpenSettings
@@ -70,10 +70,10 @@ def _dotted(text: str) -> list[str]:
 
 def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:
     """Describe the settings of a section whose names begin with ``prefix``."""
+    below = {name: (kind, inner) for name, kind, inner in sections_below(section, prefix)}
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Settings):
-            yield from describe(kind, f"{prefix}{name}.")
+        if name in below:
+            yield from describe(*below[name])
             continue
         setting = _setting(f"{prefix}{name}", field, field.description or "")
         if issubclass(section, OpenSettings) and name == section.selects:

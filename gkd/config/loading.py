@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gkd.config.base import Settings
+from gkd.config.base import Settings, sections_below
 from gkd.config.hints import hint
 from gkd.config.open import OWN, OpenSettings
 from gkd.config.run import Config
@@ -24,10 +24,10 @@ def settings() -> Mapping[str, str]:
     def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, str]]:
         if issubclass(section, OpenSettings):
             yield from section.settings_of_entries(prefix)
+        below = {name: (kind, inner) for name, kind, inner in sections_below(section, prefix)}
         for name, field in section.model_fields.items():
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, Settings):
-                yield from walk(kind, f"{prefix}{name}.")
+            if name in below:
+                yield from walk(*below[name])
             else:
                 yield f"{prefix}{name}", field.description or ""
 
@@ -111,4 +111,13 @@ def unknown(key: str, value: Any, own: Iterable[str] = ()) -> ConfigError:
     known = settings()
     if key in known:  # of another class than the one that its section names
         return ConfigError(f"{key}={value}: is no setting of what is named, but of {known[key]}")
-    return ConfigError(f"unknown setting {key}{hint(key, [*known, *own])}")
+    return ConfigError(f"unknown setting {key}{hint(plain_name(key), [*known, *own])}")
+
+
+def plain_name(key: str) -> str:
+    """Return a setting of one of several sections, such as ``evaluate.sets.gsm8k.files``, with NAME for its name."""
+    for begins in {name.partition("NAME.")[0] for name in settings() if ".NAME." in name}:
+        if key.startswith(begins):
+            _, dot, rest = key[len(begins) :].partition(".")
+            return f"{begins}NAME{dot}{rest}"
+    return key

@@ -9,9 +9,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
-from gkd.config.checks import CHECKS
+from gkd.config.checks import CHECKS, CHECKS_OF_EVALUATIONS
 from gkd.config.cluster import Cluster, Weights
 from gkd.config.data import Data
+from gkd.config.evaluation import Evaluate
 from gkd.config.groups import (
     Actor,
     Model,
@@ -48,10 +49,14 @@ class Config(Settings):
     cluster: Cluster = Cluster()
     watch: Watch = Watch()
     plan: Plan = Plan()
+    models: dict[str, str] = Field(
+        {}, description="what gkd evaluate measures: by name, the directory or locally cached name of a model"
+    )
+    evaluate: Evaluate = Evaluate()
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Config:
-        for check in CHECKS:
+        for check in CHECKS_OF_EVALUATIONS if self.models else CHECKS:
             check(self)
         return self
 
@@ -62,7 +67,13 @@ class Config(Settings):
         return self
 
     def pools(self) -> Iterator[tuple[str, Pool]]:
-        """Return sections that own GPUs, in the order these are handed out: trainer (the actor), rollout, ..."""
+        """Return sections that own GPUs, in the order these are handed out: trainer (the actor), rollout, ...
+
+        Where models are evaluated there are only the engines that sample from them.
+        """
+        if self.models:
+            yield "rollout", self.rollout
+            return
         yield "trainer", self.trainer
         yield "rollout", self.rollout
         if self.algorithm.needs_teacher and self.teacher.server_ip is None:
@@ -127,4 +138,4 @@ class Config(Settings):
     @property
     def uses_task(self) -> bool:
         """Whether ``data.task`` makes the run's models and data: no model is named."""
-        return self.model.path is None and self.model.size is None
+        return self.model.path is None and self.model.size is None and not self.models

@@ -108,6 +108,15 @@ class RolloutGroup:
                 raise RunFailed(self._late(f"{missing} samples were not finished and scored", timeout_s))
             self._work(deadline)
 
+    def take(self, wait_s: float) -> list[TrainingSample]:
+        """Return what is finished and not collected yet, in the order in which it came; waits ``wait_s`` for some.
+
+        Raises RunFailed when no engine is left.
+        """
+        self._work(time.monotonic() + wait_s)
+        taken, self._done = list(self._done.values()), {}
+        return taken
+
     def _work(self, deadline: float) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it."""
         self._hand_out()

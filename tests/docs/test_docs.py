@@ -94,7 +94,8 @@ def error_of(program: str, overrides: tuple[str, ...]) -> str | None:
 
     A plan needs no data, so of its settings only the names are looked up.
     """
-    assert not overrides or program in ("train", "data", "plan", "verify-gpus", "submit", "serve-teacher")
+    programs = ("train", "data", "plan", "verify-gpus", "submit", "serve-teacher", "evaluate")
+    assert not overrides or program in programs
     try:
         if program == "plan":
             keys = [override.partition("=")[0].lstrip("+~") for override in overrides]

@@ -1,0 +1,67 @@
+"""``gkd evaluate models.base=DIR models.student=RUN/model +sets=gsm8k [OVERRIDES]``: how good are these models?
+
+Asks every model every question of every set (``evaluate.sets.NAME``), with each strategy, and prints scores with their
+errors and what the models differ by. ``evaluate.output_dir`` keeps each answer as it comes: the same command goes on
+where an earlier one ended, also with more samples or further models. Exit codes as of ``gkd train``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+
+SECTIONS = ("models", "evaluate", "rollout", "cluster", "reward", "plan")
+SETTINGS = ("model.dtype", "trainer.seed", "data.max_prompt_length")
+"""Sections and settings that an evaluation takes; another one would have no effect."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = Parser("gkd evaluate", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="ask the first 5 questions of each set alone")
+    parser.add_argument("overrides", nargs="*", help="models.NAME=DIR, +sets=NAME, placement=NAME, section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    from gkd.cluster.shutdown import exit_on_signals
+
+    exit_on_signals()
+    from gkd.config.compose import compose, groups
+
+    for override in options.overrides:
+        _require_effect(override.partition("=")[0].lstrip("+~"), list(groups()))
+    config = compose(options.overrides)
+    if not config.models:
+        raise ConfigError("name a model: gkd evaluate models.NAME=DIR +sets=NAME")
+    from gkd.cli.compare import show as show_comparisons
+    from gkd.evaluation.comparison import compare_all
+    from gkd.evaluation.run import evaluate
+    from gkd.evaluation.table import show
+    from gkd.observability.progress import console, log_to
+
+    out = console()
+    log_to(out)
+    results = evaluate(config, out, options.quick)
+    out.print()
+    show(results, out)
+    if len({found.name for found in results}) > 1 and all(found.n > 1 for found in results):
+        out.print()
+        score = "accuracy" if all("accuracy" in found.scores for found in results) else next(iter(results[0].scores))
+        show_comparisons(compare_all(results, score))
+    out.print(f"\n{config.evaluate.output_dir}: results/ has these scores, answers.jsonl every answer", soft_wrap=True)
+    return 0
+
+
+def _require_effect(key: str, groups: Sequence[str]) -> None:
+    """Raise ConfigError for a setting of training, which would change nothing here."""
+    from gkd.config import settings
+
+    if key in ("recipe", "task"):
+        raise ConfigError(f"{key} is for training; an evaluation takes +sets=NAME and placement=NAME")
+    known = key in settings() and key not in SETTINGS and key.partition(".")[0] not in SECTIONS
+    if known and key not in groups:
+        raise ConfigError(f"{key} has no effect on an evaluation, which takes {', '.join(SECTIONS)}")

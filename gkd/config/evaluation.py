@@ -1,0 +1,75 @@
+"""Evaluation: sets of questions, how often and how they are asked, and on how many GPUs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
+
+from gkd.config.base import Settings
+from gkd.config.data import Files
+from gkd.registry import Registry, absolute
+
+STRATEGIES = Registry("evaluate.strategies", {"plain": "gkd.evaluation.strategies:plain"})
+
+
+class EvalSet(Settings):
+    """A set of questions, and how each is asked."""
+
+    files: Files = Field([], description="the questions, in the formats of data.train_files")
+    prompt_key: str = Field("prompt", description="column of the question; messages go through the chat template")
+    answer_key: str | None = Field(None, description="column of the reference answer; null: no accuracy is measured")
+    samples: int = Field(
+        1, ge=1, description="answers a question (verl's val_kwargs.n, slime's n_samples_per_eval_prompt)"
+    )
+    temperature: float = Field(0.0, ge=0, le=1e3, description="temperature of the answers; 0: the likeliest token")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus that answers are sampled from")
+    max_response_length: int | None = Field(
+        None, ge=1, description="tokens an answer may have; null: rollout.max_response_length"
+    )
+    limit: int | None = Field(None, ge=1, description="questions used at most, the first ones; null: all")
+    rewards: list[str] = Field(
+        [], description="rewards to measure besides accuracy, as in reward.functions; their settings are in reward.NAME"
+    )
+    pass_k: list[Annotated[int, Field(ge=1)]] = Field(
+        [], description="k of pass@k, each at most samples; empty: samples, where there are several"
+    )
+    difficulty: str | None = Field(None, description="column to split the scores by")
+
+    @model_validator(mode="after")
+    def _questions_can_be_asked(self) -> EvalSet:
+        if not self.files:
+            raise ValueError("files is empty: where are the questions?")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples={self.samples} at temperature=0 are all alike: set temperature, such as 0.7")
+        if over := [k for k in self.pass_k if k > self.samples]:
+            raise ValueError(f"pass_k={over[0]} needs as many samples, and there are {self.samples} (samples)")
+        if self.answer_key is None and (self.pass_k or not self.rewards):
+            raise ValueError("answer_key is not set: without reference answers or rewards there is nothing to measure")
+        return self
+
+
+class Evaluate(Settings):
+    """What gkd evaluate asks the models, and where it writes."""
+
+    sets: dict[str, EvalSet] = Field({}, description="sets of questions, by name")
+    output_dir: str = Field(
+        "outputs/evaluate",
+        description="where answers.jsonl and results/ are; answers that are there already are not asked for again",
+    )
+    strategies: Annotated[list[str], AfterValidator(lambda names: [absolute(name) for name in names])] = Field(
+        ["plain"],
+        description=f"how a question is answered: {', '.join(STRATEGIES.names())}, or your own as package.module:name "
+        "or FILE.py:name; each is measured on the same questions",
+    )
+
+    @model_validator(mode="after")
+    def _strategies_are_there(self) -> Evaluate:
+        if not self.strategies or len(set(self.strategies)) != len(self.strategies):
+            raise ValueError("strategies names none, or one twice")
+        for name in self.strategies:
+            if not callable(STRATEGIES.load(name)):
+                raise ValueError(f"strategies: {name} is no function and no class")
+        if not self.output_dir.strip():
+            raise ValueError("output_dir is empty: name a directory")
+        return self

@@ -1,0 +1,144 @@
+"""Questions to a model, many beside each other: engines have work as long as there is any."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from gkd.errors import ConfigError, ControlLost, RunFailed, one_line
+from gkd.evaluation.questions import Question
+from gkd.evaluation.strategies import Answer, Messages, Reply
+from gkd.types import Sampling, seed_of
+
+
+class Source(Protocol):
+    """A model that replies: engines on GPUs, or an endpoint."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many questions keep it busy."""
+
+    async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
+        """Return the reply to ``prompt``, None for the question as the set says it. Raises RunFailed."""
+
+    async def work(self) -> None:
+        """Serve replies until this is cancelled. Raises RunFailed when that is not possible any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One answer wanted: the ``index``-th of a question."""
+
+    question: Question
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What came of a job, with all that was sampled for it. ``seconds`` as in :class:`Answered`."""
+
+    job: Job
+    answer: Answer
+    n_tokens: int
+    truncated: bool
+    seconds: float
+
+
+class Asking:
+    """What a strategy is given as ``ask`` for one job; counts what is sampled."""
+
+    def __init__(self, source: Source, job: Job, sampling: Sampling, seed: int) -> None:
+        self._source, self._job, self._sampling, self._seed = source, job, sampling, seed
+        self._n_asked = self.n_tokens = 0
+        self.truncated = False
+
+    async def __call__(
+        self,
+        prompt: str | Messages | None = None,
+        *,
+        temperature: float | None = None,
+        max_response_length: int | None = None,
+    ) -> Reply:
+        """Return the model's reply. Every reply has a seed of its own, which depends on its place alone."""
+        sampling = self._sampling
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
+        if max_response_length is not None:
+            sampling = replace(sampling, max_tokens=max_response_length)
+        digest = hashlib.sha256(self._job.question.key.encode()).digest()
+        seed = seed_of(self._seed, int.from_bytes(digest[:6]), self._job.index, self._n_asked)
+        self._n_asked += 1
+        reply = await self._source.reply(self._job.question, prompt, sampling, seed)
+        self.n_tokens += reply.n_tokens
+        self.truncated = reply.truncated
+        return reply
+
+
+def answer_all(
+    source: Source, jobs: Iterable[Job], strategy: Any, sampling: Sampling, seed: int, done: Callable[[Asked], None]
+) -> None:
+    """Answer every job with ``strategy`` and hand each answer to ``done`` as it comes.
+
+    Raises RunFailed when the source cannot reply any more, or the strategy raises; answers before that are handed over.
+    """
+
+    async def run() -> None:
+        waiting, last = iter(jobs), [time.monotonic()]
+
+        async def work() -> None:
+            for job in waiting:
+                ask = Asking(source, job, sampling, seed)
+                answer = await _answer(strategy, ask, job)
+                now = time.monotonic()
+                done(Asked(job, answer, ask.n_tokens, ask.truncated, now - last[0]))
+                last[0] = now
+
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(source.work())
+            workers = [group.create_task(work()) for _ in range(source.in_flight)]
+            group.create_task(_cancel_after(workers, serving))
+
+    try:
+        asyncio.run(run())
+    except BaseExceptionGroup as failures:
+        raise next(_flat(failures)) from None
+
+
+async def _answer(strategy: Any, ask: Asking, job: Job) -> Answer:
+    try:
+        answer = await strategy(ask, job.question.row)
+    except (RunFailed, ConfigError, ControlLost):
+        raise
+    except Exception as error:  # a user's strategy may raise anything
+        raise RunFailed(
+            f"the strategy {name_of(strategy)} failed on question {job.question.prompt.id + 1}: "
+            f"{type(error).__name__}: {one_line(error)}"
+        ) from error
+    if not isinstance(answer, Answer) or not isinstance(answer.text, str):
+        raise RunFailed(
+            f"the strategy {name_of(strategy)} returned {type(answer).__name__}, not a "
+            "gkd.evaluation.strategies.Answer with a text"
+        )
+    return answer
+
+
+def name_of(strategy: Any) -> str:
+    """Return what messages call a strategy: its name, or its class'."""
+    return str(getattr(strategy, "__name__", type(strategy).__name__))
+
+
+async def _cancel_after(workers: list[asyncio.Task[None]], serving: asyncio.Task[None]) -> None:
+    await asyncio.wait(workers)
+    serving.cancel()
+
+
+def _flat(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _flat(error)
+        else:
+            yield error

@@ -1,0 +1,138 @@
+"""What is to be asked: every model, set and strategy, which answers are there already and which are missing."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gkd.config import Config
+from gkd.config.evaluation import STRATEGIES, EvalSet
+from gkd.data.answers import turn_end, with_turn_end
+from gkd.data.model_info import ModelInfo
+from gkd.data.tokenizer import check_causal_lm, load_tokenizer
+from gkd.errors import ConfigError
+from gkd.evaluation.answers import AnswerKey, AnswerLog, fingerprint
+from gkd.evaluation.asking import Job
+from gkd.evaluation.engines import LocalModel
+from gkd.evaluation.questions import Question, Questions, load_questions
+from gkd.evaluation.rating import reward_settings
+from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs
+from gkd.registry import short
+from gkd.types import Sampling
+
+QUICK = 5
+"""Questions of each set in a quick check."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One model on one set with one strategy, by its name in the settings."""
+
+    model: LocalModel
+    questions: Questions
+    strategy: str
+    sampling: Sampling
+
+    @property
+    def label(self) -> str:
+        """The strategy as tables call it."""
+        return short(self.strategy)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Every answer that is wanted, all first samples first: scores of all questions come early."""
+        samples = self.questions.settings.samples
+        return [Job(question, index) for index in range(samples) for question in self.questions.questions]
+
+    def key(self, job: Job, seed: int) -> AnswerKey:
+        """Return what the answer of a job depends on."""
+        question = job.question
+        return AnswerKey(
+            self.model.fingerprint,
+            self.questions.name,
+            question.key,
+            job.index,
+            _digest(question, self.sampling, seed),
+            _identity(self.strategy),
+        )
+
+    def missing(self, log: AnswerLog, seed: int) -> list[Job]:
+        """Return the jobs whose answers are not in the log."""
+        return [job for job in self.jobs if self.key(job, seed) not in log.answers]
+
+
+def _digest(question: Question, sampling: Sampling, seed: int) -> str:
+    prompt = hashlib.sha256(question.prompt.token_ids.tobytes()).hexdigest()
+    parts = [sampling.max_tokens, sampling.temperature, sampling.top_p, prompt, seed if sampling.temperature else 0]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def sampling_of(config: Config, settings: EvalSet) -> Sampling:
+    """Return how the answers of a set are drawn."""
+    length = settings.max_response_length or config.rollout.max_response_length
+    return Sampling(length, settings.temperature, settings.top_p)
+
+
+def _identity(strategy: str) -> str:
+    """Return what of a strategy an answer depends on: the name of a built-in one, of others also their source."""
+    if strategy in STRATEGIES.names():
+        return strategy
+    source = inspect.getsourcefile(STRATEGIES.load(strategy))
+    content = Path(source).read_bytes() if source is not None else b""
+    return f"{short(strategy)}@{hashlib.sha256(content).hexdigest()[:8]}"
+
+
+def strategy_of(name: str) -> Any:
+    """Return the strategy ``name``: a function, or an object of a class."""
+    found = STRATEGIES.load(name)
+    return found() if isinstance(found, type) else found
+
+
+def measurements(config: Config, quick: bool, report: Callable[[str], None]) -> list[Measurement]:
+    """Find every model and read every set. Raises ConfigError for what cannot be used; ``report`` takes a line."""
+    found: list[Measurement] = []
+    for name, path in config.models.items():
+        model = _model(config, name, path)
+        sets = [_questions(config, model, one, settings, quick) for one, settings in config.evaluate.sets.items()]
+        end = turn_end([question.prompt for one in sets for question in one.questions], model.tokenizer)
+        model = LocalModel(name, model.path, model.fingerprint, model.tokenizer, with_turn_end(model.info, end))
+        for questions in sets:
+            reward_settings(config, questions)
+            if questions.n_too_long:
+                report(f"{questions.name}: {questions.n_too_long} questions are too long for {name} and are left out")
+            sampling = sampling_of(config, questions.settings)
+            found += [Measurement(model, questions, strategy, sampling) for strategy in _strategies(config)]
+    return found
+
+
+def _strategies(config: Config) -> Sequence[str]:
+    names = config.evaluate.strategies
+    if len({short(name) for name in names}) < len(names):
+        raise ConfigError(f"evaluate.strategies={names}: two of them end in the same name; rename one")
+    return names
+
+
+def _model(config: Config, name: str, path: str) -> LocalModel:
+    setting = f"models.{name}"
+    directory = check_causal_lm(path, setting)
+    if config.rollout.engine_class.needs_vllm:
+        require_vllm_runs(directory, setting, STUDENT_REMEDY)
+    tokenizer = load_tokenizer(directory, setting)
+    return LocalModel(name, directory, fingerprint(directory), tokenizer, ModelInfo.read(directory, setting, tokenizer))
+
+
+def _questions(config: Config, model: LocalModel, name: str, settings: EvalSet, quick: bool) -> Questions:
+    response, longest = sampling_of(config, settings).max_tokens, config.data.max_prompt_length
+    if model.info.positions is not None:
+        longest = min(longest, model.info.positions - response)
+    if longest < 1:
+        raise ConfigError(
+            f"evaluate.sets.{name}: answers of {response} tokens leave no room for a question: models.{model.name} has "
+            f"{model.info.positions} positions (max_response_length)"
+        )
+    return load_questions(name, settings, model.tokenizer, longest, QUICK if quick else None)

@@ -1,0 +1,81 @@
+"""Questions of a set: prompts as one model is given them, with the rows that they come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from gkd.config import Data
+from gkd.config.evaluation import EvalSet
+from gkd.data.prompts import load_prompts
+from gkd.data.reader import read_rows
+from gkd.errors import ConfigError
+from gkd.evaluation.strategies import Row
+from gkd.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question of a set.
+
+    ``key`` is the same for every model, and with it what is compared. ``difficulty``: the value of that column, None
+    where the set names none.
+    """
+
+    key: str
+    prompt: Prompt
+    row: Row
+    difficulty: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Questions of the set ``name`` that fit, and how many were left out because they were too long."""
+
+    name: str
+    settings: EvalSet
+    questions: Sequence[Question]
+    n_too_long: int
+
+
+def load_questions(
+    name: str, settings: EvalSet, tokenizer: Any, longest: int, limit: int | None = None, section: str = "evaluate.sets"
+) -> Questions:
+    """Read a set as the model with ``tokenizer`` is asked it, at most ``limit`` questions of ``longest`` tokens each.
+
+    Raises ConfigError for what is wrong with a file or a row, and for a question whose answer is missing.
+    """
+    limits = [n for n in (settings.limit, limit) if n is not None]
+    found = load_prompts(settings.files, _data(settings, longest), tokenizer, limit=min(limits, default=None))
+    last = max(prompt.id for prompt in found.prompts)
+    rows = list(islice(chain.from_iterable(map(read_rows, settings.files)), last + 1))
+    seen: Counter[str] = Counter()
+    questions = []
+    for prompt in found.prompts:
+        row = rows[prompt.id]
+        if settings.answer_key is not None and not (prompt.answer or "").strip():
+            raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
+        digest = _digest(prompt, row.values.get(settings.prompt_key, prompt.text))
+        seen[digest] += 1
+        key = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+        difficulty = None
+        if settings.difficulty is not None:
+            difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
+        questions.append(Question(key, prompt, row.values, difficulty))
+    return Questions(name, settings, questions, found.n_too_long)
+
+
+def _data(settings: EvalSet, longest: int) -> Data:
+    """Return the settings of data that a set stands for."""
+    return Data(prompt_key=settings.prompt_key, answer_key=settings.answer_key, max_prompt_length=longest)
+
+
+def _digest(prompt: Prompt, asked: Any) -> str:
+    """Return 16 hexadecimal digits of what the row asks, before any model's template, and of its answer."""
+    text = json.dumps([asked, prompt.answer], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

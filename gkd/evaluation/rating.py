@@ -1,0 +1,70 @@
+"""The rewards of a set, computed for its answers in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gkd.config import Config, Reward
+from gkd.errors import ConfigError, RunFailed
+from gkd.evaluation.answers import Answered
+from gkd.evaluation.questions import Question, Questions
+from gkd.rewards.completion import Completion
+from gkd.rewards.pool import RewardError, RewardPool
+
+
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """An answer to be rated: ``max_tokens`` is what it could have had."""
+
+    question: Question
+    answered: Answered
+    max_tokens: int
+
+
+def reward_settings(config: Config, questions: Questions) -> Reward | None:
+    """Return the section ``reward`` with the functions of a set; None where it names none.
+
+    Raises ConfigError for one that needs reference answers where there are none, or a model in a group of its own.
+    """
+    names = questions.settings.rewards
+    if not names:
+        return None
+    given = {**config.reward.model_dump(), "functions": names, "weights": None}
+    try:
+        settings = Reward.model_validate(given)
+    except ValueError as error:
+        text = str(error.errors()[0]["msg"]) if hasattr(error, "errors") else str(error)
+        raise ConfigError(f"{questions.name}: rewards={names}: {text.removeprefix('Value error, ')}") from None
+    if questions.settings.answer_key is None and (needing := settings.needing_answers()):
+        raise ConfigError(f"{questions.name}: rewards: {needing[0]} needs reference answers, and answer_key is not set")
+    if len(settings.scored_by(None)) < len(names):
+        raise ConfigError(f"{questions.name}: rewards={names}: a reward model's reward is given in training alone")
+    return settings
+
+
+def rate(settings: Reward, rated: Sequence[Rated]) -> list[dict[str, float]]:
+    """Return the rewards of every answer, by their labels. Raises RunFailed for the first that gives none."""
+    labels, pool = settings.labels(), RewardPool(settings)
+    try:
+        futures = [pool.submit(_completion(own)) for own in rated]
+        found = []
+        for own, of_one in zip(rated, futures, strict=True):
+            try:
+                found.append({labels[name]: future.result()[0] for name, future in of_one.items()})
+            except RewardError as error:
+                raise RunFailed(f"rewards of question {own.question.prompt.id + 1}: {error}") from None
+        return found
+    finally:
+        pool.close()
+
+
+def _completion(own: Rated) -> Completion:
+    return Completion(
+        prompt=own.question.prompt.text,
+        response=own.answered.text,
+        answer=own.question.prompt.answer,
+        n_tokens=own.answered.n_tokens,
+        max_tokens=own.max_tokens,
+        truncated=own.answered.truncated,
+    )

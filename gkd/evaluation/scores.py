@@ -1,0 +1,84 @@
+"""From answers to scores: each question's values, and their means with errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gkd.config.evaluation import EvalSet
+from gkd.evaluation.questions import Question
+from gkd.evaluation.statistics import Estimate, estimate, majority_score, pass_at_k
+from gkd.rewards.accuracy import agreement
+from gkd.rewards.answers import last_line, last_number, stated_answer
+from gkd.rewards.comparison import same_answer
+
+_WORD = re.compile(r"[^\W\d_]{2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One answer to a question as scores need it. ``rewards``: by name, what the set's rewards gave."""
+
+    text: str
+    n_tokens: int
+    truncated: bool
+    cost: float
+    iterations: int
+    rewards: Mapping[str, float]
+
+
+def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[Sampled]) -> dict[str, float]:
+    """Return the values of one question, by score: means over its answers, and what takes all of them together."""
+    n = len(answers)
+    values: dict[str, float] = {}
+    if question.prompt.answer is not None:
+        right = [agreement(answer.text, question.prompt.answer) for answer in answers]
+        values["accuracy"] = sum(right) / n
+        if n > 1:
+            values[f"avg@{n}"] = values["accuracy"]
+            for k in settings.pass_k or [n]:
+                if k <= n:
+                    values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
+            stated = [final_answer(answer.text) for answer in answers]
+            values[f"maj@{n}"] = majority_score(right, stated, same_answer)
+    for name in answers[0].rewards:
+        values[f"reward/{name}"] = sum(answer.rewards[name] for answer in answers) / n
+    values["cost"] = sum(answer.cost for answer in answers) / n
+    values["iterations"] = sum(answer.iterations for answer in answers) / n
+    values["length"] = sum(answer.n_tokens for answer in answers) / n
+    values["truncated"] = sum(answer.truncated for answer in answers) / n
+    return values
+
+
+def final_answer(text: str) -> str | None:
+    """Return what a response answers, without knowing what would be right; None for nothing.
+
+    That is what it states; otherwise the last number of prose, or the last line where that is no prose.
+    """
+    stated = stated_answer(text)
+    if stated is not None:
+        return stated or None
+    line = last_line(text)
+    number = last_number(text) if _WORD.search(line) else None
+    return (line if number is None else number.text) or None
+
+
+def means(values: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
+    """Return the mean of every score over the questions, with its error. All questions have the same scores."""
+    return {name: estimate([own[name] for own in values]) for name in values[0]}
+
+
+def by_difficulty(
+    questions: Sequence[Question], values: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, Any]]:
+    """Return, by difficulty in alphabetical order, the number of its questions and their scores; nothing without."""
+    groups: dict[str, list[Mapping[str, float]]] = {}
+    for question in questions:
+        if question.difficulty is not None:
+            groups.setdefault(question.difficulty, []).append(values[question.key])
+    return {
+        name: {"n": len(own), "scores": {score: asdict(mean) for score, mean in means(own).items()}}
+        for name, own in sorted(groups.items())
+    }

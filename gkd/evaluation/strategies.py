@@ -1,0 +1,57 @@
+"""Strategies: how a question is answered with a model that may be asked several times.
+
+A strategy is ``async (ask, row) -> Answer``. ``await ask()`` puts the question as its set says it, and
+``await ask(prompt)`` a text or messages of the strategy's own; each returns a :class:`Reply`. ``row`` is the question's
+row of the data file, by column. Questions are worked on beside each other, so a strategy only ever waits for its own
+replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+Row: TypeAlias = Mapping[str, Any]
+Messages: TypeAlias = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model wrote: its text, its length in tokens, and whether the limit cut it."""
+
+    text: str
+    n_tokens: int
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A strategy's answer to one question.
+
+    ``cost`` is in whatever unit the strategy counts, usually the tokens that the model wrote; ``iterations``: how often
+    it looked further.
+    """
+
+    text: str
+    cost: float
+    iterations: int = 1
+
+
+class Ask(Protocol):
+    """Puts a prompt to the model and waits for its reply."""
+
+    async def __call__(
+        self,
+        prompt: str | Messages | None = None,
+        *,
+        temperature: float | None = None,
+        max_response_length: int | None = None,
+    ) -> Reply:
+        """Return the reply; None for a prompt is the question, for a setting that of the set."""
+
+
+async def plain(ask: Ask, row: Row) -> Answer:
+    """Ask once and take the answer."""
+    reply = await ask()
+    return Answer(reply.text, reply.n_tokens)

@@ -1,0 +1,47 @@
+"""The scores of an evaluation as a table: a row for each model, set, strategy and difficulty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gkd.evaluation.results import Results
+from gkd.evaluation.statistics import Estimate
+
+PLAIN_NUMBERS = ("cost", "iterations", "length")
+LEFT_OUT = ("avg@",)
+"""What another column says as well."""
+
+
+def show(results: Sequence[Results], out: Console) -> None:
+    """Print the table: means over questions, and after ± half of the 95 % interval."""
+    names = list(dict.fromkeys(name for found in results for name in found.scores if not name.startswith(LEFT_OUT)))
+    if all(found.scores["cost"].value == found.scores["length"].value for found in results):
+        names = [name for name in names if name not in ("cost", "iterations")]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("set", "model", "questions"):
+        table.add_column(heading, justify="right" if heading == "questions" else "left")
+    for name in (*names, "tok/s"):
+        table.add_column(name, justify="right")
+    for found in results:
+        speed = "" if found.tokens_per_second is None else f"{found.tokens_per_second:,.0f}"
+        n = f"{found.n:,}" + (f" x {found.samples}" if found.samples > 1 else "")
+        table.add_row(found.set, found.name, n, *_cells(found.scores, names), speed)
+        for difficulty, group in found.groups.items():
+            table.add_row("", f"  {difficulty}", f"{group['n']:,}", *_cells(_estimates(group["scores"]), names), "")
+    out.print(table)
+
+
+def _estimates(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Estimate]:
+    return {name: Estimate(**parts) for name, parts in scores.items()}
+
+
+def _cells(scores: Mapping[str, Estimate], names: Sequence[str]) -> list[str]:
+    return [_cell(name, scores[name]) if name in scores else "" for name in names]
+
+
+def _cell(name: str, score: Estimate) -> str:
+    return f"{score.value:.1f}" if name in PLAIN_NUMBERS else score.text()

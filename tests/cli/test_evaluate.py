@@ -1,0 +1,51 @@
+"""gkd evaluate: what it refuses before anything starts, in one line."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from gkd.cli.evaluate import main
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a model: gkd evaluate models.NAME=DIR +sets=NAME"),
+        (["models.base=none"], "there is nothing to ask: name a set of questions (+sets=NAME or evaluate.sets.NAME."),
+        (["models.base=none", SET, "actor.lr=1"], "actor.lr has no effect on an evaluation, which takes models, "),
+        (["+recipe=grpo", SET], "recipe is for training; an evaluation takes +sets=NAME and placement=NAME"),
+        (["models.base=none", "+sets=gsm9k"], "sets=gsm9k: no such choice (did you mean gsm8k?)"),
+        (["models.base=none", SET, "evaluate.sets.sums.sampels=2"], "unknown setting evaluate.sets.sums.sampels (did "),
+        (["models.base=none", SET, "evaluate.strategies=[]"], "evaluate: strategies names none, or one twice"),
+        (
+            ["models.base=/none", SET, "rollout.engine=hf"],
+            "models.base=/none: no such directory, and no model of that ",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}"), error
+    assert error.count("\n") == 1

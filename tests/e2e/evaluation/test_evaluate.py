@@ -1,0 +1,74 @@
+"""An evaluation as a user starts it: two models of the built-in task, killed in the middle and started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.conftest import SMALL
+
+SETS = {"first": 40, "second": 12}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, cache: Path, variables: dict[str, str]) -> None:
+    from gkd.config.compose import compose
+    from gkd.data.task import task_of
+
+    config = compose(["+recipe=on_policy_distill", *SMALL, f"data.cache_dir={cache}"])
+    made = task_of(config).make(print)
+    command = [sys.executable, "-m", "gkd.evaluate", f"models.base={made.student}", f"models.teacher={made.teacher}"]
+    command += [
+        "rollout.engine=hf",
+        "rollout.max_num_seqs=8",
+        "rollout.max_response_length=12",
+        "cluster.cpu_threads=1",
+    ]
+    command += [f"evaluate.output_dir={tmp_path}/out"]
+    for name, limit in SETS.items():
+        values = f"{{files: {made.val_files}, answer_key: answer, limit: {limit}, samples: 3, temperature: 1.0}}"
+        command.append(f"evaluate.sets.{name}={values}".replace("'", ""))
+    answers = tmp_path / "out" / "answers.jsonl"
+    with (tmp_path / "first.txt").open("wb") as output:
+        first = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=output)
+        deadline = time.monotonic() + 240
+        while not (answers.exists() and answers.read_bytes().count(b"\n") >= 20):
+            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "first.txt").read_text()
+            time.sleep(0.02)
+        first.send_signal(signal.SIGKILL)
+        first.wait(timeout=30)
+    before = answers.read_bytes()
+    kept = before[: before.rindex(b"\n") + 1]
+    n_kept = kept.count(b"\n")
+    assert n_kept < 2 * 3 * sum(SETS.values())
+
+    second = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert second.returncode == 0, second.stderr
+    assert f"{n_kept} of 312 answers are there already" in second.stdout
+    assert answers.read_bytes().startswith(kept)
+    found = rows(answers)
+    keys = [(row["fingerprint"], row["set"], row["question"], row["index"]) for row in found]
+    assert len(keys) == len(set(keys)) == 312
+    results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out" / "results").iterdir()}
+    assert sorted(results) == [
+        "base_first_40.json",
+        "base_second_12.json",
+        "teacher_first_40.json",
+        "teacher_second_12.json",
+    ]
+    teacher, base = results["teacher_first_40.json"]["scores"], results["base_first_40.json"]["scores"]
+    assert teacher["accuracy"]["value"] > 0.8 > base["accuracy"]["value"]
+    right = [row["text"] == row["answer"] for row in found if row["model"] == "teacher" and row["set"] == "first"]
+    assert abs(teacher["accuracy"]["value"] - sum(right) / len(right)) < 1e-9
+    assert base["pass@3"]["value"] >= base["accuracy"]["value"]
+    assert "first: teacher has a higher accuracy than base" in second.stdout

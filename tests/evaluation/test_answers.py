@@ -1,0 +1,58 @@
+"""answers.jsonl: what is in it is not asked again, whatever ended the program that wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gkd.errors import ConfigError
+from gkd.evaluation.answers import Answered, AnswerKey, AnswerLog, fingerprint
+
+KEY = AnswerKey("f", "sums", "q1", 0, "s", "plain")
+ANSWERED = Answered("1 \u2028 2\n", 3.0, 1, 3, False, 0.25)
+
+
+def test_answers_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: Path) -> None:
+    log = AnswerLog(tmp_path / "answers.jsonl")
+    log.add(KEY, ANSWERED, {"model": "base"})
+    log.add(replace(KEY, index=1), ANSWERED, {})
+    log.close()
+    whole = log.path.read_bytes()
+    log.path.write_bytes(whole[:-20])  # killed while it wrote the second
+    again = AnswerLog(log.path)
+    assert again.answers == {KEY: ANSWERED}
+    again.add(replace(KEY, index=1), ANSWERED, {})
+    again.close()
+    assert log.path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "set", "question", "sampling", "strategy"])
+def test_another_key_is_another_answer(tmp_path: Path, field: str) -> None:
+    log = AnswerLog(tmp_path / "answers.jsonl")
+    log.add(KEY, ANSWERED, {})
+    assert replace(KEY, **{field: "other"}) not in log.answers
+    log.close()
+
+
+def test_two_programs_do_not_write_one_file_and_other_files_are_left_alone(tmp_path: Path) -> None:
+    log = AnswerLog(tmp_path / "answers.jsonl")
+    with pytest.raises(ConfigError, match=r"another evaluation is writing .*answers.jsonl now"):
+        AnswerLog(log.path)
+    log.close()
+    log.path.write_text('{"fingerprint": "f"}\n')
+    with pytest.raises(ConfigError, match=r"answers.jsonl line 1 is no answer of gkd evaluate: move the file away"):
+        AnswerLog(log.path)
+    assert log.path.read_text() == '{"fingerprint": "f"}\n'
+
+
+def test_a_model_that_was_trained_further_has_another_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"0" * 5_000)
+    before = fingerprint(str(tmp_path))
+    (tmp_path / "README.md").write_text("says nothing of the model")
+    assert fingerprint(str(tmp_path)) == before
+    weights.write_bytes(b"0" * 2_500 + b"1" + b"0" * 2_499)
+    assert fingerprint(str(tmp_path)) != before

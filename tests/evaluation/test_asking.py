@@ -1,0 +1,106 @@
+"""Strategies beside each other, with a source that replies as it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.errors import RunFailed
+from gkd.evaluation.asking import Asked, Job, answer_all
+from gkd.evaluation.questions import Question
+from gkd.evaluation.strategies import Answer, Ask, Messages, Reply, Row, plain
+from gkd.types import Prompt, Sampling
+
+SAMPLING = Sampling(8, 0.7)
+
+
+class Echo:
+    """Replies with what it was asked, when as many wait as it has places for, or nothing else is coming."""
+
+    def __init__(self, in_flight: int = 3, fail_after: int | None = None) -> None:
+        self.in_flight, self.fail_after = in_flight, fail_after
+        self.waiting: list[tuple[str, asyncio.Future[Reply]]] = []
+        self.most, self.seen = 0, []
+
+    async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.seen.append((question.key, prompt, sampling, seed))
+        self.waiting.append((str(prompt or question.prompt.text), future))
+        return await future
+
+    async def work(self) -> None:
+        while True:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            self.most = max(self.most, len(self.waiting))
+            if self.fail_after is not None and len(self.seen) > self.fail_after:
+                raise RunFailed("no engine is left")
+            for text, future in self.waiting:
+                future.set_result(Reply(text, len(text), False))
+            self.waiting = []
+
+
+def jobs(n: int, samples: int = 1) -> list[Job]:
+    questions = [
+        Question(f"{i:016x}", Prompt(i, np.array([i], np.int32), f"q{i}"), {"prompt": f"q{i}"}) for i in range(n)
+    ]
+    return [Job(question, index) for index in range(samples) for question in questions]
+
+
+def ask(source: Any, wanted: list[Job], strategy: Any = plain) -> list[Asked]:
+    found: list[Asked] = []
+    answer_all(source, wanted, strategy, SAMPLING, 0, found.append)
+    return found
+
+
+def test_every_job_is_answered_once_and_no_more_than_the_source_takes_are_under_way() -> None:
+    source = Echo()
+    found = ask(source, jobs(10, samples=2))
+    assert sorted((a.job.question.key, a.job.index) for a in found) == sorted(
+        (j.question.key, j.index) for j in jobs(10, 2)
+    )
+    assert all(a.answer.text == a.job.question.prompt.text for a in found)
+    assert source.most == 3
+
+
+def test_seeds_depend_on_the_place_alone() -> None:
+    first, second = Echo(in_flight=1), Echo(in_flight=5)
+    ask(first, jobs(4, samples=2))
+    ask(second, jobs(4, samples=2)[::-1])
+    assert sorted(map(repr, first.seen)) == sorted(map(repr, second.seen))
+    assert len({seed for *_, seed in first.seen}) == 8
+
+
+def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
+    async def twice(ask: Ask, row: Row) -> Answer:
+        first, second = await asyncio.gather(ask(), ask(f"{row['prompt']} again", temperature=0.0))
+        await asyncio.sleep(0.01)  # something else than the model
+        return Answer(second.text, first.n_tokens + second.n_tokens, 2)
+
+    source = Echo(in_flight=2)
+    (found, *_) = ask(source, jobs(3), twice)
+    assert found.answer == Answer("q0 again", 10, 2)
+    assert found.n_tokens == 10
+    assert [sampling.temperature for *_, sampling, _ in source.seen[:2]] == [0.7, 0.0]
+
+
+def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> None:
+    found: list[Asked] = []
+    with pytest.raises(RunFailed, match="no engine is left"):
+        answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, found.append)
+    assert len(found) == 3
+
+    async def broken(ask: Ask, row: Row) -> Answer:
+        return Answer(row["nothing"], 0)
+
+    with pytest.raises(RunFailed, match=r"the strategy broken failed on question 1: KeyError: 'nothing'"):
+        ask(Echo(), jobs(1), broken)
+
+    async def text(ask: Ask, row: Row) -> str:
+        return (await ask()).text
+
+    with pytest.raises(RunFailed, match=r"the strategy text returned str, not a gkd.evaluation.strategies.Answer"):
+        ask(Echo(), jobs(1), text)

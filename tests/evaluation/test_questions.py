@@ -1,0 +1,69 @@
+"""Sets as models are asked them: keys that all models share, rows, difficulty, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.config.evaluation import EvalSet
+from gkd.errors import ConfigError
+from gkd.evaluation.questions import Questions, load_questions
+from tests.data.models import TEMPLATE, word_tokenizer
+
+ROWS = [
+    {"prompt": "a b", "answer": "c", "level": 1, "documents": ["d"]},
+    {"prompt": "a b", "answer": "c", "level": 2},
+    {"prompt": "a b c d a b", "answer": "c", "level": 2},
+    {"prompt": [{"role": "user", "content": "a"}], "answer": "d", "level": 2},
+]
+
+
+def load(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> Questions:
+    file = tmp_path / "x.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = EvalSet(files=[str(file)], answer_key="answer", **settings)
+    return load_questions("letters", given, tokenizer or word_tokenizer(template=TEMPLATE), 5)
+
+
+def test_keys_are_of_the_rows_and_not_of_a_models_template(tmp_path: Path) -> None:
+    first = load(tmp_path, ROWS)
+    other = load(tmp_path, ROWS, word_tokenizer(template=TEMPLATE.replace("assistant", "user")))
+    assert [q.key for q in first.questions] == [q.key for q in other.questions]
+    assert first.questions[-1].prompt.token_ids.tolist() != other.questions[-1].prompt.token_ids.tolist()
+    assert len({q.key for q in first.questions}) == 3  # equal rows are two questions
+    assert first.questions[1].key == f"{first.questions[0].key}-2"
+
+
+def test_rows_and_difficulty_belong_to_the_questions_that_fit(tmp_path: Path) -> None:
+    found = load(tmp_path, ROWS, difficulty="level")
+    assert found.n_too_long == 1
+    assert [(q.prompt.id, q.difficulty, q.row["level"]) for q in found.questions] == [
+        (0, "1", 1),
+        (1, "2", 2),
+        (3, "2", 2),
+    ]
+    assert found.questions[0].row["documents"] == ["d"]
+    assert len(load(tmp_path, ROWS, limit=2).questions) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (
+            [{"prompt": "a", "answer": " "}],
+            {},
+            r"x.jsonl line 1: evaluate.sets.letters.answer_key=answer: the answer is",
+        ),
+        (
+            ROWS,
+            {"difficulty": "levl"},
+            r"has no key 'levl' \(evaluate.sets.letters.difficulty\) \(did you mean level\?\)",
+        ),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, rows, **settings)

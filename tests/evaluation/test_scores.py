@@ -1,0 +1,58 @@
+"""Scores of a question, and the split by difficulty."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gkd.config.evaluation import EvalSet
+from gkd.evaluation.questions import Question
+from gkd.evaluation.scores import Sampled, by_difficulty, final_answer, scores_of_question
+from gkd.types import Prompt
+
+SETTINGS = EvalSet(files=["x"], answer_key="answer", samples=4, temperature=1.0, pass_k=[1, 2, 4])
+
+
+def question(answer: str | None, key: str = "q", difficulty: str | None = None) -> Question:
+    return Question(key, Prompt(0, np.array([1], np.int32), "?", answer), {}, difficulty)
+
+
+def sampled(*texts: str) -> list[Sampled]:
+    return [Sampled(text, 4, i == 0, 4.0, 1, {"format": float(i)}) for i, text in enumerate(texts)]
+
+
+def test_one_of_four_is_right() -> None:
+    found = scores_of_question(question("72"), SETTINGS, sampled("#### 72", "so 71 clips", "it is 71", "70"))
+    wanted = {"accuracy": 0.25, "avg@4": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0, "maj@4": 0.0}
+    wanted |= {"reward/format": 1.5, "cost": 4.0, "iterations": 1.0, "length": 4.0, "truncated": 0.25}
+    assert found == pytest.approx(wanted)
+
+
+def test_a_single_sample_has_accuracy_alone_and_without_answers_there_is_none() -> None:
+    one = EvalSet(files=["x"], answer_key="answer")
+    assert set(scores_of_question(question("72"), one, sampled("72"))) >= {"accuracy"}
+    assert not any("@" in name for name in scores_of_question(question("72"), one, sampled("72")))
+    assert "accuracy" not in scores_of_question(question(None), one, sampled("72"))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so she has 72 clips.", "72"),
+        ("first 3\n2 6 7", "2 6 7"),  # a list, and not its last number
+        ("we get \\boxed{4}", "4"),
+        ("", None),
+        ("<answer>", None),
+    ],
+)
+def test_what_a_response_answers(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_questions_are_split_by_difficulty() -> None:
+    questions = [question("1", "a", "hard"), question("1", "b", "easy"), question("1", "c", "hard")]
+    values = {"a": {"accuracy": 0.0}, "b": {"accuracy": 1.0}, "c": {"accuracy": 1.0}}
+    found = by_difficulty(questions, values)
+    assert list(found) == ["easy", "hard"]
+    assert (found["hard"]["n"], found["hard"]["scores"]["accuracy"]["value"]) == (2, 0.5)
+    assert found["easy"]["scores"]["accuracy"]["stderr"] is None
