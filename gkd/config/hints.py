@@ -24,7 +24,9 @@ def hint(key: str, known: Iterable[str]) -> str:
     First by meaning: another system's name for a setting here (:mod:`gkd.config.names`). Then by spelling, within the
     section that is named: what is spelt alike in another section means something else there.
     """
-    names, plain = list(known), key.lstrip("-").replace("-", "_")
+    plain = key.lstrip("-").replace("-", "_")
+    # Settings of one of several sets are meant where one is named.
+    names = [name for name in known if ".NAME." not in name or plain.startswith(name.partition("NAME.")[0])]
     if plain in ELSEWHERE:
         return f" (here: {ELSEWHERE[plain]})"
     for section, meaning in SECTIONS.items():
