@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
-from gkd.config.data import Files
+from gkd.config.data import Data, Files
 from gkd.registry import Registry, absolute
 
 STRATEGIES = Registry("evaluate.strategies", {"plain": "gkd.evaluation.strategies:plain"})
@@ -18,7 +18,11 @@ class EvalSet(Settings):
 
     files: Files = Field([], description="the questions, in the formats of data.train_files")
     prompt_key: str = Field("prompt", description="column of the question; messages go through the chat template")
-    answer_key: str | None = Field(None, description="column of the reference answer; null: no accuracy is measured")
+    answer_key: str | None = Field(None, description="column of the reference answer; null: as data.answer_key")
+    prompt_template: str | None = Field(None, description="as data.prompt_template")
+    system_prompt: str | None = Field(None, description="as data.system_prompt")
+    apply_chat_template: bool | None = Field(None, description="as data.apply_chat_template")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="as data.chat_template_kwargs")
     samples: int = Field(
         1, ge=1, description="answers a question (verl's val_kwargs.n, slime's n_samples_per_eval_prompt)"
     )
@@ -44,9 +48,20 @@ class EvalSet(Settings):
             raise ValueError(f"samples={self.samples} at temperature=0 are all alike: set temperature, such as 0.7")
         if over := [k for k in self.pass_k if k > self.samples]:
             raise ValueError(f"pass_k={over[0]} needs as many samples, and there are {self.samples} (samples)")
-        if self.answer_key is None and (self.pass_k or not self.rewards):
-            raise ValueError("answer_key is not set: without reference answers or rewards there is nothing to measure")
+        self.data(1)  # the settings of prompts are checked there
         return self
+
+    def data(self, max_prompt_length: int) -> Data:
+        """Return the settings of data that the set stands for."""
+        return Data(
+            prompt_key=self.prompt_key,
+            answer_key=self.answer_key,
+            prompt_template=self.prompt_template,
+            system_prompt=self.system_prompt,
+            apply_chat_template=self.apply_chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+            max_prompt_length=max_prompt_length,
+        )
 
 
 class Evaluate(Settings):

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from gkd.config import Data
 from gkd.config.evaluation import EvalSet
 from gkd.data.prompts import load_prompts
 from gkd.data.reader import read_rows
 from gkd.errors import ConfigError
-from gkd.evaluation.strategies import Row
+from gkd.evaluation.strategies import Columns
 from gkd.types import Prompt
 
 
@@ -29,7 +28,7 @@ class Question:
 
     key: str
     prompt: Prompt
-    row: Row
+    row: Columns
     difficulty: str | None = None
 
 
@@ -51,16 +50,21 @@ def load_questions(
     Raises ConfigError for what is wrong with a file or a row, and for a question whose answer is missing.
     """
     limits = [n for n in (settings.limit, limit) if n is not None]
-    found = load_prompts(settings.files, _data(settings, longest), tokenizer, limit=min(limits, default=None))
+    found = load_prompts(settings.files, settings.data(longest), tokenizer, limit=min(limits, default=None))
     last = max(prompt.id for prompt in found.prompts)
     rows = list(islice(chain.from_iterable(map(read_rows, settings.files)), last + 1))
+    answered = any(prompt.answer is not None for prompt in found.prompts)
+    if not answered and (settings.pass_k or not settings.rewards):
+        raise ConfigError(
+            f"{section}.{name}: no reference answers (answer_key) and no rewards: nothing can be measured"
+        )
     seen: Counter[str] = Counter()
     questions = []
     for prompt in found.prompts:
         row = rows[prompt.id]
-        if settings.answer_key is not None and not (prompt.answer or "").strip():
+        if answered and not (prompt.answer or "").strip():
             raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
-        digest = _digest(prompt, row.values.get(settings.prompt_key, prompt.text))
+        digest = _digest(prompt, row.find(settings.prompt_key) or row.values)
         seen[digest] += 1
         key = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
         difficulty = None
@@ -70,12 +74,7 @@ def load_questions(
     return Questions(name, settings, questions, found.n_too_long)
 
 
-def _data(settings: EvalSet, longest: int) -> Data:
-    """Return the settings of data that a set stands for."""
-    return Data(prompt_key=settings.prompt_key, answer_key=settings.answer_key, max_prompt_length=longest)
-
-
 def _digest(prompt: Prompt, asked: Any) -> str:
     """Return 16 hexadecimal digits of what the row asks, before any model's template, and of its answer."""
-    text = json.dumps([asked, prompt.answer], sort_keys=True, default=str)
+    text = json.dumps([asked, *prompt.answers], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

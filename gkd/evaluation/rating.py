@@ -36,8 +36,10 @@ def reward_settings(config: Config, questions: Questions) -> Reward | None:
     except ValueError as error:
         text = str(error.errors()[0]["msg"]) if hasattr(error, "errors") else str(error)
         raise ConfigError(f"{questions.name}: rewards={names}: {text.removeprefix('Value error, ')}") from None
-    if questions.settings.answer_key is None and (needing := settings.needing_answers()):
-        raise ConfigError(f"{questions.name}: rewards: {needing[0]} needs reference answers, and answer_key is not set")
+    if not questions.questions[0].prompt.answers and (needing := settings.needing_answers()):
+        raise ConfigError(
+            f"{questions.name}: rewards: {needing[0]} needs reference answers, and there are none (answer_key)"
+        )
     if len(settings.scored_by(None)) < len(names):
         raise ConfigError(f"{questions.name}: rewards={names}: a reward model's reward is given in training alone")
     return settings
@@ -67,4 +69,5 @@ def _completion(own: Rated) -> Completion:
         n_tokens=own.answered.n_tokens,
         max_tokens=own.max_tokens,
         truncated=own.answered.truncated,
+        other_answers=own.question.prompt.other_answers,
     )

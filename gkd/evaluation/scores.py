@@ -10,7 +10,7 @@ from typing import Any
 from gkd.config.evaluation import EvalSet
 from gkd.evaluation.questions import Question
 from gkd.evaluation.statistics import Estimate, estimate, majority_score, pass_at_k
-from gkd.rewards.accuracy import agreement
+from gkd.rewards.accuracy import any_agreement
 from gkd.rewards.answers import last_line, last_number, stated_answer
 from gkd.rewards.comparison import same_answer
 
@@ -33,8 +33,8 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
     """Return the values of one question, by score: means over its answers, and what takes all of them together."""
     n = len(answers)
     values: dict[str, float] = {}
-    if question.prompt.answer is not None:
-        right = [agreement(answer.text, question.prompt.answer) for answer in answers]
+    if question.prompt.answers:
+        right = [any_agreement(answer.text, question.prompt.answers) for answer in answers]
         values["accuracy"] = sum(right) / n
         if n > 1:
             values[f"avg@{n}"] = values["accuracy"]

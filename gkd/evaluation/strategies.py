@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-Row: TypeAlias = Mapping[str, Any]
+Columns: TypeAlias = Mapping[str, Any]
+"""A row of the data file."""
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 
@@ -51,7 +52,7 @@ class Ask(Protocol):
         """Return the reply; None for a prompt is the question, for a setting that of the set."""
 
 
-async def plain(ask: Ask, row: Row) -> Answer:
+async def plain(ask: Ask, row: Columns) -> Answer:
     """Ask once and take the answer."""
     reply = await ask()
     return Answer(reply.text, reply.n_tokens)

@@ -11,7 +11,7 @@ import pytest
 from gkd.errors import RunFailed
 from gkd.evaluation.asking import Asked, Job, answer_all
 from gkd.evaluation.questions import Question
-from gkd.evaluation.strategies import Answer, Ask, Messages, Reply, Row, plain
+from gkd.evaluation.strategies import Answer, Ask, Columns, Messages, Reply, plain
 from gkd.types import Prompt, Sampling
 
 SAMPLING = Sampling(8, 0.7)
@@ -75,7 +75,7 @@ def test_seeds_depend_on_the_place_alone() -> None:
 
 
 def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
-    async def twice(ask: Ask, row: Row) -> Answer:
+    async def twice(ask: Ask, row: Columns) -> Answer:
         first, second = await asyncio.gather(ask(), ask(f"{row['prompt']} again", temperature=0.0))
         await asyncio.sleep(0.01)  # something else than the model
         return Answer(second.text, first.n_tokens + second.n_tokens, 2)
@@ -93,13 +93,13 @@ def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> 
         answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, found.append)
     assert len(found) == 3
 
-    async def broken(ask: Ask, row: Row) -> Answer:
+    async def broken(ask: Ask, row: Columns) -> Answer:
         return Answer(row["nothing"], 0)
 
     with pytest.raises(RunFailed, match=r"the strategy broken failed on question 1: KeyError: 'nothing'"):
         ask(Echo(), jobs(1), broken)
 
-    async def text(ask: Ask, row: Row) -> str:
+    async def text(ask: Ask, row: Columns) -> str:
         return (await ask()).text
 
     with pytest.raises(RunFailed, match=r"the strategy text returned str, not a gkd.evaluation.strategies.Answer"):
