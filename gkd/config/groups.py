@@ -72,8 +72,9 @@ class TeacherModel(Settings):
 
 ENGINE = "gkd.inference.engine:InferenceEngine"
 SCORING_ENGINES = {
-    "vllm": "gkd.inference.vllm_scorer:VLLMScorer",
+    "auto": "gkd.inference.torch_scorer:TorchScorer",  # see Scorer.engine_class
     "torch": "gkd.inference.torch_scorer:TorchScorer",
+    "vllm": "gkd.inference.vllm_scorer:VLLMScorer",
 }
 
 
@@ -117,9 +118,10 @@ class Scorer(Served, Engine, EngineSection):
     ability: ClassVar[str] = "can_score"
 
     engine: Annotated[str, AfterValidator(absolute)] = Field(
-        "vllm",
-        description="what scores: vllm; torch, transformers' model in one forward pass of all that waits, on one GPU; "
-        f"or {OWN_CLASS}",
+        "auto",
+        description="what scores: torch, one packed forward pass of transformers' model on one GPU; vllm; auto: torch "
+        "where an engine has one GPU and the model is dense attention all through, or unknown to vLLM, and vllm "
+        f"otherwise; or {OWN_CLASS}",
     )
     max_top_k: int = Field(
         32768,
@@ -128,10 +130,16 @@ class Scorer(Served, Engine, EngineSection):
         "the fewer tokens a step the more this is",
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="longest sequence scored, tokens; null: the run's, in gkd.teacher.serve what "
-        "fits, at most the model's positions less one"
+        None, ge=2, description="longest sequence scored, tokens; null: the run's, in gkd.teacher.serve the "
+        "model's positions, with vLLM one less and what fits"
     )  # fmt: skip
     max_num_seqs: int = Field(32, ge=1, description="sequences one engine scores at the same time")
+
+    @property
+    def engine_class(self) -> Any:
+        """The class of the engines; of ``auto`` the one for most models (see gkd.inference.choice)."""
+        spans_gpus = self.engine == "auto" and self.tensor_parallel_size > 1
+        return self.registry.load("vllm" if spans_gpus else self.engine)
 
 
 class Teacher(Scorer):

@@ -22,6 +22,7 @@ from gkd.data.tokenizer import (
     tokenizer_hash,
 )
 from gkd.errors import ConfigError
+from gkd.inference.choice import scoring_engine
 from gkd.inference.vllm_models import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
@@ -130,13 +131,34 @@ def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
             )
 
 
+def with_scoring_engines(config: Config, inputs: Inputs) -> Config:
+    """Return the configuration with the engines that score in place of ``auto``."""
+    decided = {}
+    for group in ("teacher", "reference"):
+        paths = [path for name, path in inputs.scorers.items() if name.partition(":")[0] == group]
+        if paths and getattr(config, group).engine == "auto":
+            decided[group] = _scoring_engine(config, group, paths)
+    for group, engine in decided.items():
+        log.info("the %s scores with %s (%s.engine=auto)", group, engine, group)
+    updates = {group: getattr(config, group).model_copy(update={"engine": name}) for group, name in decided.items()}
+    return config.model_copy(update=updates)
+
+
+def _scoring_engine(config: Config, group: str, paths: list[str]) -> str:
+    """Return the engine of a group that scores; torch, which runs all of them, where several teachers differ."""
+    engines = {scoring_engine(getattr(config, group), path) for path in paths}
+    return engines.pop() if len(engines) == 1 else "torch"
+
+
 def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) -> None:
     """Raise ConfigError for a model that vLLM is to run and cannot."""
     if config.rollout.engine_class.needs_vllm:
         require_vllm_runs(student, "model.path", STUDENT_REMEDY)
     for name, path in scorers.items():
         group, _, teacher = name.partition(":")
-        if not getattr(config, group).engine_class.needs_vllm:
+        paths = [path for name, path in scorers.items() if name.partition(":")[0] == group]
+        engine = getattr(config, group).model_copy(update={"engine": _scoring_engine(config, group, paths)})
+        if not engine.engine_class.needs_vllm:
             continue
         setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
         require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)

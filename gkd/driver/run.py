@@ -18,7 +18,7 @@ from gkd.config import Config
 from gkd.config.learning_rate import doubts
 from gkd.config.schedule import require_streaming
 from gkd.driver.checkpoint import Saved, State
-from gkd.driver.inputs import Inputs
+from gkd.driver.inputs import Inputs, with_scoring_engines
 from gkd.driver.resume import cut
 from gkd.driver.saving import Checkpoints
 from gkd.driver.startup import start, with_transfer
@@ -74,7 +74,7 @@ def _drive(
     events: Events,
 ) -> tuple[report.Summary, Checkpoints]:
     """Do the run; returns what it came to, and its checkpoints, of which the last may have failed."""
-    requested, config = config, lay_out(config)
+    requested, config = config, lay_out(with_scoring_engines(config, inputs))
     _write(config, output)
     placement = _place_and_show(config, session, output)
     config = with_transfer(_with_offload(config, placement), placement.groups)

@@ -62,15 +62,20 @@ def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
 
     whole = AutoConfig.from_pretrained(path, local_files_only=True)
     text = whole.get_text_config()
-    on_cpu = installed_device() == "cpu"
-    reason = why_not_at_all(whole) or (why_not_on_a_cpu(text) if on_cpu else None)
+    reason = why_not_here(whole)
     if reason is not None:
         raise ConfigError(f"{setting}={path}: {reason}; {remedy}")
-    if on_cpu and (apart := DIFFERING.get(text.model_type)) is not None:
+    if installed_device() == "cpu" and (apart := DIFFERING.get(text.model_type)) is not None:
         log.warning(
             "%s=%s: vLLM's log-probabilities of %s models differ from transformers' on a CPU, by up to %g nats where "
             "it was measured; %s", setting, path, text.model_type, apart, remedy,
         )  # fmt: skip
+
+
+def why_not_here(config: Any) -> str | None:
+    """Return why the installed vLLM cannot run a model of that configuration on its device; None where it can."""
+    on_cpu = installed_device() == "cpu"
+    return why_not_at_all(config) or (why_not_on_a_cpu(config.get_text_config()) if on_cpu else None)
 
 
 def why_not_at_all(config: Any) -> str | None:

@@ -47,6 +47,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         """Queue a request. Raises ValueError when it is longer than the model takes."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling
         params = SamplingParams(
@@ -58,6 +59,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
             logprobs=0,  # the sampled token's alone
             flat_logprobs=True,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # one of every request at every step is twice the host's work
         )
         prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())
         try:

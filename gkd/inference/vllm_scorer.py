@@ -171,10 +171,15 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
     def _start(self, key: int, request: Score | Generate) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
 
         if isinstance(request, Generate):
             params = SamplingParams(
-                temperature=0.0, max_tokens=request.max_tokens, stop_token_ids=self._stop_ids, detokenize=False
+                temperature=0.0,
+                max_tokens=request.max_tokens,
+                stop_token_ids=self._stop_ids,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
             self.llm_engine.add_request(str(key), tokens_input(request.prompt_ids.tolist()), params)
             self._running[key] = _Running(request, 0)
@@ -190,6 +195,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
             prompt_logprobs=self._top_k,
             flat_logprobs=True,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         internal = self.llm_engine.add_request(str(key), tokens_input(request.token_ids.tolist()), params)
         self._running[key] = running = _Running(request, self._bytes(request))

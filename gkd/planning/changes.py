@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gkd.config import GROUPS, Config, Engine, Pool
+from gkd.config import GROUPS, Config, Engine, Pool, Scorer
 from gkd.planning.layout import Layout, engine_class, with_settings
 from gkd.planning.memory import GroupMemory, memory_of
 
@@ -116,7 +116,9 @@ def _takes_any_gpus(config: Config, section: str) -> bool:
 
 def _engine_changes(layout: Layout, section: str) -> list[Change]:
     engine: Engine = getattr(layout.config, section)
-    properties = engine_class(engine)
+    auto = isinstance(engine, Scorer) and engine.engine == "auto"  # which is vLLM as soon as it spans GPUs
+    named = engine.model_copy(update={"engine": "vllm"}) if auto else engine
+    properties = engine_class(named, layout.models.of(GROUPS.get(section, section)))
     seqs = tuple(engine.max_num_seqs >> i for i in (1, 2, 3) if engine.max_num_seqs >> i >= 8)
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
     if layout.hardware.is_cpu:

@@ -210,9 +210,11 @@ class Layout:
         return Workload(prompts * config.rollout.n, prompts, prompt, response, longest, top_k)
 
 
-def engine_class(engine: Engine) -> type[InferenceEngine[Any, Any]]:
-    """Return the class of the engines of a pool, whose attributes say what they can do and take."""
+def engine_class(engine: Engine, shape: ModelShape) -> type[InferenceEngine[Any, Any]]:
+    """Return the class of the engines of a pool that run such a model; it says what they can do and take."""
     assert isinstance(engine, Rollout | Scorer), "a pool of engines samples or scores"
+    if isinstance(engine, Scorer) and engine.engine == "auto" and any(layers.experts for layers in shape.layers):
+        engine = engine.model_copy(update={"engine": "vllm"})  # as gkd.inference.choice decides
     return cast("type[InferenceEngine[Any, Any]]", engine.engine_class)
 
 

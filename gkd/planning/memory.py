@@ -145,7 +145,7 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
         return _actor_memory(layout, pool)
     if not isinstance(pool, Engine):
         return _reward_model_memory(layout, pool)
-    if not engine_class(pool).managed_memory:
+    if not engine_class(pool, layout.models.of(group)).managed_memory:
         unmanaged = _unmanaged_scorer_memory if isinstance(pool, Scorer) else _unmanaged_sampler_memory
         return unmanaged(layout, group, pool)
     return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)

@@ -171,7 +171,8 @@ def score_one_s(layout: Layout, group: str, engine: Engine) -> float:
     vLLM has the head at every token, the torch engine at those of the response.
     """
     shape, workload = layout.models.of(group), layout.workload()
-    length, n_rows = workload.length, workload.length if engine_class(engine).managed_memory else workload.response
+    length, every_row = workload.length, engine_class(engine, shape).managed_memory
+    n_rows = length if every_row else workload.response
     rate, _ = _engine_speed(layout, engine.tensor_parallel_size)
     computed = (length * forward_flops(shape, length / 2) + n_rows * head_flops(shape)) / rate
     return computed + network_s(layout, shape, engine, length)

@@ -74,7 +74,7 @@ def test_each_model_is_named_with_what_to_do(tmp_path: Path) -> None:
     path, config = str(tmp_path), compose(["+recipe=grpo"])
     with pytest.raises(ConfigError, match=r"^model.path=.* heads of 24, .*; rollout.engine=hf samples"):
         _require_engines_run(config, path, {})
-    config = compose(["+recipe=grpo", "rollout.engine=hf"])
+    config = compose(["+recipe=grpo", "rollout.engine=hf", "teacher.engine=vllm", "reference.engine=vllm"])
     _require_engines_run(config, path, {})
     with pytest.raises(ConfigError, match=r"^reference.model.path=.* heads of 24, .*; reference.engine=torch scores"):
         _require_engines_run(config, path, {"reference": path})

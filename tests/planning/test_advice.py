@@ -90,7 +90,8 @@ ALL = {
     "three groups": ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=32b", "plan.gpu_type=a100-40gb",
                      "placement=2x8gpu", "rollout.gpu_memory_utilization=0.3"),
     "two engines with the usual share": ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=1.5b",
-                                         "teacher.colocate_with=rollout", "plan.gpu_type=h100-80gb", "plan.nodes=[2]"),
+                                         "teacher.colocate_with=rollout", "teacher.engine=vllm",
+                                         "plan.gpu_type=h100-80gb", "plan.nodes=[2]"),
     "one that no change of its own helps": (
         "+recipe=gspo", "model.size=14b", "placement=single_gpu", "plan.memory_gb=123", "actor.lora.r=64",
         "actor.lora.quantize=nf4", "rollout.gpu_memory_utilization=0.1"),

@@ -39,7 +39,7 @@ def test_tensor_parallelism_divides_weights_and_must_divide_heads() -> None:
 
 
 def test_an_engine_without_room_for_one_sequence_does_not_fit() -> None:
-    s = layout_of(*DISTIL)
+    s = layout_of(*DISTIL, "teacher.engine=vllm")
     small = replace(s, hardware=replace(s.hardware, memory=20e9))
     assert pool_memory(small, "rollout", s.config.rollout).fits
     teacher = pool_memory(small, "teacher", s.config.teacher)
@@ -54,7 +54,7 @@ def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
     from gkd.inference.vllm_scorer import ROW_BYTES, scoring_arguments
 
     for k, tokens in ((512, None), (32_768, ROW_BYTES // (24 * 32_769))):
-        s = layout_of(*DISTIL, f"data.val_top_k={k}")
+        s = layout_of(*DISTIL, f"data.val_top_k={k}", "teacher.engine=vllm")
         settings = s.config.teacher.model_copy(update={"max_top_k": k})
         arguments = scoring_arguments(
             EngineSpec("teacher", ModelInfo(152_064, None, [1], 0), settings, "cuda", "bfloat16")
@@ -62,6 +62,7 @@ def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
         assert arguments.get("max_num_batched_tokens") == tokens
         planned = pool_memory(s, "teacher", s.config.teacher).items["top K of prompt rows"]
         assert planned == pytest.approx(24 * (k + 1) * (tokens or 16_384), rel=1e-3)
-    reference = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=a100-80gb", "algorithm.kl.coef=0.1")
+    with_reference = ("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=a100-80gb", "algorithm.kl.coef=0.1")
+    reference = layout_of(*with_reference, "reference.engine=vllm")
     top_k_rows = pool_memory(reference, "reference", reference.config.reference).items["top K of prompt rows"]
     assert top_k_rows == 24 * 16_384

@@ -134,6 +134,14 @@ def test_more_prompts_than_fit_into_one_step(pair) -> None:
     assert worst_difference(pair["model"], wanted, found) < 2e-4
 
 
+def test_vllm_makes_an_output_of_a_request_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for every running request at every step would be twice the work of the host."""
+    outputs, step = [], pair["vllm"].engine.step
+    monkeypatch.setattr(pair["vllm"].engine, "step", lambda: [outputs.append(output) or output for output in step()])
+    wanted = requests(Sampling(10))
+    assert len(run(pair["vllm"], wanted)) == len(outputs) == len(wanted)
+
+
 def test_both_engines_decode_greedily_to_the_same_tokens(pair) -> None:
     wanted = requests(Sampling(10, temperature=0.0))
     for a, b in zip(run(pair["vllm"], wanted), run(pair["hf"], wanted), strict=True):

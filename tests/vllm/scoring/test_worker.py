@@ -43,7 +43,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
             closed.append(True)
 
     monkeypatch.setattr(scoring, "VLLMScorer", Lent)
-    settings = Teacher(max_model_len=VLLM_LENGTH)
+    settings = Teacher(engine="vllm", max_model_len=VLLM_LENGTH)
     key = Key.generate()
     spec = ScorerSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key, eos_ids=(7,))
     worker = TokenScorerWorker(settings, spec)

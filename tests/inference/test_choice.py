@@ -1,0 +1,71 @@
+"""Which engine scores where none is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+
+from gkd.config.compose import compose
+from gkd.config.groups import Teacher
+from gkd.driver.inputs import with_scoring_engines
+from gkd.inference.choice import scoring_engine
+from gkd.inference.torch_scorer import TorchScorer
+from gkd.inference.vllm_scorer import VLLMScorer
+from tests.families import config_of
+
+ENGINES = {
+    "llama": "torch", "qwen2 tied": "torch", "qwen3": "torch", "mistral": "torch", "gpt2": "torch",
+    "qwen3_moe": "vllm", "mixtral": "vllm", "gemma2": "vllm", "falcon_h1": "vllm",
+    "mamba": "torch", "minimax_m2": "torch",  # which vLLM cannot run on a CPU
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gkd.inference.vllm_models.installed_device", lambda: "cpu")
+
+
+@pytest.mark.parametrize(("family", "engine"), ENGINES.items())
+def test_auto_follows_from_the_model(family: str, engine: str, tmp_path: Path) -> None:
+    config_of(family).save_pretrained(tmp_path)
+    assert scoring_engine(Teacher(), str(tmp_path)) == engine
+    assert scoring_engine(Teacher(tensor_parallel_size=2, n_gpus_per_node=2), str(tmp_path)) == "vllm"
+    for named in ("torch", "vllm"):
+        assert scoring_engine(Teacher(engine=named), str(tmp_path)) == named
+
+
+def test_heads_that_vllm_lacks_and_stored_quantized_weights(tmp_path: Path) -> None:
+    small = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    AutoConfig.for_model("gemma2", head_dim=24, **small).save_pretrained(tmp_path)
+    assert scoring_engine(Teacher(), str(tmp_path)) == "torch"  # slower than vLLM, which has no such heads
+    AutoConfig.for_model("llama", head_dim=32, quantization_config={"quant_method": "fp8"}, **small).save_pretrained(
+        tmp_path
+    )
+    assert scoring_engine(Teacher(), str(tmp_path)) == "vllm"
+
+
+def test_a_run_has_one_engine_for_all_its_teachers(tmp_path: Path) -> None:
+    paths = {}
+    for family in ("llama", "qwen3_moe"):
+        config_of(family).save_pretrained(tmp_path / family)
+        paths[family] = str(tmp_path / family)
+    config = compose(["+recipe=on_policy_distill"])
+    scorers = {
+        "torch": {"teacher": paths["llama"]},
+        "vllm": {"teacher:a": paths["qwen3_moe"], "teacher:b": paths["qwen3_moe"]},
+    }
+    for engine, models in scorers.items():
+        assert with_scoring_engines(config, SimpleNamespace(scorers=models)).teacher.engine == engine
+    mixed = {"teacher:a": paths["qwen3_moe"], "teacher:b": paths["llama"], "reference": paths["qwen3_moe"]}
+    decided = with_scoring_engines(config, SimpleNamespace(scorers=mixed))
+    assert (decided.teacher.engine, decided.reference.engine) == ("torch", "vllm")
+    named = compose(["+recipe=on_policy_distill", "teacher.engine=vllm"])
+    assert with_scoring_engines(named, SimpleNamespace(scorers=scorers["torch"])).teacher.engine == "vllm"
+
+
+def test_before_models_are_known_the_width_of_an_engine_decides() -> None:
+    assert Teacher().engine_class is TorchScorer
+    assert Teacher(tensor_parallel_size=2, n_gpus_per_node=2).engine_class is VLLMScorer
