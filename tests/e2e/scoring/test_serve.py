@@ -29,7 +29,8 @@ def free_port() -> int:
 
 
 def test_ctrl_c_while_the_model_loads(model: Path) -> None:
-    process = serve(f"teacher.model.path={model}", f"teacher.server_port={free_port()}")
+    slow = "teacher.engine=vllm"  # the other one has loaded this model within a second
+    process = serve(f"teacher.model.path={model}", f"teacher.server_port={free_port()}", slow)
     assert process.stderr is not None
     assert process.stderr.readline() == f"loading the teacher in {model} ...\n"
     time.sleep(1.0)
