@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, guarded  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -63,14 +63,19 @@ def _main(arguments: Sequence[str]) -> int:
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
     if config.recipe == "none":
         raise ConfigError(f"name a recipe: python -m gkd.main +recipe={{{','.join(groups()['recipe'])}}}")
-    run(config)
+    run(config, options.overrides)
     return 0
 
 
-def run(config: Config) -> None:
-    """Do one run, from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind."""
+def run(config: Config, overrides: Sequence[str] | None = None) -> None:
+    """Do one run, from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind.
+
+    Where it loses workers, this process is replaced by one that goes on, given the ``overrides`` that ``config`` is
+    made of.
+    """
     from gkd.cluster.session import connect
     from gkd.driver.inputs import find_inputs
+    from gkd.driver.restart import begin_again, may_begin_again, starts_over
     from gkd.driver.resume import differences, find, finished, require_same_data
     from gkd.garbage import uncollected
     from gkd.observability.progress import console, log_to
@@ -83,12 +88,14 @@ def run(config: Config) -> None:
     _require_home(config.data.cache_dir)
     output = _output_dir(config)
     claim = _claim(output)
+    private, saved = False, None
     try:
         _require_writable(output)
         if config.trainer.resume and (text := finished(config, output)) is not None:
             out.print(text)
             return
-        saved = find(config, output) if config.trainer.resume else None
+        if config.trainer.resume and not starts_over(output):
+            saved = find(config, output)
         with uncollected():
             inputs = find_inputs(config, out.print)
         if saved is not None:
@@ -99,6 +106,7 @@ def run(config: Config) -> None:
         with connect(config) as session:
             from gkd.driver.run import drive
 
+            private = session.directory is not None
             drive(config, inputs, session, output, out, started, saved)
     except ConfigError:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
@@ -106,6 +114,12 @@ def run(config: Config) -> None:
         raise
     except SystemExit as end:  # a signal, or output that nobody reads any more
         end.add_note(_newest_checkpoint(output))
+        raise
+    except (RunFailed, ControlLost) as failure:
+        first = 0 if saved is None else saved.state.step
+        if overrides is not None and may_begin_again(config, output, first, failure, private):
+            out.print(f"failed: {failure}", style="red", soft_wrap=True)
+            begin_again(config, overrides, output)
         raise
     finally:
         os.close(claim)

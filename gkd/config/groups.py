@@ -228,6 +228,12 @@ class Trainer(Pool, OpenSections):
         description="newest checkpoints that are kept (TRL's save_total_limit); those by save_minutes take no place "
         "of others",
     )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="how often a run that lost workers which it cannot do without goes on by itself from its newest "
+        "checkpoint, in new processes (torchrun's --max-restarts)",
+    )
     resume: bool = Field(False, description="go on from the newest intact checkpoint in output_dir")
     val_every: int = Field(
         50, ge=1, description="validate every so many steps (verl's test_freq), also before the first and at the end"

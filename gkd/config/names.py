@@ -243,6 +243,7 @@ RUN: dict[str, str] = {
     "save_total_limit": "trainer.keep_checkpoints",
     "max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
     "max_ckpt_num": "trainer.keep_checkpoints",
+    "max_restarts": "trainer.restarts",
     "resume_from_checkpoint": "trainer.resume=true, with trainer.output_dir",
     "resume_mode": "trainer.resume=true, with trainer.output_dir",
     "load_checkpoint": "trainer.resume=true, with trainer.output_dir",

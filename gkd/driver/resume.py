@@ -28,7 +28,7 @@ _FREE = (
 )  # fmt: skip
 """Where files are, whose prompts are compared, and how rewards are computed: a run may have ended for want of time."""
 
-_OWN = ("trainer.output_dir", "trainer.resume", "plan")
+_OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")
 """Settings that say nothing of what a run does."""
 
 

@@ -19,6 +19,7 @@ from gkd.config.learning_rate import doubts
 from gkd.config.schedule import require_streaming
 from gkd.driver.checkpoint import Saved, State
 from gkd.driver.inputs import Inputs, with_scoring_engines
+from gkd.driver.restart import restarts
 from gkd.driver.resume import cut
 from gkd.driver.saving import Checkpoints
 from gkd.driver.startup import start, with_transfer
@@ -56,6 +57,8 @@ def drive(
                 note("start", f"gkd {__version__}, recipe {config.recipe}")
             else:
                 note("resume", f"from {saved.path}", step=saved.state.step)
+            if n_restarts := restarts():
+                note("restart", f"{n_restarts} of trainer.restarts={config.trainer.restarts}")
             summary, checkpoints = _drive(config, inputs, session, output, out, started_s, saved, events)
     finally:
         page = at_the_end(output)

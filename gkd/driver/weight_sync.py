@@ -127,4 +127,4 @@ class WeightSync:
             death = failure if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
             if death is None:
                 raise
-            raise RunFailed(f"{death}; the others were in the middle of {what} and wait for it") from None
+            raise WorkerDied(f"{death}; the others were in the middle of {what} and wait for it") from None

@@ -36,7 +36,8 @@ def _the_monitor_shows(run: Run, workers: dict[str, int]) -> None:
 
 
 def test_a_lost_replica_loses_nothing_and_the_last_one_ends_the_run(start: Any) -> None:
-    pools = ("rollout.n_gpus_per_node=2", "rollout.engine=hf", "teacher.n_gpus_per_node=2", "teacher.heartbeat_s=1")
+    pools = ("rollout.n_gpus_per_node=2", "rollout.engine=hf", "teacher.n_gpus_per_node=2", "teacher.heartbeat_s=1",
+             "trainer.restarts=0")  # fmt: skip
     run = start(LONG, *pools)
     run.wait_for_step(2, timeout_s=300)
     workers = run.workers()
@@ -60,6 +61,7 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
     start: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = (
+        "trainer.restarts=0",
         "trainer.save_minutes=0.001",
         "trainer.keep_checkpoints=100",
         "actor.lr_decay=constant",
@@ -107,17 +109,45 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
     assert f"is finished: all {last} steps are done and the trained student is in {run.output / 'model'}" in done
 
 
-def test_without_rays_control_service_a_run_saves_what_it_has_and_says_why_it_ends(start: Any) -> None:
+def test_a_run_goes_on_by_itself_whatever_it_loses(start: Any) -> None:
+    """Its actor, before there is a checkpoint and after, its only engine, and then more than it may."""
+    small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "rollout.engine=hf", "trainer.restarts=3")
+    run = start(LONG, *small, "trainer.save_every=3", "trainer.save_minutes=null", recipe="grpo")
+    step = 1
+    for lost in ("actor", "rollout", "actor", "rollout"):
+        run.wait_for_step(step)
+        began = run.workers()
+        os.kill(began[lost, 0], signal.SIGKILL)
+        step = max(run.metrics()[-1]["step"], 3) + 2
+        if lost == "rollout":  # the actor lives, so nothing of what it had learned is lost
+            step += 1
+    assert run.end() == 1
+    (line,) = (line for line in run.errors() if line)
+    assert line.startswith("failed: rollout rank 0 ")
+    assert [f"restart {number} of trainer.restarts=3" in run.text() for number in (1, 2, 3, 4)] == [True] * 3 + [False]
+    steps = [row["step"] for row in run.metrics()]
+    assert steps == list(range(len(steps)))
+    samples = [json.loads(line)["step"] for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    assert samples == sorted(samples)
+    assert {samples.count(step) for step in steps[1:]} == {4}
+    events = [json.loads(line) for line in (run.output / "events.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in events if row["kind"] == "restart"] == [
+        f"{i} of trainer.restarts=3" for i in (1, 2, 3)
+    ]
+
+
+def test_without_rays_control_service_a_run_saves_what_it_has_and_begins_again_or_says_why_it_ends(start: Any) -> None:
     """In a Ray of its own, as the others need theirs."""
-    small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16")
+    small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "trainer.restarts=1")
     run = start(LONG, "cluster.address=local", "rollout.engine=hf", *small, recipe="grpo")
-    run.wait_for_step(2)
-    (service,) = (
-        process.pid
-        for process in psutil.Process(run.process.pid).children(recursive=True)
-        if process.name() == "gcs_server"
-    )
-    os.kill(service, signal.SIGKILL)
+    for step in (2, 6):
+        run.wait_for_step(step)
+        (service,) = (
+            process.pid
+            for process in psutil.Process(run.process.pid).children(recursive=True)
+            if process.name() == "gcs_server"
+        )
+        os.kill(service, signal.SIGKILL)
     assert run.end() == 1
     (line,) = (line for line in run.errors() if line)
     assert line.startswith("failed: Ray's control service (GCS) at ")
@@ -126,5 +156,7 @@ def test_without_rays_control_service_a_run_saves_what_it_has_and_says_why_it_en
     saved = run.output / "checkpoints" / f"step_{steps[-1]}"
     assert (saved / "state.json").exists()
     assert f"checkpoint of step {steps[-1]}: {saved}" in run.text()
-    (logs,) = re.findall(r"^logs of the workers: (.*)/session_latest/logs$", run.text(), re.M)
-    shutil.rmtree(logs)
+    kept = re.findall(r"^logs of the workers: (.*)/session_latest/logs$", run.text(), re.M)
+    assert len(kept) == 2
+    for logs in kept:
+        shutil.rmtree(logs)
