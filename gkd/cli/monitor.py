@@ -1,8 +1,10 @@
-"""``gkd monitor [RUN_DIR] [--every SECONDS]``: show the memory of this machine's GPUs, and how far a run is.
+"""``gkd monitor [RUN_DIR] [--every SECONDS]``: show how a run does, and the memory of this machine's GPUs.
 
-For each GPU: name, compute capability, total memory, what the run's groups on it have allocated and reserved, what is
-free, how often their allocators had to start over or gave up, and advice. Without a GPU it shows the
-memory of the run's processes by group. What the groups hold is what they reported at the run's last step.
+How far it is, curves of its metrics, the stages of its last step, its last warnings and a sample. For each GPU: name,
+compute capability, total memory, what the run's groups on it have allocated and reserved, what is free, how often their
+allocators had to start over or gave up, and advice; without a GPU the memory of the run's processes by group. What the
+groups hold is what they reported at the run's last step. On a terminal it goes on, every two seconds, until the run
+ends or Ctrl-C; elsewhere, and with --once, it prints once.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from gkd.observability.hardware import Card
     from gkd.observability.run_files import RunFiles
 
+LIVE_EVERY_S = 2.0
 FULL = 0.95  # share of a GPU's memory beyond which there is advice
 FIGURES = ("allocated_gb", "reserved_gb", "peak_gb", "alloc_retries", "ooms")
 
@@ -35,6 +38,7 @@ def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd monitor", description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR", help="output directory of a run")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="show again and again, until Ctrl-C")
+    parser.add_argument("--once", action="store_true", help="print once, on a terminal too")
     options = parser.parse_args(arguments)
     if options.every is not None and not 0 < options.every <= 86_400:
         raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
@@ -43,34 +47,50 @@ def _main(arguments: Sequence[str]) -> int:
 
     run = None if options.run is None else RunFiles(options.run)
     out = console()
-    if options.every is None:
+    every = options.every or (LIVE_EVERY_S if out.is_terminal and run is not None else None)
+    if options.once or every is None or (run is not None and run.finished):
         out.print(view(run))
-        return 0
-    _follow(run, options.every, out)
+    elif out.is_terminal:
+        _follow(run, every, out)
+    else:
+        _print_again(run, every, out)
     return 0
 
 
 def _follow(run: RunFiles | None, every: float, out: Console) -> None:
     from rich.live import Live
 
-    with Live(view(run), console=out, auto_refresh=False) as live:
+    # On a screen of its own, so that a view which is higher than the window leaves no copies of itself behind.
+    with Live(view(run), console=out, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
         while run is None or not run.finished:
             time.sleep(every)
             live.update(view(run), refresh=True)
+    out.print(view(run))
+
+
+def _print_again(run: RunFiles | None, every: float, out: Console) -> None:
+    """Print the whole view again and again, where lines cannot be rewritten."""
+    out.print(view(run))
+    while run is None or not run.finished:
+        time.sleep(every)
+        out.print()
+        out.print(view(run))
 
 
 def view(run: RunFiles | None) -> RenderableType:
     """Lay out everything there is to show now."""
     from rich.console import Group
 
+    from gkd.observability import live
     from gkd.observability.hardware import cards
 
     present = cards()
-    parts: list[RenderableType] = [_gpus(present, run)] if present else ["this machine has no GPU"]
+    parts: list[RenderableType] = [] if run is None else [progress_line(run), ""]
+    parts.append(_gpus(present, run) if present else "this machine has no GPU")
     if run is not None:
         if not present:
             parts.append(_processes(run))
-        parts.append(progress_line(run))
+        parts += live.view(run)
     return Group(*parts)
 
 

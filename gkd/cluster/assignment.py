@@ -12,6 +12,9 @@ from typing import IO, Any, Literal
 
 from gkd.cluster.fit import range_text
 
+UUID_SHOWN = 14
+"""Characters of a UUID in a narrow table, which tell the GPUs of a machine apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceReport:
@@ -119,19 +122,23 @@ def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequ
     return faulty
 
 
-def print_table(reports: Sequence[Report], file: IO[str] | None = None) -> None:
-    """Print one row a worker; rows are never wrapped, so that they can be read and grepped in a log file too."""
+def print_table(reports: Sequence[Report], file: IO[str] | None = None, narrow: bool = False) -> None:
+    """Print one row a worker; rows are never wrapped, so that they can be read and grepped in a log file too.
+
+    ``narrow``: within 80 columns, without Ray's ids and with the beginnings of UUIDs; placement.json has them whole.
+    """
     from rich.box import SIMPLE  # workers report, and print nothing
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
 
-    table = Table(box=SIMPLE, pad_edge=False)
-    for title in ("group", "rank", "node", "pid", "CUDA_VISIBLE_DEVICES", "ray ids", "UUID"):
+    table = Table(box=None if narrow else SIMPLE, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
+    for title in ("group", "rank", "node", "pid", "CUDA_VISIBLE_DEVICES", *([] if narrow else ["ray ids"]), "UUID"):
         table.add_column(title, no_wrap=True, overflow="ignore")
     for r in reports:
-        ids, uuids = ",".join(r.ray_gpu_ids), ",".join(r.gpu_uuids)
-        table.add_row(r.group, str(r.rank), r.node, str(r.pid), r.cuda_visible_devices, ids, uuids)
+        ids = [] if narrow else [",".join(r.ray_gpu_ids)]
+        uuids = ",".join(uuid[:UUID_SHOWN] if narrow else uuid for uuid in r.gpu_uuids)
+        table.add_row(r.group, str(r.rank), r.node, str(r.pid), r.cuda_visible_devices, *ids, uuids)
     console = Console(file=file, highlight=False, markup=False)
     wanted = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     console.width = max(console.width, wanted)

@@ -177,6 +177,7 @@ def _validate_before(parts: Parts, log: RunLog) -> State:
     log.progress.doing("validating")
     before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
+    log.progress.validated = before
     log.progress.say(
         f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
     )
@@ -189,6 +190,7 @@ def _restore(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
     parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)
     parts.prompts.restore(saved.state.prompts)
     parts.sync.push()
+    log.progress.validated = saved.state.validated
     log.progress.say(f"going on after step {saved.state.step} from {saved.path}")
     return saved.state
 
@@ -201,7 +203,7 @@ def _place_and_show(config: Config, session: Session, output: Path) -> Placement
         print_table(fault.placement.reports)
         fault.placement.write_json(output / "placement.json")
         raise
-    print_table(placement.reports)
+    print_table(placement.reports, narrow=True)
     placement.write_json(output / "placement.json")
     return placement
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.status import Status
 
 LINE_EVERY_S = 10.0
+STAYS_EVERY_S = 60.0
+"""On a terminal, between lines of steps that stay above the live one."""
 
 
 def console() -> Console:
@@ -36,8 +39,8 @@ class _Lines(logging.Handler):
         self.out = out
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
-        self.out.print(record.getMessage())
+        """Print one record, a warning in a colour where there are any."""
+        self.out.print(record.getMessage(), style="yellow" if record.levelno >= logging.WARNING else None)
 
 
 def clock(seconds: float) -> str:
@@ -47,18 +50,28 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-class Progress:
-    """Step, loss, KL, tokens per second and time left.
+def changes(values: Mapping[str, float], before: Mapping[str, float]) -> str:
+    """Return ``val/accuracy 0.6797 (+0.1758)``, the change where ``before`` has the figure too."""
+    return "  ".join(
+        f"{name} {value:.4f}" + (f" ({value - before[name]:+.4f})" if name in before else "")
+        for name, value in values.items()
+    )
 
-    On a terminal the line is rewritten in place; elsewhere it is printed at the first and last step and at most every
-    ten seconds between them.
+
+class Progress:
+    """Step, loss, KL, tokens per second and time left, and every validation with what changed since the last one.
+
+    On a terminal the line is rewritten in place. Lines that stay are printed at the first and last step and between
+    them at most every ten seconds, on a terminal every minute. ``validated``: the last validation.
     """
 
     def __init__(self, out: Console, total_steps: int) -> None:
         self.out, self.total = out, total_steps
         self._status: Status | None = out.status("") if out.is_terminal else None
         self._first: tuple[int, float] | None = None  # the first step logged, and when
-        self._printed = -LINE_EVERY_S
+        self._every = LINE_EVERY_S if self._status is None else STAYS_EVERY_S
+        self._printed = -math.inf
+        self.validated: Mapping[str, float] = {}
 
     def __enter__(self) -> Self:
         if self._status is not None:
@@ -86,14 +99,15 @@ class Progress:
         """Show one finished step."""
         if self._first is None:
             self._first = (step, time.monotonic())
-        line = self.line(step, metrics)
+        line, now = self.line(step, metrics), time.monotonic()
         if self._status is not None:
             self._status.update(line)
-            return
-        now = time.monotonic()
-        if step in (1, self.total) or now - self._printed >= LINE_EVERY_S:
+        if step in (1, self.total) or now - self._printed >= self._every:
             self._printed = now
             self.out.print(line)
+        if values := {name: value for name, value in metrics.items() if name.startswith("val/")}:
+            self.out.print(f"validation after step {step}  {changes(values, self.validated)}")
+            self.validated = values
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the line of a step, without what was not measured."""

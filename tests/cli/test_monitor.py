@@ -11,6 +11,7 @@ import pytest
 from gkd.cli.monitor import advice, main, progress_line
 from gkd.errors import ConfigError
 from gkd.observability.hardware import Card, resident_gb
+from gkd.observability.live import sparkline
 from gkd.observability.run_files import RunFiles
 
 CARD = Card(0, "GPU-1", "a card", "9.0", 80.0, 30.0)
@@ -64,3 +65,38 @@ def test_where_there_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert main([str(tmp_path)]) == 2
     assert main(["--every", "0"]) == 2
     assert len(capfd.readouterr().err.splitlines()) == 2
+
+
+def text_of(run: RunFiles, capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([str(run.path), *arguments]) == 0
+    return capfd.readouterr().out
+
+
+def test_curves_stages_warnings_and_a_sample(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"step": s, "val/own": float(s), "timing_s/step": 4.0, "timing_s/update": 1.0} for s in range(1, 9)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = [{"time": 0, "kind": kind, "text": f"{kind} {n}"} for n in range(4) for kind in ("warning", "checkpoint")]
+    (run.path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    sample = {"step": 7, "prompt": "what\nis \x1b[31m2 + 2", "response": "4" * 500}
+    (run.path / "samples.jsonl").write_text(json.dumps(sample) + '\n{"step": 8, "pro')
+    text = text_of(run, capfd, "--once")
+    assert "val/own" in text and "▁▂▃▄▅▆▇█" in text
+    (stage,) = (line for line in text.splitlines() if line.startswith("update"))
+    assert stage.split() == ["update", "1.00", "s", "█" * 10]  # a quarter of forty
+    assert [line.split(": ")[1] for line in text.splitlines() if line.startswith("warning")] == [
+        "warning 1", "warning 2", "warning 3",
+    ]  # fmt: skip
+    assert "step 7: what is  [31m2 + 2" in text and "\x1b" not in text
+    assert f"-> {'4' * 240}..." in text
+
+
+def test_a_run_that_has_just_begun_has_nothing_more(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    (run.path / "metrics.jsonl").unlink()
+    assert "step 0/10" in text_of(run, capfd)
+
+
+@pytest.mark.parametrize("n", [1, 7, 40, 1000])
+def test_a_curve_goes_from_the_lowest_to_the_highest(n: int) -> None:
+    curve = sparkline([float(i) for i in range(n)])
+    assert len(curve) == min(n, 40) and list(curve) == sorted(curve)
+    assert n == 1 or (curve[0], curve[-1]) == ("▁", "█")

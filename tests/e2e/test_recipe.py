@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import socket
 import subprocess
@@ -121,6 +122,8 @@ def test_what_it_prints(finished: tuple[Path, str]) -> None:
     assert f"step {STEPS}/{STEPS}" in text
     assert "tok/s" in text
     assert "left" in text
+    assert f"its report: {finished[0]}/report.html" in text and (finished[0] / "report.html").exists()
+    assert re.search(rf"^validation after step {STEPS}  .*val/accuracy \d\.\d+ \([+-]", text, re.MULTILINE)
     assert str(finished[0]) in text
     assert "data.train_files=[train.jsonl]" in text  # the command to try next, brackets and all
     assert max(map(len, text.splitlines())) < 400

@@ -35,7 +35,9 @@ const tickText = (tick, step) => {
   const size = Math.max(Math.abs(tick), step);
   if (tick === 0) return '0';
   if (size >= 1e6 || step < 1e-6) return tick.toExponential(1);
-  return tick.toLocaleString('en-US', { maximumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)) });
+  let digits = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
+  if (Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits += 1; // such as 0.25
+  return tick.toLocaleString('en-US', { maximumFractionDigits: digits });
 };
 
 const seconds = value => {

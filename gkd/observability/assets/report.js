@@ -23,7 +23,7 @@ const outcome = run => {
     return el('td', { class: 'n', title: range ? '95 % interval, Wilson' : null }, share(value),
       range && value !== undefined ? el('span', { class: 'muted' }, ` [${range.map(figure).join(', ')}]`) : null);
   };
-  return el('div', { class: 'scroll' }, el('table', {},
+  return el('div', { class: 'scroll' }, el('table', { class: 'outcome' },
     el('tr', {}, ...['', 'before', 'after', 'change', 'teacher'].map((name, i) => el('th', { class: i ? 'n' : null }, name))),
     ...names.map(name => {
       const [before, after] = [summary.before[name], summary.after[name]];

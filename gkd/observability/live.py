@@ -1,0 +1,118 @@
+"""What the monitor shows of a run: curves of a few characters, stages, the last warnings, a sample."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gkd.observability.run_files import RunFiles
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE = 40
+"""Characters of a curve."""
+CURVES = (
+    "val/accuracy", "val/reverse_kl", "reward/mean", "distill/loss", "actor/kl_reference", "actor/entropy",
+    "response/length_mean", "actor/grad_norm", "perf/tokens_per_second",
+)  # fmt: skip
+"""Metrics that have a curve, where they are measured; and each other val/* one."""
+STAGES = ("generate", "score", "reward", "update", "sync")
+WARNINGS = 3
+TAIL = 1 << 18
+"""Bytes at the end of samples.jsonl in which the last sample is looked for."""
+
+
+def view(run: RunFiles) -> list[RenderableType]:
+    """Lay out what a run's files say; nothing of what is not there yet."""
+    rows = run.rows
+    parts: list[RenderableType] = []
+    if len(rows) > 1:
+        parts += ["", curves(rows)]
+        if text := stages(rows[-1]):
+            parts += ["", text]
+    if text := warnings(run.events):
+        parts += ["", text]
+    if text := last_sample(run.path / "samples.jsonl"):
+        parts += ["", text]
+    return parts
+
+
+def sparkline(values: Sequence[float], width: int = CURVE) -> str:
+    """Return the curve of values in at most ``width`` characters, each the mean of as many neighbours."""
+    n = min(width, len(values))
+    edges = [i * len(values) // n for i in range(n + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of metrics: name, curve, first and newest value."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("metric", "", "first", "newest"):
+        table.add_column(title, justify="right" if title in ("first", "newest") else "left", no_wrap=True)
+    measured = dict.fromkeys(name for row in rows for name in row)
+    for name in [*CURVES, *(name for name in measured if name.startswith("val/") and name not in CURVES)]:
+        values = [float(row[name]) for row in rows if name in row]
+        if values:
+            table.add_row(name, sparkline(values), f"{values[0]:,.4g}", f"{values[-1]:,.4g}")
+    return table
+
+
+def stages(row: Mapping[str, Any], width: int = CURVE) -> str:
+    """Return what the last step's seconds went to, as shares of a bar: ``generate 1.20 s ████``; empty where unknown.
+
+    Stages that overlap with others have bars of their own length.
+    """
+    total = row.get("timing_s/step", 0.0)
+    known = [(stage, row[f"timing_s/{stage}"]) for stage in STAGES if f"timing_s/{stage}" in row]
+    if not total or not known:
+        return ""
+    return "\n".join(
+        f"{stage:8}  {seconds:7.2f} s  {'█' * max(0, min(width, round(width * seconds / total)))}"
+        for stage, seconds in known
+    )
+
+
+def warnings(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return the newest warnings, deaths and restarts, one a line, with how long ago they were."""
+    from gkd.observability.progress import clock
+
+    found = [event for event in events if event["kind"] in ("warning", "death", "restart")][-WARNINGS:]
+    return "\n".join(
+        f"{event['kind']} {clock(max(0, time.time() - event['time']))} ago: {event['text']}" for event in found
+    )
+
+
+def last_sample(file: Path) -> str:
+    """Return prompt and response of the newest sample; empty before there is one."""
+    if not file.exists():
+        return ""
+    with file.open("rb") as lines:
+        lines.seek(0, os.SEEK_END)
+        lines.seek(max(0, lines.tell() - TAIL))
+        whole = lines.read().split(b"\n")[:-1]
+    for line in reversed(whole):
+        try:
+            row = json.loads(line)
+            return f"step {row['step']}: {_shown(row['prompt'])}\n-> {_shown(row['response'])}"
+        except (ValueError, KeyError, TypeError):  # the first of those read may not be whole
+            continue
+    return ""
+
+
+def _shown(text: str, most: int = 240) -> str:
+    """Return a text in one line, without characters that would steer a terminal."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    return line if len(line) <= most else f"{line[:most]}..."

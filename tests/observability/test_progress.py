@@ -1,0 +1,56 @@
+"""What a run prints: lines that stay, validations with their change, and the table of workers."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from gkd.cluster.assignment import print_table
+from gkd.observability.progress import Progress, changes
+from tests.cluster.test_assignment import report
+
+
+def printed(terminal: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines that stay of steps of four seconds each, with validations after every tenth."""
+    now = 0.0
+    monkeypatch.setattr("gkd.observability.progress.time.monotonic", lambda: now)
+    file = io.StringIO()
+    progress = Progress(Console(file=file, force_terminal=terminal, width=100, highlight=False), steps)
+    progress.validated = {"val/accuracy": 0.25}
+    for step in range(1, steps + 1):
+        now += 4.0
+        validated = {"val/accuracy": 0.25 + step / 100, "val/own": 1.0} if step % 10 == 0 else {}
+        progress.step(step, {"distill/loss": 1.0, **validated})
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("terminal", "every"), [(False, 3), (True, 15)])
+def test_a_step_stays_every_so_often_and_every_validation(
+    terminal: bool, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = printed(terminal, 40, monkeypatch)
+    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
+    assert steps == sorted({*range(1, 41, every), 40})
+    assert [line for line in lines if line.startswith("validation")][:2] == [
+        "validation after step 10  val/accuracy 0.3500 (+0.1000)  val/own 1.0000",
+        "validation after step 20  val/accuracy 0.4500 (+0.1000)  val/own 1.0000 (+0.0000)",
+    ]
+
+
+def test_a_change_is_of_what_was_measured_before() -> None:
+    assert changes({"val/a": 0.5, "val/b": 2.0}, {"val/a": 0.75}) == "val/a 0.5000 (-0.2500)  val/b 2.0000"
+
+
+def test_the_table_of_a_run_fits_80_columns_and_tells_gpus_apart() -> None:
+    out = io.StringIO()
+    uuids = [f"GPU-8f2c1f3e-{n}000-1111-2222-123456789abc" for n in range(2)]
+    groups = ("reward_model", "rollout")
+    print_table(
+        [report(g, 15, n, uuid=uuids[n], node="192.168.100.100", pid=4194304) for n, g in enumerate(groups)], out, True
+    )
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split() == ["reward_model", "15", "192.168.100.100", "4194304", "0", "GPU-8f2c1f3e-0"]
+    assert lines[2].split()[-1] == "GPU-8f2c1f3e-1"
