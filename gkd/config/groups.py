@@ -16,6 +16,7 @@ TRACKERS = Registry(
     {
         "tensorboard": "gkd.observability.trackers.tensorboard:TensorBoard",
         "wandb": "gkd.observability.trackers.wandb:WandB",
+        "mlflow": "gkd.observability.trackers.mlflow:MLflow",
     },
 )
 
@@ -242,10 +243,14 @@ class Trainer(Pool, OpenSections):
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
     trackers: Annotated[list[str], AfterValidator(lambda names: [absolute(name) for name in names])] = Field(
         [],
-        description="where metrics go besides metrics.jsonl (TRL's report_to, verl's logger): tensorboard and wandb, "
-        "which are extras (pip install 'gkd[tensorboard,wandb]'), or your own as package.module:name or FILE.py:name; "
-        "the settings of each are in trainer.NAME",
+        description="where metrics go besides metrics.jsonl (TRL's report_to, verl's logger): tensorboard, wandb and "
+        "mlflow, which are extras (pip install 'gkd[wandb]'), or your own as package.module:name or FILE.py:name; the "
+        "settings of each are in trainer.NAME",
     )
+    run_name: str | None = Field(
+        None, min_length=1, description="what trackers call the run; null: the last part of output_dir (TRL: run_name)"
+    )
+    run_group: str | None = Field(None, min_length=1, description="runs that trackers list together; null: none")
     n_logged_samples: int = Field(4, ge=0, description="samples a step in samples.jsonl (TRL's log_completions)")
     n_logged_tokens: int = Field(
         128,

@@ -98,7 +98,7 @@ def _drive(
             cut(files[1], first)
             (output / "summary.json").unlink(missing_ok=True)  # of an end that is not the end any more
         with MetricsLog(files[0], trackers, events) as metrics, JsonLines(files[1]) as sampled:
-            samples = SampleLog(sampled, config.trainer, inputs.tokenizer)
+            samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             run_log = RunLog(metrics, samples, progress, checkpoints)
             state, after = _train_and_save(config, system.parts, run_log, saved, output / "model")

@@ -10,6 +10,7 @@ import numpy as np
 from gkd.cluster.fetch import fetch_samples
 from gkd.config.groups import Trainer
 from gkd.observability.metrics import JsonLines, finite
+from gkd.observability.trackers.tracker import Trackers
 from gkd.types import ScoredSample, TrainingSample
 
 FETCH_TIMEOUT_S = 60.0
@@ -27,7 +28,8 @@ class SampleLog:
     ``top`` [T, 5] of token and log-probability, at ``algorithm.loss.temperature``. What was not scored is left out.
     """
 
-    def __init__(self, file: JsonLines, trainer: Trainer, tokenizer: Any) -> None:
+    def __init__(self, file: JsonLines, trainer: Trainer, tokenizer: Any, trackers: Trackers | None = None) -> None:
+        self.trackers = trackers
         self.file, self.n, self.n_tokens = file, trainer.n_logged_samples, trainer.n_logged_tokens
         self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
@@ -35,8 +37,12 @@ class SampleLog:
     def write(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Fetch and write samples of a step."""
         first = sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))[: self.n]
-        for sample, scored in zip(first, fetch_samples(first, FETCH_TIMEOUT_S), strict=True):
-            self.file.write({"step": step, **self._row(sample, scored)})
+        fetched = fetch_samples(first, FETCH_TIMEOUT_S)
+        rows = [{"step": step, **self._row(sample, scored)} for sample, scored in zip(first, fetched, strict=True)]
+        for row in rows:
+            self.file.write(row)
+        if self.trackers is not None:
+            self.trackers.log_samples(step, rows)
 
     def _row(self, training: TrainingSample, scored: ScoredSample) -> dict[str, Any]:
         sample = scored.sample

@@ -59,7 +59,7 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
         ("data.max_response_length", "rollout.max_response_length"),
         ("trainer.logger", "trainer.trackers"),
         ("trainer.test_freq", "trainer.val_every"),
-        ("trainer.experiment_name", "trainer.output_dir"),
+        ("trainer.experiment_name", "trainer.run_name"),
         ("custom_reward_function.path", "reward.functions"),
         # slime, OpenRLHF, prime-rl
         ("n-samples-per-prompt", "rollout.n"),

@@ -16,6 +16,10 @@ from gkd.errors import ConfigError
 from gkd.observability.trackers.tracker import MetricsLog, Trackers, require_trackers
 
 ROWS = [{"step": 0, "epoch": 0.0, "val/accuracy": 0.25}, {"step": 1, "epoch": 0.5, "actor/loss": 1.5}]
+SAMPLES = [
+    {"step": 1, "prompt": "2 | 3\n=", "response": "5", "rewards": {"accuracy": 1.0}, "tokens": {"text": ["5"]}},
+    {"step": 1, "prompt": "1 + 1", "response": "x", "rewards": {"accuracy": "late", "format": 0.5}},
+]
 
 
 def config(*names: str) -> Config:
@@ -26,6 +30,8 @@ def write(config: Config, output: Path, rows: list[dict[str, float]], first: int
     with Trackers(config, output, first) as trackers, MetricsLog(output / "metrics.jsonl", trackers) as log:
         for row in rows:
             log.write(row)
+            if row["step"]:
+                trackers.log_samples(int(row["step"]), SAMPLES)
 
 
 def events(directory: Path) -> Iterator[event_pb2.Event]:
@@ -39,7 +45,13 @@ def events(directory: Path) -> Iterator[event_pb2.Event]:
 
 
 def scalars(directory: Path) -> list[tuple[int, str, float]]:
-    return [(e.step, v.tag, v.simple_value) for e in events(directory) for v in e.summary.value]
+    values = [(e.step, v) for e in events(directory) for v in e.summary.value]
+    return [(step, v.tag, v.simple_value) for step, v in values if v.WhichOneof("value") == "simple_value"]
+
+
+def texts(directory: Path) -> list[tuple[int, str]]:
+    values = [(e.step, v) for e in events(directory) for v in e.summary.value]
+    return [(step, v.tensor.string_val[0].decode()) for step, v in values if v.WhichOneof("value") == "tensor"]
 
 
 def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
@@ -47,6 +59,21 @@ def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
     expected = [(row["step"], name, value) for row in ROWS for name, value in row.items() if name != "step"]
     assert scalars(tmp_path / "tensorboard") == expected
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == ROWS
+
+
+def test_tensorboard_has_samples_as_a_table(tmp_path: Path) -> None:
+    write(config("tensorboard"), tmp_path, [*ROWS, {"step": 2}])
+    ((step, text),) = texts(tmp_path / "tensorboard")  # of the first step, and of none without a validation
+    head, _, first, second = text.splitlines()
+    assert (step, head) == (1, "| step | prompt | response | reward/accuracy | reward/format |")
+    assert (first, second) == ("| 1 | 2 \\| 3<br>= | 5 | 1 | None |", "| 1 | 1 + 1 | x | late | 0.5 |")
+
+
+def test_samples_go_to_trackers_with_every_validation(tmp_path: Path) -> None:
+    with Trackers(load({"trainer": {"trackers": ["tensorboard"], "val_every": 3}}), tmp_path, 0) as trackers:
+        for number in range(1, 7):
+            trackers.log_samples(number, SAMPLES)
+    assert [step for step, _ in texts(tmp_path / "tensorboard")] == [1, 3, 6]
 
 
 def test_steps_that_a_resumed_run_does_again_replace_the_first_ones(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from gkd.observability.trackers.tracker import TrackedRun, Tracker
+from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table
 
 
 class TensorBoard(Tracker):
@@ -25,6 +25,19 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write samples as a table of its text page."""
+        columns, rows = sample_table(samples)
+        lines = [columns, ["---"] * len(columns), *rows]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in lines), step)
+        self._writer.flush()
+
     def close(self, failed: bool) -> None:
         """Write what is left."""
         self._writer.close()
+
+
+def _cell(value: Any) -> str:
+    """Return a value as Markdown shows it within a table."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")

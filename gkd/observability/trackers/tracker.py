@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from gkd.observability.metrics import JsonLines
 from gkd.observability.report import line
 
 LOG = logging.getLogger("gkd")
+
 FINISH_S = 300.0
 """Time that what is left has to reach a tracker's server when a run ends; files stay in the output directory."""
 
@@ -34,6 +35,11 @@ class TrackedRun:
     config: Config
     output_dir: Path
     first_step: int
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.config.trainer.run_name or self.output_dir.name
 
 
 class Tracker:
@@ -48,6 +54,9 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step."""
         raise NotImplementedError
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Take samples of a step, rows of samples.jsonl without their tokens; a class may do without this method."""
 
     def close(self, failed: bool) -> None:
         """Write what is left; ``failed``: the run did not come to its end."""
@@ -67,9 +76,18 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand the metrics of a step to all of them. What one raises is a warning, once: the run goes on."""
+        self._each(step, lambda tracker: tracker.log(step, metrics))
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Hand samples of the first step, and of those with a validation, to the trackers that take any; as log."""
+        if step == 1 or step % self.run.config.trainer.val_every == 0:
+            samples = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
+            self._each(step, lambda tracker: getattr(tracker, "log_samples", lambda *_: None)(step, samples))
+
+    def _each(self, step: int, call: Callable[[Tracker], object]) -> None:
         for name, tracker in self._started.items():
             try:
-                tracker.log(step, metrics)
+                call(tracker)
             except Exception as error:  # a user's class, or a server, may raise anything
                 if name not in self._failed:
                     self._failed.add(name)
@@ -114,6 +132,17 @@ def _closing(name: str, tracker: Tracker) -> Callable[..., None]:
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)[:300]}"
+
+
+def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return columns and rows of samples for trackers that have tables: each reward has a column of its own."""
+    flat = [
+        {name: value for name, value in sample.items() if name != "rewards"}
+        | {f"reward/{name}": value for name, value in sample.get("rewards", {}).items()}
+        for sample in samples
+    ]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    return columns, [[row.get(name) for name in columns] for row in flat]
 
 
 class MetricsLog(JsonLines):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from gkd.config.base import Settings
 from gkd.errors import ConfigError
-from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker
+from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker, sample_table
+
+STEP = "trainer/step"
 
 
 class WandB(Tracker):
@@ -33,7 +35,8 @@ class WandB(Tracker):
         try:
             self._run: Any = wandb.init(
                 project=config.project,
-                name=run.output_dir.name,
+                name=run.name,
+                group=run.config.trainer.run_group,
                 id=kept.read_text(),
                 resume="allow",
                 dir=str(run.output_dir),
@@ -48,9 +51,22 @@ class WandB(Tracker):
                 "neither a key nor a network)"
             ) from None
 
+        # An axis of the run's own: wandb's counts calls, and forgets what a resumed run does again.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
+        self._run.log({STEP: step, **metrics})
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send samples as a table."""
+        import wandb
+
+        columns, rows = sample_table(samples)
+        # Columns that have numbers here and none there are one type to wandb as texts alone.
+        data = [[value if isinstance(value, int | float) else str(value) for value in row] for row in rows]
+        self._run.log({STEP: step, "samples": wandb.Table(columns=columns, data=data, allow_mixed_types=True)})
 
     def close(self, failed: bool) -> None:
         """Send what is left, and end wandb's process."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
 import pytest
 
+from gkd.config import load
 from gkd.errors import ConfigError
 from tests.observability.test_trackers import ROWS, config, write
 
@@ -14,11 +16,17 @@ from tests.observability.test_trackers import ROWS, config, write
 def test_wandb_keeps_the_run_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    write(config("wandb"), tmp_path, ROWS)
+    named = load({"trainer": {"trackers": ["wandb"], "run_name": "a name", "run_group": "a group"}})
+    write(named, tmp_path, ROWS)
     (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     data = run.read_bytes()
     assert b"val/accuracy" in data
     assert b"actor/loss" in data
+    assert all(text in data for text in (b"a name", b"a group", b"trainer/step"))
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    columns, rows = (json.loads(table.read_text())[name] for name in ("columns", "data"))
+    assert columns == ["step", "prompt", "response", "reward/accuracy", "reward/format"]
+    assert rows == [[1, "2 | 3\n=", "5", 1.0, "None"], [1, "1 + 1", "x", "late", 0.5]]
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     _, alive = psutil.wait_procs(left, timeout=60)
     assert [child.cmdline() for child in alive] == []
@@ -30,3 +38,23 @@ def test_a_tracker_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"^trainer.trackers: wandb did not start: .*WANDB_MODE=offline"):
         write(config("wandb"), tmp_path, ROWS)
+
+
+def test_mlflow_keeps_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="MLflow is not installed (pip install 'gkd[mlflow]')")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    mlflow = {"experiment": "tests"}
+    named = load({"trainer": {"trackers": ["mlflow"], "run_name": "a name", "run_group": "a group", "mlflow": mlflow}})
+    write(named, tmp_path, ROWS)
+    write(named, tmp_path, [{"step": 2, "actor/loss": 1.25}], first=2)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.tags["group"]) == ("a name", "FINISHED", "a group")
+    assert run.data.params["trainer.run_name"] == "a name"
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "actor/loss")] == [
+        (1, 1.5),
+        (2, 1.25),
+    ]
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "samples")] == ["samples/step_1.json"]

@@ -1,0 +1,84 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from gkd.config.base import Settings
+from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table
+
+TEXT = 500
+"""Characters that MLflow takes of a parameter."""
+
+
+class MLflow(Tracker):
+    """Sends metrics to a run of an experiment; its id is kept in the output directory for a resumed one."""
+
+    class Config(Settings):
+        """Where the run is listed."""
+
+        experiment: str = Field(
+            "gkd", min_length=1, description="experiment of the run at MLflow (verl's project_name)"
+        )
+        tracking_uri: str | None = Field(
+            None, description="MLflow's server; null: MLFLOW_TRACKING_URI, else mlflow.db in the output directory"
+        )
+
+    package: ClassVar[str | None] = "mlflow"
+
+    def __init__(self, config: Config, run: TrackedRun) -> None:
+        import os
+
+        from mlflow.tracking import MlflowClient
+
+        own = f"sqlite:///{run.output_dir / 'mlflow.db'}"
+        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        kept = run.output_dir / "mlflow_id"
+        if kept.exists():
+            self._id = kept.read_text()
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        files = (run.output_dir / "mlflow").as_uri() if uri == own else None
+        found = self._client.get_experiment_by_name(config.experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(config.experiment, files)
+        group = run.config.trainer.run_group
+        made = self._client.create_run(experiment, run_name=run.name, tags={"group": group} if group else {})
+        self._id = made.info.run_id
+        kept.write_text(self._id)
+        self._log_settings(run)
+
+    def _log_settings(self, run: TrackedRun) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(name, str(value)[:TEXT]) for name, value in _flat(run.config.model_dump(mode="json")).items()]
+        for first in range(0, len(params), 100):  # as many as a request may have
+            self._client.log_batch(self._id, params=params[first : first + 100])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send samples as a table, an artifact a step."""
+        columns, rows = sample_table(samples)
+        data = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+        self._client.log_table(self._id, data, f"samples/step_{step}.json")
+
+    def close(self, failed: bool) -> None:
+        """Say how the run ended."""
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return flat
