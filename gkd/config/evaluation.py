@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
 from gkd.config.data import Data, Files
+from gkd.config.open import OpenSections
 from gkd.registry import Registry, absolute
 
-STRATEGIES = Registry("evaluate.strategies", {"plain": "gkd.evaluation.strategies:plain"})
+STRATEGIES = Registry(
+    "evaluate.strategies",
+    {
+        "plain": "gkd.evaluation.strategies:plain",
+        "adaptive": "gkd.evaluation.looking:Adaptive",
+        "fixed_k": "gkd.evaluation.looking:FixedK",
+        "self_consistency": "gkd.evaluation.self_consistency:SelfConsistency",
+    },
+)
 
 
 class EvalSet(Settings):
@@ -64,8 +73,11 @@ class EvalSet(Settings):
         )
 
 
-class Evaluate(Settings):
+class Evaluate(OpenSections):
     """What gkd evaluate asks the models, and where it writes."""
+
+    registry: ClassVar[Registry] = STRATEGIES
+    selects: ClassVar[str] = "strategies"
 
     sets: dict[str, EvalSet] = Field({}, description="sets of questions, by name")
     output_dir: str = Field(
@@ -75,7 +87,7 @@ class Evaluate(Settings):
     strategies: Annotated[list[str], AfterValidator(lambda names: [absolute(name) for name in names])] = Field(
         ["plain"],
         description=f"how a question is answered: {', '.join(STRATEGIES.names())}, or your own as package.module:name "
-        "or FILE.py:name; each is measured on the same questions",
+        "or FILE.py:name; each is measured on the same questions, and its settings are in evaluate.NAME",
     )
 
     @model_validator(mode="after")

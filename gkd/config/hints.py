@@ -25,8 +25,7 @@ def hint(key: str, known: Iterable[str]) -> str:
     section that is named: what is spelt alike in another section means something else there.
     """
     plain = key.lstrip("-").replace("-", "_")
-    # Settings of one of several sets are meant where one is named.
-    names = [name for name in known if ".NAME." not in name or plain.startswith(name.partition("NAME.")[0])]
+    names = [name for name in known if plain.startswith(_where_meant(name))]
     if plain in ELSEWHERE:
         return f" (here: {ELSEWHERE[plain]})"
     for section, meaning in SECTIONS.items():
@@ -40,6 +39,12 @@ def hint(key: str, known: Iterable[str]) -> str:
         if "." in ending and ending in names:
             return _question([ending])
     return _question(_alike(plain, names))
+
+
+def _where_meant(name: str) -> str:
+    """Return how a key has to begin that may mean ``name``: settings of sets and of evaluations do where one is."""
+    begins, of_sets, _ = name.partition("NAME.")
+    return begins if of_sets else "evaluate." if name.startswith("evaluate.") else ""
 
 
 def _endings(key: str) -> Iterator[str]:

@@ -56,6 +56,12 @@ class Asking:
         self._n_asked = self.n_tokens = 0
         self.truncated = False
 
+    @property
+    def question(self) -> str:
+        """The text of the question: of messages the last one's."""
+        prompt = self._job.question.prompt
+        return prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
+
     async def __call__(
         self,
         prompt: str | Messages | None = None,

@@ -91,8 +91,10 @@ class EngineReplies:
         return Reply(text, len(sample.sampled_ids), sample.finish_reason == "length")
 
     def _prompt(self, question: Prompt, prompt: str | Messages) -> Prompt:
-        """Return a strategy's own prompt: a text as it is, messages by the chat template."""
+        """Return a strategy's own prompt: a text as the question is put, messages by the chat template."""
         tokenizer = self.model.tokenizer
+        if isinstance(prompt, str) and question.messages is not None:
+            prompt = [*question.messages[:-1], {**question.messages[-1], "content": prompt}]
         try:
             if isinstance(prompt, str):
                 ids = tokenizer(prompt, verbose=False)["input_ids"]

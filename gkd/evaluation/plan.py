@@ -37,6 +37,8 @@ class Measurement:
     questions: Questions
     strategy: str
     sampling: Sampling
+    identity: str
+    """The strategy as answers are kept by."""
 
     @property
     def label(self) -> str:
@@ -58,7 +60,7 @@ class Measurement:
             question.key,
             job.index,
             _digest(question, self.sampling, seed),
-            _identity(self.strategy),
+            self.identity,
         )
 
     def missing(self, log: AnswerLog, seed: int) -> list[Job]:
@@ -78,8 +80,14 @@ def sampling_of(config: Config, settings: EvalSet) -> Sampling:
     return Sampling(length, settings.temperature, settings.top_p)
 
 
-def _identity(strategy: str) -> str:
-    """Return what of a strategy an answer depends on: the name of a built-in one, of others also their source."""
+def _identity(config: Config, strategy: str) -> str:
+    """Return what of a strategy an answer depends on: its name and settings, and the source of one's own."""
+    settings = config.evaluate.settings_of(strategy)
+    text = "" if settings is None else " ".join(f"{key}={value}" for key, value in settings.model_dump().items())
+    return f"{_named(strategy)} {text}".strip()
+
+
+def _named(strategy: str) -> str:
     if strategy in STRATEGIES.names():
         return strategy
     source = inspect.getsourcefile(STRATEGIES.load(strategy))
@@ -87,10 +95,12 @@ def _identity(strategy: str) -> str:
     return f"{short(strategy)}@{hashlib.sha256(content).hexdigest()[:8]}"
 
 
-def strategy_of(name: str) -> Any:
-    """Return the strategy ``name``: a function, or an object of a class."""
-    found = STRATEGIES.load(name)
-    return found() if isinstance(found, type) else found
+def strategy_of(config: Config, name: str) -> Any:
+    """Return the strategy ``name``: a function, or an object of a class with its settings."""
+    found, settings = STRATEGIES.load(name), config.evaluate.settings_of(name)
+    if not isinstance(found, type):
+        return found
+    return found() if settings is None else found(settings)
 
 
 def measurements(config: Config, quick: bool, report: Callable[[str], None]) -> list[Measurement]:
@@ -106,7 +116,10 @@ def measurements(config: Config, quick: bool, report: Callable[[str], None]) -> 
             if questions.n_too_long:
                 report(f"{questions.name}: {questions.n_too_long} questions are too long for {name} and are left out")
             sampling = sampling_of(config, questions.settings)
-            found += [Measurement(model, questions, strategy, sampling) for strategy in _strategies(config)]
+            found += [
+                Measurement(model, questions, strategy, sampling, _identity(config, strategy))
+                for strategy in _strategies(config)
+            ]
     return found
 
 

@@ -84,7 +84,7 @@ def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, 
             length = min(length, model.info.positions or length)
             source = EngineReplies(config, model, start_engines(config, placement, model, length), length)
             for measurement in own:
-                _ask(source, measurement, log, seed, out)
+                _ask(config, source, measurement, log, out)
 
 
 def _place(place_now: Callable[[], Placement]) -> Placement:
@@ -121,7 +121,8 @@ class _Lines:
         self.out.print(f"{self.what}  {self.done:,}/{self.n:,} answers  tok/s {self.tokens / passed:,.0f}{left}")
 
 
-def _ask(source: Source, measurement: Measurement, log: AnswerLog, seed: int, out: Console) -> None:
+def _ask(config: Config, source: Source, measurement: Measurement, log: AnswerLog, out: Console) -> None:
+    seed = config.trainer.seed
     jobs = measurement.missing(log, seed)
     name = measurement.model.name + (f" {measurement.label}" if measurement.label != PLAIN else "")
     lines = _Lines(out, f"{name} on {measurement.questions.name}", len(jobs))
@@ -135,7 +136,7 @@ def _ask(source: Source, measurement: Measurement, log: AnswerLog, seed: int, ou
         log.add(measurement.key(asked.job, seed), answered, beside)
         lines.add(asked.n_tokens)
 
-    answer_all(source, jobs, strategy_of(measurement.strategy), measurement.sampling, seed, done)
+    answer_all(source, jobs, strategy_of(config, measurement.strategy), measurement.sampling, seed, done)
 
 
 def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Results:
@@ -166,6 +167,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
             **settings.model_dump(),
             "max_response_length": sampling.max_tokens,
             "seed": config.trainer.seed,
+            "strategy": measurement.identity,
             "engine": config.rollout.engine,
             "path": measurement.model.path,
             "fingerprint": measurement.model.fingerprint,

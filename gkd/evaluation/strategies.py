@@ -40,7 +40,14 @@ class Answer:
 
 
 class Ask(Protocol):
-    """Puts a prompt to the model and waits for its reply."""
+    """Puts a prompt to the model and waits for its reply.
+
+    A text is put as the set puts its questions: as it is, or in place of the last message.
+    """
+
+    @property
+    def question(self) -> str:
+        """The text of the question, without a chat template."""
 
     async def __call__(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.e2e.conftest import SMALL
 
-SETS = {"first": 40, "second": 12}
+SETS = {"first": 40, "second": 12, "third": 4}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, cache: Path, vari
         "rollout.max_response_length=12",
         "cluster.cpu_threads=1",
     ]
-    command += [f"evaluate.output_dir={tmp_path}/out"]
+    command += [f"evaluate.output_dir={tmp_path}/out", "evaluate.strategies=[plain,self_consistency]"]
     for name, limit in SETS.items():
         values = f"{{files: {made.val_files}, answer_key: answer, limit: {limit}, samples: 3, temperature: 1.0}}"
         command.append(f"evaluate.sets.{name}={values}".replace("'", ""))
@@ -48,27 +48,30 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, cache: Path, vari
     before = answers.read_bytes()
     kept = before[: before.rindex(b"\n") + 1]
     n_kept = kept.count(b"\n")
-    assert n_kept < 2 * 3 * sum(SETS.values())
+    assert n_kept < 672
 
     second = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert second.returncode == 0, second.stderr
-    assert f"{n_kept} of 312 answers are there already" in second.stdout
+    assert f"{n_kept} of 672 answers are there already" in second.stdout
     assert answers.read_bytes().startswith(kept)
     found = rows(answers)
-    keys = [(row["fingerprint"], row["set"], row["question"], row["index"]) for row in found]
-    assert len(keys) == len(set(keys)) == 312
+    keys = [(row["fingerprint"], row["set"], row["question"], row["index"], row["strategy"]) for row in found]
+    assert len(keys) == len(set(keys)) == 672
     results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out" / "results").iterdir()}
-    assert sorted(results) == [
-        "base_first_40.json",
-        "base_second_12.json",
-        "teacher_first_40.json",
-        "teacher_second_12.json",
-    ]
+    assert sorted(results) == sorted(
+        f"{model}{strategy}_{name}_{limit}.json"
+        for model in ("base", "teacher")
+        for strategy in ("", ".self_consistency")
+        for name, limit in SETS.items()
+    )
+    voted = results["base.self_consistency_first_40.json"]["scores"]
+    assert voted["iterations"]["value"] == 5 and voted["cost"]["value"] > 15
     teacher, base = results["teacher_first_40.json"]["scores"], results["base_first_40.json"]["scores"]
     assert teacher["accuracy"]["value"] > 0.8 > base["accuracy"]["value"]
-    right = [row["text"] == row["answer"] for row in found if row["model"] == "teacher" and row["set"] == "first"]
+    plain = [row for row in found if row["strategy"] == "plain"]
+    right = [row["text"] == row["answer"] for row in plain if row["model"] == "teacher" and row["set"] == "first"]
     assert abs(teacher["accuracy"]["value"] - sum(right) / len(right)) < 1e-9
     assert base["pass@3"]["value"] >= base["accuracy"]["value"]
     assert "first: teacher has a higher accuracy than base" in second.stdout

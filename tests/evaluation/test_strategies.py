@@ -1,0 +1,80 @@
+"""The strategies that come with gkd, with a model that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from gkd.evaluation.asking import answer_all
+from gkd.evaluation.looking import Adaptive, FixedK, Looking
+from gkd.evaluation.questions import Question
+from gkd.evaluation.self_consistency import SelfConsistency
+from gkd.evaluation.strategies import Answer, Messages, Reply
+from gkd.types import Sampling
+from tests.evaluation.test_asking import jobs
+
+DOCUMENTS = {"documents": ["rain", "the answer is 7", "sun"]}
+
+
+class Model:
+    """Replies with what ``says`` makes of the prompt and the number of the request."""
+
+    in_flight = 1
+
+    def __init__(self, says: Callable[[str, int], str]) -> None:
+        self.says, self.prompts, self.temperatures = says, list[str](), list[float]()
+
+    async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
+        self.prompts.append(str(prompt or question.prompt.text))
+        self.temperatures.append(sampling.temperature)
+        text = self.says(self.prompts[-1], len(self.prompts) - 1)
+        return Reply(text, len(text.split()), False)
+
+    async def work(self) -> None:
+        await asyncio.Event().wait()
+
+
+def answered(model: Model, strategy: object, row: dict[str, object]) -> Answer:
+    (job,) = jobs(1)
+    question = Question(job.question.key, job.question.prompt, row)
+    found: list[Answer] = []
+    wanted = [type(job)(question, 0)]
+    answer_all(model, wanted, strategy, Sampling(8), 0, lambda asked: found.append(asked.answer))
+    return found[0]
+
+
+def reader(prompt: str, _: int) -> str:
+    """Wants more passages until it has seen the answer."""
+    return "7" if "answer is 7" in prompt else "MORE"
+
+
+def test_adaptive_looks_until_the_model_answers() -> None:
+    model = Model(reader)
+    assert answered(model, Adaptive(Looking.Config(k=3)), DOCUMENTS) == Answer("7", 3, 3)
+    assert "rain" not in model.prompts[0] and "[1] rain" in model.prompts[1] and "sun" not in model.prompts[2]
+    assert answered(Model(lambda *_: "5"), Adaptive(Looking.Config()), DOCUMENTS) == Answer("5", 1, 1)
+
+
+def test_adaptive_answers_after_k_steps_and_thinks_where_there_is_nothing_to_look_at() -> None:
+    model = Model(lambda prompt, n: "9" if "or with MORE" not in prompt else f"MORE: thought {n}")
+    assert answered(model, Adaptive(Looking.Config(k=2)), {}) == Answer("9", 7, 3)
+    assert "[1] thought 0\n\n[2] thought 1" in model.prompts[2]
+
+
+def test_fixed_k_takes_k_steps_whatever_the_model_says() -> None:
+    model = Model(reader)
+    found = answered(model, FixedK(Looking.Config(k=2)), DOCUMENTS)
+    assert (found.text, found.iterations, len(model.prompts)) == ("7", 3, 3)
+    assert "sun" not in model.prompts[-1]
+    with pytest.raises(Exception, match=r"FixedK failed on question 1: ValueError: the column documents holds no list"):
+        answered(model, FixedK(Looking.Config()), {"documents": "rain"})
+
+
+def test_self_consistency_takes_what_most_samples_say() -> None:
+    says = ["it is 3", "#### 4", "4.0", "5", "4"]
+    model = Model(lambda _, n: says[n])
+    assert answered(model, SelfConsistency(SelfConsistency.Config(k=5)), {}) == Answer("#### 4", 8, 5)
+    assert model.temperatures == [0.7] * 5
+    assert answered(Model(lambda *_: ""), SelfConsistency(SelfConsistency.Config(k=2)), {}).text == ""
