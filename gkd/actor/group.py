@@ -13,7 +13,7 @@ from gkd.actor.applied import Applied, over_mini_batches
 from gkd.actor.balance import share
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.colocation import Colocation
-from gkd.cluster.group import Group, Pending, gather, settle
+from gkd.cluster.group import Group, Pending, any_done, gather, settle
 from gkd.config import Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_environment import environment
@@ -45,6 +45,8 @@ class ActorGroup:
         self._restart, self.colocation = restart, colocation or Colocation()
         self._loaded = False
         self._budget = self._budget_warned_of = config.actor.max_tokens_per_micro_batch
+        self.meanwhile: Callable[[Sequence[Any]], None] | None = None
+        """What is to be done while ranks compute, until one of these references is there; None: nothing."""
         self._chunks: list[list[TrainingSample]] = []  # of the step that is being accumulated
         self._accumulating: list[Pending] = []
         self._writing: Pending | None = None  # files of a checkpoint, by the present processes
@@ -98,12 +100,11 @@ class ActorGroup:
 
         Where memory ran out, all chunks are done again first, in smaller micro-batches.
         """
-        limit = self.config.trainer.update_timeout_s
         batch = [sample for chunk in self._chunks for sample in chunk]
         try:
             while True:
                 try:
-                    gather(self._accumulating, limit)
+                    self._gather(self._accumulating)
                     break
                 except OutOfMemory as failure:
                     self._shrink(failure)
@@ -112,7 +113,7 @@ class ActorGroup:
             self._chunks, self._accumulating = [], []
         lengths, in_loss = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
         totals = Totals.of(lengths, in_loss, self.config.algorithm.aggregation)
-        row: dict[str, float] = self.group.call("apply", totals, step, timeout_s=limit, what=f"update {step}")[0]
+        row: dict[str, float] = self._gather([self.group.submit("apply", totals, step, what=f"update {step}")])[0][0]
         self.version = step
         self._warn_of_memory(step)
         return row
@@ -179,9 +180,18 @@ class ActorGroup:
         self.colocation.onload_actor()
         while True:
             try:
-                return self.group.call_each(method, args, timeout_s=self.config.trainer.update_timeout_s)
+                return self._gather([self.group.submit_each(method, args)])[0]
             except OutOfMemory as failure:
                 self._shrink(failure)
+
+    def _gather(self, calls: Sequence[Pending]) -> list[list[Any]]:
+        """Wait for calls, which the ranks answer one after the other, within trainer.update_timeout_s for all."""
+        deadline = time.monotonic() + self.config.trainer.update_timeout_s
+        for call in calls:
+            # The first rank that is done, or has failed, is enough: the others are with it or wait for it.
+            while self.meanwhile is not None and not any_done(call) and time.monotonic() < deadline:
+                self.meanwhile(call.refs)
+        return gather(calls, max(0.0, deadline - time.monotonic()))
 
     def _shrink(self, failure: OutOfMemory) -> None:
         """Start the ranks again with smaller micro-batches. Raises ``failure`` where one sequence alone is too much."""

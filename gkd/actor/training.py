@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from gkd.actor.applied import Metrics
 from gkd.actor.balance import pack
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
+from gkd.actor.mismatch import as_means, by_age, stale_tokens
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
@@ -59,6 +60,7 @@ class RankTrainer:
         """Under the weights before the batch's first update."""
         self.reference: LogprobsByPlace = {}
         """Under the model without its adapter."""
+        self._version = 0  # of the weights that the present step starts from
         self._sums: Sums | None = None  # of the chunks since the last update
         self._failed: OutOfMemory | None = None
         self._vocab_size: int = student.lm.config.get_text_config().vocab_size
@@ -103,6 +105,8 @@ class RankTrainer:
         ``n_positions``: :class:`Totals` then has them. ``chunk``: number in the step; 0 forgets what was accumulated.
         Raises OutOfMemory as :meth:`_fitting`, with nothing changed; then also for all further chunks.
         """
+        if self.staging.applied is not None:
+            self._version = self.staging.applied.step
         if chunk == 0:
             self._sums = self._failed = None
         elif self._failed is not None:
@@ -130,7 +134,7 @@ class RankTrainer:
         if totals.scale != 1.0:
             gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
             torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], totals.scale)
-        metrics = self._reduce(sums.scaled(totals))
+        metrics = as_means(self._reduce(sums.scaled(totals)))
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
@@ -242,11 +246,15 @@ class RankTrainer:
             if train:
                 # FSDP averages gradients over ranks; the weights are those of the batch of all of them.
                 (total * self.world).backward()
+            by_token, most = measured.sums, measured.largest
+            if self.config.schedule.max_staleness and train:
+                stale = stale_tokens([samples[i] for i in part], self._version).to(self.device)
+                by_token, most = by_age(by_token, most, stale)
             for name, value in measured.losses.items():
                 losses[name] += value.detach()
-            for name, values in measured.sums.items():
+            for name, values in by_token.items():
                 sums[name] += values.detach().sum() / n_positions
-            for name, value in measured.largest.items():
+            for name, value in most.items():
                 largest[name] = torch.maximum(largest.get(name, value), value)
         return Sums(dict(losses), dict(sums), largest)
 

@@ -240,6 +240,11 @@ def is_done(call: Pending) -> bool:
     return not ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)[1]
 
 
+def any_done(call: Pending) -> bool:
+    """Return whether any worker has answered, or failed."""
+    return bool(ray.wait(list(call.refs), num_returns=1, timeout=0, fetch_local=False)[0])
+
+
 def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None:
     """Return the first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}

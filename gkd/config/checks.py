@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gkd.config.base import GROUPS
-from gkd.config.schedule import require_streaming
+from gkd.config.schedule import require_possible
 
 if TYPE_CHECKING:
     from gkd.config.run import Config
@@ -181,7 +181,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _rewards_can_be_learned_from,
     _own_answers_can_be_learned_from,
     _the_teachers_advantage_is_at_one_temperature,
-    require_streaming,
+    require_possible,
 )
 """Each raises ValueError, which names the settings that do not go together."""
 

@@ -134,8 +134,8 @@ class ImportanceSampling(Settings):
     level: Literal["auto", "token", "sequence"] | None = Field(
         "auto",
         description="importance weights of tokens or of whole sequences; null: none; auto: of tokens where the two "
-        "can differ: computing in bfloat16, weights in 4 bits, dropout (TRL: vllm_importance_sampling_mode; verl: "
-        "rollout_is)",
+        "can differ: computing in bfloat16, weights in 4 bits, dropout, or schedule.max_staleness above 0 (TRL: "
+        "vllm_importance_sampling_mode; verl: rollout_is)",
     )
     mask: bool = Field(False, description="leave out what is outside [1/cap, cap] instead of truncating at cap")
     cap: float = Field(

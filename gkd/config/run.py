@@ -121,6 +121,7 @@ class Config(Settings):
         if algorithm.importance_sampling.level != "auto":
             return algorithm
         differ = self.model.dtype_on(device) != "float32" or lora.quantize is not None or lora.dropout > 0
+        differ = differ or self.schedule.max_staleness > 0
         level = "token" if differ and algorithm.weighs_samples else None
         decided = algorithm.importance_sampling.model_copy(update={"level": level})
         return algorithm.model_copy(update={"importance_sampling": decided})

@@ -1,4 +1,4 @@
-"""What happens at the same time: the actor's gradients beside sampling."""
+"""What happens at the same time: gradients beside sampling, and sampling ahead of training."""
 
 from __future__ import annotations
 
@@ -19,6 +19,24 @@ class Schedule(Settings):
         "auto",
         description="the actor adds up gradients of what has been scored while the rest of the batch is still being "
         "sampled; the update is the same. auto: where a step is one update and the actor has GPUs of its own",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="updates by which the weights that sample may be behind those that learn. 0: on-policy, engines "
+        "wait for the update; 1: one-step-off, the next batch is sampled during the update; 2: two-step-off, the next "
+        "one is also scored meanwhile (TRL: max_staleness; verl: async_training.staleness_threshold; prime-rl: "
+        "max_async_level)",
+    )
+    in_flight: bool = Field(
+        False,
+        description="new weights are loaded while responses are being sampled, whose further tokens are theirs; false: "
+        "between two batches, so that equal seeds give equal runs (verl: async_training.partial_rollout)",
+    )
+    recompute_cache: bool = Field(
+        True,
+        description="with in_flight: what responses under way have cached is computed again under the new weights; "
+        "false: they go on with what older weights computed",
     )
 
 
@@ -47,7 +65,36 @@ def streams(config: Config) -> bool:
     return config.schedule.streaming
 
 
-def require_streaming(config: Config) -> None:
-    """Raise ValueError where ``schedule.streaming=true`` cannot be."""
-    if config.schedule.streaming is True and (why := streaming_obstacle(config)) is not None:
+def require_possible(config: Config) -> None:
+    """Raise ValueError where what ``schedule`` asks to be done at the same time cannot be."""
+    schedule = config.schedule
+    if schedule.streaming is True and (why := streaming_obstacle(config)) is not None:
         raise ValueError(f"schedule.streaming=true: {why}; schedule.streaming=auto would do without")
+    if schedule.max_staleness and config.cluster.offload is True:
+        raise ValueError(
+            f"schedule.max_staleness={schedule.max_staleness}: the actor is offloaded while engines on its GPUs "
+            "sample, so they cannot work at the same time (cluster.offload); schedule.max_staleness=0, or GPUs of "
+            "their own (rollout.colocate_with=null)"
+        )
+    if schedule.in_flight and not schedule.max_staleness:
+        raise ValueError(
+            "schedule.in_flight=true: with schedule.max_staleness=0 nothing is sampled while weights change; "
+            "schedule.max_staleness=1 or more would do"
+        )
+    if schedule.in_flight and not config.rollout.engine_class.in_flight:
+        raise ValueError(
+            f"schedule.in_flight=true: rollout.engine={config.rollout.engine} takes weights between batches alone; "
+            "rollout.engine=vllm or schedule.in_flight=false would do"
+        )
+
+
+def staleness_doubts(config: Config) -> str | None:
+    """Return a warning where a loss is known to suffer from samples as old as these may be; None without one."""
+    schedule, loss = config.schedule, config.algorithm.loss
+    if config.algorithm.distils and loss.name == "reverse_kl" and schedule.max_staleness > 2:
+        return (
+            f"schedule.max_staleness={schedule.max_staleness} with algorithm.loss.name=reverse_kl: on samples of "
+            "weights so far behind reverse KL is known to lose accuracy (AsyncOPD, arXiv 2606.24143); "
+            "schedule.max_staleness=2 or less, or algorithm.loss.name=jsd or forward_kl, would do"
+        )
+    return None

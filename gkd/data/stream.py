@@ -42,11 +42,23 @@ class PromptStream:
     @property
     def epoch(self) -> float:
         """Return passes over as many prompts as there are; 1.5 is half-way through the second."""
-        return sum(self._drawn) / len(self._prompts)
+        return self.epoch_without(0)
+
+    def epoch_without(self, n: int) -> float:
+        """Return :attr:`epoch` without ``n`` of the prompts that were taken."""
+        return (sum(self._drawn) - n) / len(self._prompts)
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts."""
+        return [self.at(index) for index in self.draw(n)]
+
+    def draw(self, n: int) -> list[int]:
+        """Take the next ``n`` prompts; returns their indices, for :meth:`at`."""
         return [self._next() for _ in range(n)]
+
+    def at(self, index: int) -> Prompt:
+        """Return the prompt of an index, the same for every stream over the same prompts."""
+        return self._prompts[index]
 
     def state(self) -> dict[str, Any]:
         """Return where the stream stands, JSON-ready, for :meth:`restore`."""
@@ -63,7 +75,7 @@ class PromptStream:
                 raise ConfigError(f"the saved order of prompts has {key}={state.get(key)}, this run {key}={value}")
         self._drawn = list(state.get("drawn_by_file", [state["drawn"]]))
 
-    def _next(self) -> Prompt:
+    def _next(self) -> int:
         position = sum(self._drawn) + 1
         behind = [share * position - drawn for share, drawn in zip(self._shares, self._drawn, strict=True)]
         number = behind.index(max(behind))
@@ -73,4 +85,4 @@ class PromptStream:
             seed = (self._seed, epoch) if self._weights is None else (self._seed, epoch, number)
             self._shuffled[number] = (epoch, np.random.default_rng(seed).permutation(len(members)))
         self._drawn[number] += 1
-        return self._prompts[int(members[self._shuffled[number][1][index]])]
+        return int(members[self._shuffled[number][1][index]])

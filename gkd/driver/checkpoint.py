@@ -39,12 +39,14 @@ class Damaged(Exception):
 class State:
     """The driver's part: ``step`` steps are done; ``prompts`` is that of the stream; the rest is for the summary.
 
+    ``ahead``: steps whose prompts were drawn and that are not done, each with the indices of these.
     ``row`` are metrics of ``step`` where these are not in metrics.jsonl yet: its validation, where one is due, and its
     row there are still to be made. ``wall_s`` are the seconds that were spent before the run was resumed.
     """
 
     step: int = 0
     prompts: dict[str, Any] = field(default_factory=dict)
+    ahead: list[tuple[int, list[int]]] = field(default_factory=list)
     before: dict[str, float] = field(default_factory=dict)
     teacher: dict[str, float] = field(default_factory=dict)
     validated: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""One step's samples: prompts to the engines, scored samples back, again until the batch is full."""
+"""Samples of every step: prompts to the engines, scored samples back, again until a batch is full."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,7 +14,9 @@ from gkd.algorithms.top_k import top_k_wanted
 from gkd.algorithms.training_samples import groups_of, rewards_of
 from gkd.config import Config
 from gkd.data.stream import PromptStream
+from gkd.driver.checkpoint import State
 from gkd.rollout.group import RolloutGroup
+from gkd.schedule import Schedule, Ticket
 from gkd.types import Prompt, SampleRequest, Sampling, Scoring, TrainingSample, seed_of
 
 Item = TypeVar("Item")
@@ -21,10 +24,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Samples of one step: the ``batch``, and those that dynamic sampling left out of it."""
+    """Samples of one step: the ``batch``, and those that dynamic sampling left out of it.
+
+    ``requested_s``: when they were requested (``time.time``).
+    """
 
     batch: list[TrainingSample]
     left_out: list[TrainingSample]
+    requested_s: float
 
     @property
     def all(self) -> list[TrainingSample]:
@@ -32,42 +39,77 @@ class Collected:
         return self.batch + self.left_out
 
 
-def collect(
-    config: Config,
-    prompts: PromptStream,
-    rollout: RolloutGroup,
-    vocab_size: int,
-    step: int,
-    take: Callable[[Sequence[TrainingSample]], None] = lambda samples: None,
-) -> Collected:
-    """Collect scored samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
+class Batches:
+    """Has the engines sample what the schedule admits, and collects it step by step.
 
-    With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
-    ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups, evenly
-    among the others. A group whose rewards failed is one of them. ``take`` is given the samples in the batch's order as
-    they come.
+    ``start`` is where the run begins or goes on.
     """
-    scoring = scoring_of(config, vocab_size)
-    batch, rounds = config.trainer.batch_size, config.algorithm.dynamic_sampling.max_rounds
-    useful: list[list[TrainingSample]] = []
-    spare: list[list[TrainingSample]] = []
-    for round_ in range(rounds if config.algorithm.policy_weight else 1):
-        drawn = prompts.take(batch - len(useful))
-        requests = requests_of(config, drawn, scoring, step, first=round_ * batch)
-        samples = []
-        for arrived in rollout.in_order(rollout.submit(requests), config.rollout.timeout_s):
-            take(arrived)
-            samples += arrived
-        if rounds == 1 or not config.algorithm.policy_weight:
-            return Collected(samples, [])
-        groups = groups_of(config, samples)
-        differ = groups_that_differ(rewards_of(config, samples), groups)
-        for group, neighbours in groupby(zip(groups, samples, strict=True), key=itemgetter(0)):
-            (useful if group in differ else spare).append([sample for _, sample in neighbours])
-        if len(useful) == batch:
-            break
-    n_missing = batch - len(useful)
-    return Collected(_flat(spread(useful, spare[:n_missing])), _flat(spare[n_missing:]))
+
+    def __init__(
+        self, config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_size: int, start: State
+    ) -> None:
+        self.config, self.prompts, self.rollout = config, prompts, rollout
+        self.schedule = Schedule(
+            config.trainer.batch_size,
+            config.schedule.max_staleness,
+            config.trainer.total_steps,
+            prompts.draw,
+            start.step,
+            dict(start.ahead),
+        )
+        self._scoring = scoring_of(config, vocab_size)
+        self._keys: dict[int, list[int]] = {}  # of the first round of each step that is not collected
+        self._requested: dict[int, float] = {}
+
+    def dispatch(self, version: int) -> None:
+        """Request what may be sampled now that the engines have the weights of ``version``."""
+        for tickets in self.schedule.admit(version):
+            step = tickets[0].step
+            self._requested[step] = time.time()
+            self._keys[step] = self._submit(tickets)
+
+    def _submit(self, tickets: Sequence[Ticket]) -> list[int]:
+        step, place = tickets[0].step, tickets[0].place
+        prompts = [self.prompts.at(ticket.prompt) for ticket in tickets]
+        return self.rollout.submit(requests_of(self.config, prompts, self._scoring, step, first=place), order=step)
+
+    def ahead(self, step: int) -> list[tuple[int, list[int]]]:
+        """Return what a checkpoint of ``step`` needs of the steps after it (:meth:`gkd.schedule.Schedule.ahead`)."""
+        return list(self.schedule.ahead(step).items())
+
+    def epoch(self, step: int) -> float:
+        """Return passes over the prompts up to ``step``."""
+        return self.prompts.epoch_without(len(self.schedule.ahead(step)) * self.config.trainer.batch_size)
+
+    def collect(self, step: int, take: Callable[[Sequence[TrainingSample]], None] = lambda samples: None) -> Collected:
+        """Collect scored samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
+
+        With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
+        ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups, evenly
+        among the others. A group whose rewards failed is one of them. ``take`` is given the samples in the batch's
+        order as they come.
+        """
+        config, requested = self.config, self._requested.pop(step)
+        batch, rounds = config.trainer.batch_size, config.algorithm.dynamic_sampling.max_rounds
+        useful: list[list[TrainingSample]] = []
+        spare: list[list[TrainingSample]] = []
+        keys = self._keys.pop(step)
+        while True:
+            samples = []
+            for arrived in self.rollout.in_order(keys, config.rollout.timeout_s):
+                take(arrived)
+                samples += arrived
+            rounds -= 1
+            if not config.algorithm.policy_weight or config.algorithm.dynamic_sampling.max_rounds == 1:
+                return Collected(samples, [], requested)
+            groups = groups_of(config, samples)
+            differ = groups_that_differ(rewards_of(config, samples), groups)
+            for group, neighbours in groupby(zip(groups, samples, strict=True), key=itemgetter(0)):
+                (useful if group in differ else spare).append([sample for _, sample in neighbours])
+            n_missing = batch - len(useful)
+            if not n_missing or not rounds:
+                return Collected(_flat(spread(useful, spare[:n_missing])), _flat(spare[n_missing:]), requested)
+            keys = self._submit(self.schedule.replace(step, n_missing))
 
 
 def _flat(groups: Sequence[Sequence[Item]]) -> list[Item]:

@@ -16,7 +16,7 @@ from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
 from gkd.cluster.session import Session
 from gkd.config import Config
 from gkd.config.learning_rate import doubts
-from gkd.config.schedule import require_streaming
+from gkd.config.schedule import require_possible, staleness_doubts
 from gkd.driver.checkpoint import Saved, State
 from gkd.driver.inputs import Inputs, with_scoring_engines
 from gkd.driver.restart import restarts
@@ -164,12 +164,16 @@ def _comment(config: Config, placement: Placement) -> None:
     device = placement.groups["actor"].reports[0].device
     decided = config.algorithm_on(device).importance_sampling.level
     if config.algorithm.importance_sampling.level == "auto" and decided is not None:
-        log.info(
-            "engine and trainer can differ in how they compute: importance weights by %s correct for it "
-            "(algorithm.importance_sampling.level=auto)", decided,
-        )  # fmt: skip
-    if text := doubts(config):
-        log.warning(text)
+        staleness = config.schedule.max_staleness
+        why = (
+            f"samples may be of weights up to {staleness} updates behind (schedule.max_staleness)"
+            if staleness
+            else "engine and trainer can differ in how they compute"
+        )
+        log.info("%s: importance weights by %s correct for it (algorithm.importance_sampling.level=auto)", why, decided)
+    for text in (doubts(config), staleness_doubts(config)):
+        if text:
+            log.warning(text)
 
 
 def _validate_before(parts: Parts, log: RunLog) -> State:
@@ -223,7 +227,7 @@ def _with_offload(config: Config, placement: Placement) -> Config:
         )
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": offload})})
     try:
-        require_streaming(config)
+        require_possible(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config

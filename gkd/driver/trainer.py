@@ -12,7 +12,7 @@ from gkd.config import Config
 from gkd.config.schedule import streams
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
-from gkd.driver.collect import collect
+from gkd.driver.collect import Batches
 from gkd.driver.saving import Checkpoints
 from gkd.driver.streaming import BatchStream
 from gkd.driver.validation import Validation
@@ -61,12 +61,17 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
     weights. Where the run ends after the update and before that, a checkpoint has what is left to do.
     """
     watcher = Watcher(config)
-    state = start if start.row is None else _log(config, parts, log, watcher, start)
+    batches = Batches(config, parts.prompts, parts.rollout, parts.vocab_size, start)
+    samples_ahead = config.schedule.max_staleness > 0
+    if samples_ahead:
+        parts.actor.meanwhile = parts.rollout.attend
+        batches.dispatch(start.step)
+    state = start if start.row is None else _log(config, parts, log, watcher, start, batches)
     for step in range(start.step + 1, config.trainer.total_steps + 1):
-        started, clock = time.monotonic(), time.time()
+        started = time.monotonic()
+        batches.dispatch(step - 1)
         stream = BatchStream(config, parts.actor) if streams(config) else None
-        take = {} if stream is None else {"take": stream.feed}
-        collected = collect(config, parts.prompts, parts.rollout, parts.vocab_size, step, **take)
+        collected = batches.collect(step) if stream is None else batches.collect(step, stream.feed)
         log.samples.write(step, collected.batch)
         require_rewards(config, collected.all)
         batch, row = with_advantages(config, collected.batch)
@@ -74,30 +79,39 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         if stream is not None and stream.began is not None:
             began = stream.began
             row["timing_s/overlap"] = sampled - began
-        row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(clock, batch, clock + began - started)
-        state = replace(state, step=step, prompts=parts.prompts.state(), row=measured.finite(row))
+        row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(collected.requested_s, batch)
+        row["timing_s/wait"] = began - started
+        state = replace(
+            state, step=step, prompts=parts.prompts.state(), ahead=batches.ahead(step), row=measured.finite(row)
+        )
         log.checkpoints.train(state)
         row |= (parts.actor if stream is None else stream).update(batch, step)
-        updated = time.monotonic()
+        updated = drained = time.monotonic()
+        if samples_ahead and not config.schedule.in_flight:  # every step is sampled from one version
+            parts.rollout.drain(config.rollout.timeout_s)
+            drained = time.monotonic()
+            row["timing_s/drain"] = drained - updated
         parts.sync.push()
         done = time.monotonic()
-        row |= {"timing_s/update": updated - began, "timing_s/sync": done - updated, "timing_s/step": done - started}
+        if samples_ahead:
+            batches.dispatch(step)
+        row |= {"timing_s/update": updated - began, "timing_s/sync": done - drained, "timing_s/step": done - started}
         row |= throughput(sum(sample.n_tokens for sample in batch), done - started, parts.n_gpus)
         row |= parts.memory()
         state = replace(state, row=measured.finite(row))
         log.checkpoints.train(state)
-        state = _log(config, parts, log, watcher, state)
+        state = _log(config, parts, log, watcher, state, batches)
         log.checkpoints.after(parts.actor, state)
     return state.validated
 
 
-def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: State) -> State:
+def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: State, batches: Batches) -> State:
     """Validate, if it is time, and write the metrics of a step that is trained and pushed."""
     step, row, validated = state.step, dict(state.row or {}), state.validated
     if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
         validated = measured.finite(parts.validation.run())
         row |= validated
-    log.metrics.write({"step": step, "epoch": parts.prompts.epoch, **row})
+    log.metrics.write({"step": step, "epoch": batches.epoch(step), **row})
     log.progress.step(step, row)
     watcher.look(step, row)
     return replace(state, validated=validated, row=None)

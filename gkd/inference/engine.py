@@ -48,7 +48,7 @@ class EngineSpec:
     the model's own. ``rank`` is the engine's place in its group. ``sleeps``: the engine frees its memory at times.
     ``weights`` is the section of that name, None for an engine whose weights never change. ``span``: which part
     of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
-    engine's own rule.
+    engine's own rule. ``keeps_cache``: requests that weights are changed under go on with what older ones cached.
     """
 
     model_path: str
@@ -63,6 +63,7 @@ class EngineSpec:
     weights: Weights | None = None
     span: Span | None = None
     max_num_batched_tokens: int | None = None
+    keeps_cache: bool = False
 
     @staticmethod
     def for_rollout(
@@ -80,6 +81,7 @@ class EngineSpec:
             seed=config.trainer.seed + rank,
             sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
             weights=config.weights,
+            keeps_cache=config.schedule.in_flight and not config.schedule.recompute_cache,
         )
 
     def require_positions(self) -> None:
@@ -109,6 +111,9 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Whether the engine takes ``gpu_memory_utilization`` of a GPU, and captures graphs and keeps a cache in it."""
     gpu_transfers: ClassVar[bool] = False
     """Whether :meth:`receive_weights` takes weights from other processes' GPUs. All engines take them from the host."""
+
+    in_flight: ClassVar[bool] = False
+    """Whether :meth:`pause` is there, so that weights can change while requests are unfinished."""
 
     limits: Limits
     forward_passes: int = 0
@@ -143,8 +148,12 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     def wake(self, weights_only: bool = False) -> None:
         """Allocate the memory again; ``weights_only``: as far as new weights need."""
 
+    def pause(self) -> None:
+        """Compute nothing more, with requests unfinished, until the last piece of new weights is loaded."""
+        raise NotImplementedError(f"{type(self).__name__} takes weights only while it is idle")
+
     def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
-        """Load the next piece of new weights while idle; with the last one the engine serves them.
+        """Load the next piece of new weights while idle or paused; with the last one the engine serves them.
 
         ``tensors`` are those of ``piece``, on the host, under the names of the model's files.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,12 +11,13 @@ import numpy as np
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.vllm_lifecycle import Follower, engine_arguments, sleep, start_llm, wake
 from gkd.inference.vllm_logits import SetShape, Shape
-from gkd.types import Sample, SampleRequest
+from gkd.types import Sample, SampleRequest, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gkd.weights.transfer import Piece
+    from gkd.weights.vllm_backend import Running
 
 
 class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
@@ -23,13 +26,16 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
     Log-probabilities are those of the distribution that is sampled from.
     """
 
-    can_sample = needs_vllm = tensor_parallel = managed_memory = gpu_transfers = True
+    can_sample = needs_vllm = tensor_parallel = managed_memory = gpu_transfers = in_flight = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self.llm = start_llm(_arguments(spec), spec.device)
         self.engine, self.device, self._eos_ids = self.llm.llm_engine, spec.device, spec.model.eos_ids
         self.weights = spec.weights
         self._requests: dict[str, SampleRequest] = {}
+        self._paused = False
+        self._finished: list[tuple[int, Sample]] = []  # while it was being paused
+        self._salted = spec.keeps_cache
         if spec.weights is not None and spec.weights.transfer_class.gpu_to_gpu:
             from gkd.weights import vllm_backend
 
@@ -62,6 +68,8 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
             output_kind=RequestOutputKind.FINAL_ONLY,  # one of every request at every step is twice the host's work
         )
         prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())
+        if self._salted:  # what weights of another version have cached is not this one's prefix
+            prompt["cache_salt"] = str(self.version)
         try:
             self.engine.add_request(str(key), prompt, params)
         except VLLMValidationError as error:
@@ -70,24 +78,42 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
     def busy(self) -> bool:
         """Whether requests are unfinished."""
-        return bool(self.engine.has_unfinished_requests())
+        return bool(self._finished) or bool(self.engine.has_unfinished_requests())
 
     def step(self) -> list[tuple[int, Sample]]:
         """One forward pass over everything running."""
-        finished = []
+        finished, self._finished = self._finished, []
         self.forward_passes += 1
         for output in self.engine.step():
             if output.finished:
                 completion = output.outputs[0]
+                request = self._requests.pop(output.request_id)
                 sample = Sample.single_turn(
-                    self._requests.pop(output.request_id),
+                    request,
                     np.array(completion.token_ids, dtype=np.int32),
                     np.array(completion.logprobs.logprobs, dtype=np.float32),
                     self.version,
                     "stop" if completion.finish_reason == "stop" else "length",
                 )
+                spans = _spans(completion.weight_versions, len(request.prompt.token_ids))
+                sample = replace(sample, versions=spans) if len(spans) > 1 else sample
                 finished.append((int(output.request_id), sample))
         return finished
+
+    def pause(self) -> None:
+        """Compute nothing more until the last piece of new weights is loaded; requests stay where they are."""
+        if self._paused:
+            return
+        self.engine.sleep(level=0, mode="keep")
+        self._paused = True
+        core = self.engine.engine_core.engine_core
+        while getattr(core, "batch_queue", None):  # on a GPU a pass may be under way
+            self._finished += self.step()
+
+    def _resume(self, piece: Piece) -> None:
+        if piece.last and self._paused:
+            self.engine.wake_up(["scheduling"])
+            self._paused = False
 
     def sleep(self) -> None:
         """Move the weights to the host and forget the cache, while idle."""
@@ -98,16 +124,24 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         wake(self.engine, self.device, weights_only)
 
     def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
-        """Load the next piece while idle; with the last one forget every cached prefix."""
+        """Load the next piece while idle or paused; with the last one forget every cached prefix."""
         from gkd.weights import vllm_backend
 
-        vllm_backend.load(self.llm, piece, tensors)
+        vllm_backend.load(self.llm, piece, tensors, running=self._running)
+        self._resume(piece)
 
     def receive_weights(self, piece: Piece) -> None:
         """Load the next piece, which each of the engine's processes receives, as :meth:`load_weights`."""
         from gkd.weights import vllm_backend
 
-        vllm_backend.load(self.llm, piece)
+        vllm_backend.load(self.llm, piece, running=self._running)
+        self._resume(piece)
+
+    @property
+    def _running(self) -> Running:
+        if not self._paused:
+            return "none"
+        return "keep" if self._salted else "recompute"
 
     def join(self, address: str, offset: int, world: int) -> None:
         """Join the actor's group of ``world`` ranks, with this engine's processes from ``offset`` on."""
@@ -119,6 +153,15 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
     def close(self) -> None:
         """Free memory and end processes."""
         self.engine.engine_core.shutdown()
+
+
+def _spans(versions: Sequence[Any] | None, n_prompt: int) -> tuple[VersionSpan, ...]:
+    """Return vLLM's spans of a response as positions of the trajectory; weights that were never changed are 0."""
+    return tuple(
+        VersionSpan(n_prompt + span.start, n_prompt + span.end, int(span.version) if span.version.isdigit() else 0)
+        for span in versions or ()
+        if span.end > span.start
+    )
 
 
 def _arguments(spec: EngineSpec) -> dict[str, Any]:

@@ -59,20 +59,16 @@ def of_batch(samples: Iterable[TrainingSample], version: int) -> dict[str, float
     }
 
 
-def of_stages(started_s: float, samples: Iterable[TrainingSample], waited_until_s: float) -> dict[str, float]:
-    """Return timing_s/{generate,score,wait} of a batch requested at ``started_s`` (``time.time``).
+def of_stages(requested_s: float, samples: Iterable[TrainingSample]) -> dict[str, float]:
+    """Return timing_s/{generate,score} of a batch requested at ``requested_s`` (``time.time``).
 
     ``generate`` lasts until the last sample was finished, ``score`` is what scoring took beyond that (it runs beside
-    sampling), ``wait`` is how long the actor had nothing to do.
+    sampling).
     """
     samples = list(samples)
     generated = max(sample.generated_s for sample in samples)
     scored = max(sample.scored_s for sample in samples)
-    return {
-        "timing_s/generate": generated - started_s,
-        "timing_s/score": max(0.0, scored - generated),
-        "timing_s/wait": waited_until_s - started_s,
-    }
+    return {"timing_s/generate": generated - requested_s, "timing_s/score": max(0.0, scored - generated)}
 
 
 def memory_here() -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from gkd.types import SampleRequest, ScoredSample, TrainingSample
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 1.0
+DRAIN_EVERY_S = 0.02
 LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 
 
@@ -63,6 +65,7 @@ class RolloutGroup:
         self.alive = list(range(len(group)))
         self._next_key = 0
         self._dispatcher = Dispatcher(self.alive, config.rollout.max_num_seqs, config.rollout.n)
+        self._given = dict.fromkeys(self.alive, 0)  # requests so far, by engine
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._serving = group.submit("serve")  # what it raises comes out of the streams
         self._streams = {i: SampleStream(group.stream(i, "finished")) for i in self.alive}
@@ -117,10 +120,34 @@ class RolloutGroup:
         taken, self._done = list(self._done.values()), {}
         return taken
 
-    def _work(self, deadline: float) -> None:
-        """Hand requests out and take in what engines have finished, waiting a second or so for it."""
+    def attend(self, calls: Sequence[Any]) -> None:
+        """Keep the engines at work for a second or so, or until one of ``calls`` (references) is done."""
+        self._work(math.inf, calls)
+
+    def drain(self, timeout_s: float) -> None:
+        """Return once everything requested is sampled, so that new weights change none of it; scoring goes on.
+
+        Raises RunFailed when ``timeout_s`` is over or no engine is left.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._samples_on(timeout_s):
+            if time.monotonic() > deadline:
+                raise RunFailed(self._late("what was requested was not sampled", timeout_s))
+            self._work(min(deadline, time.monotonic() + DRAIN_EVERY_S))
+
+    def _samples_on(self, timeout_s: float) -> bool:
+        """Return whether a request waits, or an engine has not sampled all that it was given."""
+        if self._dispatcher.n_waiting:
+            return True
+        if not any(self._dispatcher.at_work.values()):
+            return False
+        sampled = self.tell("n_sampled", timeout_s=timeout_s, what="saying what is sampled")
+        return bool(self._dispatcher.n_waiting) or any(n < self._given[engine] for engine, n in sampled.items())
+
+    def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
+        """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
         self._hand_out()
-        for engine, samples in self._collect(deadline):
+        for engine, samples in self._collect(deadline, calls):
             for sample in samples:
                 if self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample
@@ -128,14 +155,15 @@ class RolloutGroup:
 
     def _hand_out(self) -> None:
         for engine, requests in self._dispatcher.hand_out().items():
+            self._given[engine] += len(requests)
             self.group.workers[engine].control.remote("submit", requests)
 
-    def _collect(self, deadline: float) -> list[tuple[int, list[TrainingSample]]]:
-        """Samples that have come within a second or so, by engine."""
+    def _collect(self, deadline: float, calls: Sequence[Any]) -> list[tuple[int, list[TrainingSample]]]:
+        """Samples that have come within a second or so, by engine; none when one of ``calls`` was done before."""
         self._require()
         late = [engine for engine, stream in self._streams.items() if stream.is_late]
         engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
-        watched = [*engines, *self._scorers, *self._followers]
+        watched = [*engines, *self._scorers, *self._followers, *calls]
         left = min(LATE_EVERY_S if late else LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
         # Arrays stay on their node until the actor wants them.
         ready: list[Any] = []

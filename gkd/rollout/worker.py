@@ -35,6 +35,7 @@ class RolloutWorker:
         self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank)
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._unfinished = 0  # requests in the engine
+        self._n_sampled = 0
         self._ended: BaseException | None = None
         self._asleep = False
         self._intact = True  # whether the engine holds one whole version of the weights
@@ -48,11 +49,13 @@ class RolloutWorker:
         self._commands.put(lambda: self._add(requests))
 
     def pause(self, version: int) -> None:
-        """Finish what is being sampled; sample no more until all pieces of ``version`` are loaded."""
+        """Finish what is being sampled, unless weights are loaded in flight; sample no more until all pieces of
+        ``version`` are loaded.
+        """
         self._between_steps(self._pause, f"become idle for weights version {version}")
 
     def receive(self, piece: Piece) -> int:
-        """Load the next piece of new weights once the engine is idle; returns the version that it serves then.
+        """Load the next piece of new weights once the engine computes nothing; returns the version that it serves then.
 
         From the first piece to the last the engine does not sample. Raises WorkerHangs past the deadline.
         """
@@ -96,6 +99,10 @@ class RolloutWorker:
         """Forward passes so far, and responses that are not finished, those not begun included."""
         return self.engine.forward_passes, self._unfinished + self._commands.qsize()
 
+    def n_sampled(self) -> int:
+        """Return how many of the requests handed over are no longer in the engine, whether they are scored or not."""
+        return self._n_sampled
+
     def memory(self) -> dict[str, float]:
         """Memory of this engine's process."""
         return memory_here()
@@ -104,7 +111,7 @@ class RolloutWorker:
         """Run the engine for as long as this process lives. What it raises also comes out of :meth:`finished`."""
         try:
             while True:
-                busy = self.engine.busy()
+                busy = self.engine.busy() and self._intact
                 try:
                     command = self._commands.get(block=not busy, timeout=None if busy else IDLE_POLL_S)
                 except queue.Empty:
@@ -145,6 +152,7 @@ class RolloutWorker:
         for request in requests:
             if request.own_answer and request.prompt.answer_ids is not None:
                 self.pipeline.submit(self._own_answer(request, request.prompt.answer_ids))
+                self._n_sampled += 1
                 continue
             try:
                 self.engine.add(request.key, request)
@@ -163,6 +171,7 @@ class RolloutWorker:
             if isinstance(sample, Refused):
                 raise RunFailed(f"rollout rank {self.rank} cannot sample: {sample.message}")
             self._unfinished -= 1
+            self._n_sampled += 1
             self.pipeline.submit(sample)
 
     def _sleep(self) -> None:
@@ -179,7 +188,12 @@ class RolloutWorker:
             self._step()
 
     def _pause(self) -> None:
-        self._become_idle()
+        if not self._intact:
+            return
+        if self.config.schedule.in_flight:
+            self.engine.pause()
+        else:
+            self._become_idle()
         self._intact = False
 
     def _receive(self, piece: Piece) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from gkd.config import Weights
 from gkd.weights.transfer import Piece, Receiver
 from gkd.weights.vllm_direct import DirectCopies
+
+Running = Literal["none", "recompute", "keep"]
+"""What becomes of what unfinished requests have cached when weights change; none: there are none."""
 
 
 @dataclass
@@ -127,10 +130,11 @@ def join(llm: LLM, weights: Weights, address: str, offset: int, world: int) -> N
     llm.init_weight_transfer_engine({"init_info": joining})
 
 
-def load(llm: LLM, piece: Piece, tensors: dict[str, Tensor] | None = None) -> None:
-    """Load one piece into an idle engine, in order; ``tensors`` None: its processes receive them.
+def load(llm: LLM, piece: Piece, tensors: dict[str, Tensor] | None = None, running: Running = "none") -> None:
+    """Load one piece into an engine that computes nothing, in order; ``tensors`` None: its processes receive them.
 
-    With the last piece the engine serves the version and has forgotten every cached prefix. Raises what the piece
+    With the last piece the engine serves the version and has forgotten every cached prefix. What requests that are
+    ``running`` have cached is forgotten as well and computed again (recompute), or kept (keep). Raises what the piece
     raises on its way, and leaves the engine half-updated: do not sample from it then.
     """
     if piece.number == 0:
@@ -139,5 +143,7 @@ def load(llm: LLM, piece: Piece, tensors: dict[str, Tensor] | None = None) -> No
     if not piece.last:
         return
     llm.finish_weight_update(str(piece.version))
-    if not llm.reset_prefix_cache():
+    if running == "keep":  # blocks are in use; prefixes of requests to come have another salt
+        return
+    if not llm.llm_engine.reset_prefix_cache(reset_running_requests=running == "recompute"):
         raise RuntimeError("vLLM did not reset its prefix cache after a weight update: blocks are still in use")

@@ -13,7 +13,7 @@ from gkd.algorithms.training_samples import require_rewards
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
-from gkd.driver.collect import collect, requests_of, scoring_of
+from gkd.driver.collect import Batches, requests_of, scoring_of
 from gkd.driver.trainer import train
 from gkd.errors import ConfigError, RunFailed
 from gkd.types import Prompt, SampleRequest, Scoring, TrainingSample
@@ -57,7 +57,10 @@ def grpo(rounds: int) -> Config:
 
 def collected(config: Config, engines: Engines) -> list[int]:
     """Prompts of a step's batch, after checking that samples of one prompt are neighbours."""
-    collected = collect(config, PromptStream(PROMPTS, seed=0), engines, 50, step=3)
+    rollout: Any = engines
+    batches = Batches(config, PromptStream(PROMPTS, seed=0), rollout, 50, State(step=2))
+    batches.dispatch(version=2)
+    collected = batches.collect(step=3)
     require_rewards(config, collected.all)
     assert len(collected.batch) == config.trainer.batch_size * config.rollout.n
     assert len(collected.all) == sum(map(len, engines.calls))

@@ -25,9 +25,11 @@ from gkd.observability.metrics import JsonLines
 from tests.driver.test_collect import PROMPTS, Engines, grpo
 
 
-def three_steps() -> Config:
+def three_steps(max_staleness: int = 0) -> Config:
     config = grpo(1)
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 3, "val_every": 2})})
+    trainer = config.trainer.model_copy(update={"total_steps": 3, "val_every": 2})
+    schedule = config.schedule.model_copy(update={"max_staleness": max_staleness})
+    return config.model_copy(update={"trainer": trainer, "schedule": schedule})
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Played:
 
     output: Path
     fails: tuple[str, int] = ("", 0)
+    max_staleness: int = 0
     calls: list[tuple[str, int]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     version: int = 0
@@ -47,12 +50,17 @@ class Played:
             raise RunFailed(f"{call} failed")
 
     def submit(self, requests: Sequence[Any], order: int = 0) -> list[Any]:
-        self.step += 1
-        self.note("sample")
+        if not self.max_staleness:
+            self.step = order
+        self.calls.append(("sample", order))
+        if self.fails == ("sample", order):
+            raise RunFailed("sample failed")
         self.seeds += [request.seed for request in requests]
         return list(requests)
 
     def in_order(self, requests: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
+        if self.max_staleness:
+            self.step += 1
         yield Engines(lambda request: float(request.index)).finished(requests)
 
     def fits(self, lengths: Sequence[int]) -> bool:
@@ -63,6 +71,12 @@ class Played:
         self.note("update")
         self.version = step
         return {"actor/loss": 0.5 * step}
+
+    def drain(self, timeout_s: float) -> None:
+        self.note("drain")
+
+    def attend(self, calls: Sequence[Any]) -> None:
+        raise AssertionError("the actor is played, and done at once")
 
     def push(self) -> None:
         self.note("push")
@@ -79,7 +93,7 @@ class Played:
         return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
 
     def run(self, start: State) -> dict[str, float]:
-        config = three_steps()
+        config = three_steps(self.max_staleness)
         parts: Any = SimpleNamespace(
             prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
             validation=SimpleNamespace(run=self.validate), memory=lambda: {"memory/actor/process_gb": 1.0},
@@ -116,6 +130,25 @@ def test_a_row_has_what_every_part_measured(tmp_path: Path) -> None:
         assert row["perf/tokens_per_second"] == pytest.approx(2 * row["perf/tokens_per_second_per_gpu"])
     # All samples here are of version 0, and the actor is one version further with every step.
     assert [row["staleness/max"] for row in rows] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("max_staleness", "first", "then"), [(1, [1, 2], [[3], []]), (2, [1, 2, 3], [[], []])])
+def test_later_steps_are_sampled_during_an_update_and_their_weights_come_between(
+    max_staleness: int, first: list[int], then: list[list[int]], tmp_path: Path
+) -> None:
+    run = Played(tmp_path, max_staleness=max_staleness)
+    run.run(State())
+    order = [call for call in run.calls if call[0] in ("sample", "update", "drain", "push")]
+    expected = [("sample", step) for step in first]
+    for step, further in enumerate([*then, []], 1):  # everything requested is sampled before weights change
+        expected += [("update", step), ("drain", step), ("push", step), *(("sample", later) for later in further)]
+    assert order == expected
+    assert len(run.seeds) == len(set(run.seeds)) == 3 * 8
+    rows = run.rows()
+    assert [row["epoch"] for row in rows] == pytest.approx([0.04, 0.08, 0.12])  # what is trained, not what is ahead
+    for row in rows:
+        parts = ("wait", "update", "drain", "sync")
+        assert row["timing_s/step"] == pytest.approx(sum(row[f"timing_s/{part}"] for part in parts), abs=1e-3)
 
 
 @pytest.mark.parametrize("call", ["sample", "update", "push", "validate"])

@@ -26,13 +26,18 @@ def test_a_divergence_an_advantage_a_reward_and_a_tracker(start: Any, tmp_path: 
         "algorithm.advantage.name=mine/advantage.py:FixedBaseline", "algorithm.advantage.baseline=0.25",
         "reward.functions=[accuracy,mine/brevity.py:Brevity]", "reward.Brevity.bonus=2.0",
         "trainer.trackers=[mine/csv_tracker.py:Csv]", "trainer.Csv.file=own.csv",
-        "rollout.engine=hf", "trainer.total_steps=2", "trainer.batch_size=8", "data.val_limit=8",
+        "rollout.engine=hf", "trainer.total_steps=3", "trainer.batch_size=8", "data.val_limit=8",
+        "schedule.max_staleness=1", "actor.max_tokens_per_micro_batch=200",
         recipe="distill_and_reward",
     )  # fmt: skip
     assert run.end(240) == 0, run.text()
     rows = run.metrics()
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["staleness/max"] for row in rows[1:]] == [0, 1, 1]
+    assert ["mismatch/kl" in row for row in rows[1:]] == [True, False, False]  # of fresh tokens
     for row in rows[1:]:
+        assert 0 <= row["timing_s/overlap"] <= row["timing_s/update"]  # gradients were added up in several chunks
+        assert row["timing_s/drain"] >= 0
         assert row["advantage/mean"] == pytest.approx(row["reward/mean"] - 0.25)  # of built-in ones it is 0
         # KL is convex: mixing a share of the teacher into the student takes at least that share off forward KL.
         assert 0 < row["distill/loss"] <= 0.8 * row["distill/forward_kl"]

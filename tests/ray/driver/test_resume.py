@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +16,22 @@ import ray
 
 from gkd.actor.applied import Applied, over_mini_batches
 from gkd.cluster.group import Pending
-from gkd.config import load
+from gkd.config import Config, load
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
-from gkd.driver.collect import Collected
 from gkd.driver.resume import cut, find
 from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, train
 from gkd.durable import sum_of
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
-from gkd.types import Prompt, TrainingSample
+from gkd.types import Prompt, SampleRequest, TrainingSample
 from tests.samples import training_sample
 
 STEPS = 6
-CONFIG = load({"trainer": {"total_steps": STEPS, "batch_size": 3, "val_every": 2}})
+TRAINER = {"total_steps": STEPS, "batch_size": 3, "val_every": 2}
+CONFIGS = [load({"trainer": TRAINER, "schedule": {"max_staleness": staleness}}) for staleness in range(3)]
+CONFIG = CONFIGS[0]
 MEASURED = ("timing_s/", "perf/")
 
 
@@ -53,16 +55,34 @@ class World:
     model_path: str = "/model"
     dtype: str = "float32"
     version: int = 0
+    served: int = 0
+    staleness: int = 0
+    meanwhile: Any = None
+
+    @property
+    def config(self) -> Config:
+        return CONFIGS[self.staleness]
 
     def maybe(self, moment: str) -> None:
         if self.end == (moment, self.at):
             raise Ended
 
-    def collect(self, *args: Any) -> Collected:
-        self.at = args[-1]
+    def submit(self, requests: list[SampleRequest], order: int) -> list[tuple[int, int, int]]:
+        return [(order, request.prompt.id, self.served) for request in requests]
+
+    def in_order(self, keys: list[tuple[int, int, int]], timeout_s: float) -> Iterator[list[TrainingSample]]:
+        self.at = keys[0][0]
         self.maybe("collect")
-        drawn = self.prompts.take(3)
-        return Collected([training_sample(0, p.id, n_prompt=p.id, n=1, version=self.version) for p in drawn], [])
+        yield [training_sample(0, id_, n_prompt=id_, n=1, version=version) for _, id_, version in keys]
+
+    def fits(self, lengths: list[int]) -> bool:
+        return True
+
+    def attend(self, calls: Any) -> None:
+        raise AssertionError("nobody waits for this actor")
+
+    def drain(self, timeout_s: float) -> None:
+        pass
 
     def update(self, samples: list[TrainingSample], step: int) -> dict[str, float]:
         """Two mini-batches, the second of which nobody may be there to wait for."""
@@ -89,6 +109,7 @@ class World:
 
     def push(self) -> None:
         self.maybe("push")
+        self.served = self.version
 
     def memory(self) -> dict[str, float]:
         self.maybe("memory")
@@ -104,24 +125,24 @@ class World:
     def run(self, start: State) -> dict[str, float]:
         """The loop, as gkd.driver.run has it."""
         parts: Any = SimpleNamespace(
-            prompts=self.prompts, rollout=None, actor=self, sync=SimpleNamespace(push=self.push),
+            prompts=self.prompts, rollout=self, actor=self, sync=SimpleNamespace(push=self.push),
             validation=SimpleNamespace(run=self.validate), vocab_size=10, n_gpus=1, memory=self.memory,
         )  # fmt: skip
-        checkpoints = Checkpoints(CONFIG, self.output, time.monotonic(), {}, start.step)
+        checkpoints = Checkpoints(self.config, self.output, time.monotonic(), {}, start.step)
         with JsonLines(self.output / "metrics.jsonl") as metrics, JsonLines(self.output / "samples.jsonl") as file:
             samples: Any = SimpleNamespace(write=lambda step, records: file.write({"step": step, "n": len(records)}))
             progress: Any = SimpleNamespace(step=self.show)
             try:
-                return train(CONFIG, parts, RunLog(metrics, samples, progress, checkpoints), start)
+                return train(self.config, parts, RunLog(metrics, samples, progress, checkpoints), start)
             except BaseException:
                 checkpoints.rescue(parts.actor)
                 raise
 
     def go_on(self) -> dict[str, float]:
         """As a run does after trainer.resume=true."""
-        saved = find(CONFIG, self.output)
+        saved = find(self.config, self.output)
         self.value = int(saved.rank_files[0].read_text())
-        self.step = self.version = saved.state.step
+        self.step = self.version = self.served = saved.state.step
         self.prompts.restore(saved.state.prompts)
         cut(self.output / "metrics.jsonl", saved.state.logged)
         cut(self.output / "samples.jsonl", saved.state.step)
@@ -144,35 +165,43 @@ def world(output: Path, end: tuple[str, int] = ("", 0)) -> World:
 
 @pytest.mark.parametrize("step", [3, 4, STEPS])
 @pytest.mark.parametrize("moment", ["collect", "update", "push", "memory", "validate", "show"])
-def test_every_step_is_trained_and_logged_once(
-    moment: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_is_trained_and_logged_once(moment: str, step: int, tmp_path: Path) -> None:
+    """Also with batches sampled ahead, which are sampled again; then from other weights, but never older ones."""
     if moment == "validate" and step % 2:
         step += 1  # in which there is one
-    whole, ended = world(tmp_path / "whole"), world(tmp_path / "ended", (moment, step))
-    expected = _with(monkeypatch, whole).run(State())
-    with pytest.raises(Ended):
-        _with(monkeypatch, ended).run(State())
-    saved = find(CONFIG, ended.output).state
-    assert saved.step == (step - 1 if moment == "collect" else step)
-    again = _with(monkeypatch, World(ended.output))
-    assert again.go_on() == expected
-    assert again.logged() == whole.logged()
-    assert [row["step"] for row in again.logged()] == list(range(1, STEPS + 1))
-    assert again.logged("samples.jsonl") == whole.logged("samples.jsonl")
-    assert again.value == whole.value
+    for staleness in range(3):
+        (path := tmp_path / str(staleness)).mkdir()
+        whole, ended = world(path / "whole"), world(path / "ended", (moment, step))
+        whole.staleness = ended.staleness = staleness
+        expected = whole.run(State())
+        with pytest.raises(Ended):
+            ended.run(State())
+        saved = find(CONFIG, ended.output).state
+        assert saved.step == (step - 1 if moment == "collect" else step)
+        again = World(ended.output, staleness=staleness)
+        assert again.go_on() == expected
+        rows, uninterrupted = again.logged(), whole.logged()
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        assert all(row.pop("staleness/max") <= staleness for row in rows)
+        bound = [row.pop("staleness/max") for row in uninterrupted]
+        assert bound == [min(staleness, done) for done in range(STEPS)]
+        mean, whole_mean = ([row.pop("staleness/mean") for row in of] for of in (rows, uninterrupted))
+        assert rows == uninterrupted  # the same prompts, whose lengths decide the losses here
+        assert mean == whole_mean or staleness
+        assert again.logged("samples.jsonl") == whole.logged("samples.jsonl")
+        assert again.value == whole.value
 
 
-def test_ended_twice_in_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_twice_in_the_same_step(tmp_path: Path) -> None:
     whole, ended = world(tmp_path / "whole"), world(tmp_path / "ended", ("push", 4))
-    _with(monkeypatch, whole).run(State())
+    whole.run(State())
     with pytest.raises(Ended):
-        _with(monkeypatch, ended).run(State())
+        ended.run(State())
     for moment in ("validate", "show"):
         with pytest.raises(Ended):
-            again = _with(monkeypatch, World(ended.output, (moment, 4), at=4))
+            again = World(ended.output, (moment, 4), at=4)
             again.go_on()
-    last = _with(monkeypatch, World(ended.output))
+    last = World(ended.output)
     last.go_on()
     assert (last.logged(), last.value) == (whole.logged(), whole.value)
 
@@ -185,10 +214,5 @@ def test_an_actor_that_is_gone_leaves_what_was_there_before(tmp_path: Path, monk
 
     monkeypatch.setattr(ended, "applied", gone)
     with pytest.raises(Ended):
-        _with(monkeypatch, ended).run(State())
+        ended.run(State())
     assert not (ended.output / "checkpoints").exists()
-
-
-def _with(monkeypatch: pytest.MonkeyPatch, found: World) -> World:
-    monkeypatch.setattr("gkd.driver.trainer.collect", found.collect)
-    return found

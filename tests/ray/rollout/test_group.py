@@ -104,6 +104,28 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     assert len(rollout.sample(wanted(2), timeout_s=60)) == 2
 
 
+def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Group]) -> None:
+    """Earlier ones go to the engines first; what one of these loses goes to the other; a drain waits for sampling."""
+    rollout = start(engines, 2)
+    later = rollout.submit(wanted(10), order=2)
+    first = rollout.submit(wanted(6), order=1)
+    assert rollout._dispatcher.n_waiting == 8  # 4 of the later are with each engine
+    pid = rollout.group.reports[1].pid
+    os.kill(pid, signal.SIGKILL)
+    rollout.drain(timeout_s=120)
+    assert rollout.alive == [0]
+    assert rollout.group.only([0]).control("n_sampled", timeout_s=30) == [rollout._given[0]]
+    samples = [rollout.collect(keys, timeout_s=120) for keys in (first, later)]
+    assert [[sample.prompt_id for sample in of] for of in samples] == [list(range(6)), list(range(10))]
+    # Of what waited, the first batch went out before the rest of the second, whose requests of engine 1 came back.
+    ends = [{sample.key: sample.generated_s for sample in of} for of in samples]
+    assert max(ends[0].values()) <= max(ends[1].values())
+    assert not rollout._done and not len(rollout._dispatcher)
+    gate = ray.remote(num_cpus=0)(threading.Event).remote()
+    rollout.attend([gate.wait.remote()])  # with nothing to do it comes back by itself
+    ray.kill(gate)
+
+
 def test_samples_on_their_way_keep_nobody_waiting(local_ray: None) -> None:
     """Their arrays are here and they are not, as between nodes: the stream is late, and goes on when they have come."""
     gate = ray.remote(num_cpus=0, max_concurrency=2)(threading.Event).remote()

@@ -1,0 +1,60 @@
+"""Engine against trainer by the age of tokens, against means over hand-picked tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gkd.actor.mismatch import SHARE, as_means, by_age, stale_tokens
+from gkd.types import TrainingSample, VersionSpan
+from tests.samples import training_sample
+
+
+def across(*spans: tuple[int, int]) -> TrainingSample:
+    """A response whose first tokens are of one version and whose further ones of another: (length, version) each."""
+    start, found = 4, []
+    for length, version in spans:
+        found.append(VersionSpan(start, start + length, version))
+        start += length
+    return dataclasses.replace(training_sample(n=start - 4), versions=tuple(found))
+
+
+@pytest.mark.parametrize(
+    ("samples", "stale"),
+    [
+        ([across((2, 3), (3, 4)), across((1, 4))], [True, True, False, False, False, False]),
+        ([across((2, 4))], [False, False]),
+        ([across((2, 1))], [True, True]),
+    ],
+)
+def test_means_are_over_tokens_of_one_age(samples: list[TrainingSample], stale: list[bool]) -> None:
+    found = stale_tokens(samples, version=4)
+    assert found.tolist() == stale
+    ratio = torch.arange(1.0, len(stale) + 1)
+    kl = ratio - 1 - ratio.log()
+    sums, largest = by_age(
+        {"mismatch/kl": kl, "mismatch/is_ratio_mean": ratio, "actor/entropy": ratio},
+        {"mismatch/is_ratio_max": ratio.max()},
+        found,
+    )
+    row = as_means(
+        {**{k: float(v.sum()) / len(stale) for k, v in sums.items()}, **{k: float(v) for k, v in largest.items()}}
+    )
+    assert row["actor/entropy"] == pytest.approx(float(ratio.mean()))
+    assert row[SHARE] == pytest.approx(sum(stale) / len(stale))
+    for prefix, kept in (("", ~found), ("stale_", found)):
+        names = [f"mismatch/{prefix}{name}" for name in ("kl", "is_ratio_mean", "is_ratio_max")]
+        if not kept.any():
+            assert not set(names) & set(row)
+            continue
+        expected = [kl[kept].mean(), ratio[kept].mean(), ratio[kept].max()]
+        assert [row[name] for name in names] == pytest.approx([float(value) for value in expected])
+
+
+def test_an_empty_micro_batch_has_no_tokens_of_any_age() -> None:
+    none = torch.zeros(0)
+    sums, largest = by_age({"mismatch/kl": none, "mismatch/is_ratio_mean": none}, {}, stale_tokens([], version=4))
+    assert all(len(values) == 0 for values in sums.values())
+    assert all(float(value) == 0 for value in largest.values())

@@ -1,0 +1,36 @@
+"""What staleness asks of other settings, and what it decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gkd.config import load
+from gkd.config.schedule import staleness_doubts
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "level"),
+    [
+        ({"name": "grpo"}, "token"),
+        ({"name": "gspo"}, "token"),
+        ({"loss": {"name": "sampled_reverse_kl"}}, "token"),
+        ({"loss": {"name": "jsd"}}, None),  # summed over the vocabulary: nothing to weigh
+        ({"name": "grpo", "importance_sampling": {"level": "sequence"}}, "sequence"),
+    ],
+)
+def test_samples_of_older_weights_are_weighted_by_themselves(algorithm: dict[str, Any], level: str | None) -> None:
+    rewards = {"reward": {"functions": ["accuracy"]}, "rollout": {"n": 2}} if "name" in algorithm else {}
+    for staleness, expected in ((0, level if "importance_sampling" in algorithm else None), (1, level)):
+        config = load({"algorithm": algorithm, **rewards, "schedule": {"max_staleness": staleness}})
+        assert config.algorithm_on("cpu").importance_sampling.level == expected
+
+
+def test_reverse_kl_on_old_samples_is_warned_of() -> None:
+    def doubts(staleness: int, loss: str) -> str | None:
+        schedule = {"max_staleness": staleness}
+        return staleness_doubts(load({"algorithm": {"loss": {"name": loss}}, "schedule": schedule}))
+
+    assert "schedule.max_staleness=3 with algorithm.loss.name=reverse_kl" in (doubts(3, "reverse_kl") or "")
+    assert doubts(2, "reverse_kl") is None and doubts(3, "forward_kl") is None

@@ -1,0 +1,74 @@
+"""Weights that change while responses are being sampled: every token is of the weights that its span names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.inference.vllm_environment import environment
+from gkd.types import Sample, Sampling, VersionSpan
+from tests.vllm.inference.test_engines import N_TOKENS, make, requests, small_spec
+from tests.weights.received import load_in_pieces
+
+BEFORE, LENGTH = 7, 20
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    os.environ.update(environment("cpu"))
+    from gkd.inference.vllm_sampler import VLLMSampler
+
+    path: Path = tmp_path_factory.mktemp("model")
+    make(tied=False, seed=0).save_pretrained(path)
+    engine = VLLMSampler(small_spec(str(path)))
+    yield engine
+    engine.close()
+
+
+def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
+    """Responses of which the first tokens are sampled before weights of another model are pushed; no others."""
+    wanted = requests(Sampling(LENGTH))
+    for key, request in enumerate(wanted):
+        engine.add(key, request)
+    ended = {key for _ in range(BEFORE) for key, _ in engine.step()}
+    engine.pause()
+    engine.pause()  # as the first piece does after a call by itself
+    assert not engine.step()
+    load_in_pieces(engine, make(tied=False, seed=seed).state_dict().items(), version)
+    found: dict[int, Sample] = {}
+    while engine.busy():
+        found |= dict(engine.step())
+    assert len(found) == len(wanted) - len(ended) > 2
+    return [found[key] for key in sorted(found)]
+
+
+def differences(seed: int, sample: Sample, span: VersionSpan) -> np.ndarray[Any, Any]:
+    """Of what the engine said of a span's tokens from what a model computes over the whole sequence."""
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logits = make(tied=False, seed=seed)(ids[None]).logits[0]
+    logits[:, N_TOKENS:] = -torch.inf
+    own = logits.log_softmax(-1)[span.start - 1 : span.stop - 1].gather(-1, ids[span.start : span.stop, None])[:, 0]
+    return np.abs(own.numpy() - sample.logprobs[span.start : span.stop])
+
+
+def test_tokens_after_new_weights_are_sampled_from_these_alone(engine: Any) -> None:
+    """What older weights had cached is computed again; without that, log-probabilities are far from the new model's."""
+    versions = [0, 1, 2]
+    for seed, keeps in ((1, False), (2, True)):
+        engine._salted = keeps
+        old = versions[seed - 1]
+        for sample in sampled_across(engine, seed, version=seed):
+            first, second = sample.versions
+            n_prompt = len(sample.request.prompt.token_ids)
+            assert (first.start, first.version, second.version) == (n_prompt, old, seed)
+            assert second.stop == len(sample.token_ids)
+            assert first.stop == second.start == n_prompt + BEFORE
+            assert differences(seed - 1, sample, first).max() < 1e-4
+            assert (differences(seed, sample, second).max() < 1e-4) != keeps
