@@ -199,5 +199,7 @@ def test_the_teacher_and_what_was_sampled_are_at_one_temperature() -> None:
     with pytest.raises(ConfigError, match=r"rollout.temperature=0.7 .* algorithm.loss.temperature=1: both must be"):
         load(tree(0.7, **both))
     load(tree(0.7, **both, loss={"temperature": 0.7}))
-    load(tree(0.7, name="grpo", advantage={"teacher_kl": 0.1}))  # who asks the teacher only this asks at the rollout's
+    only = load(tree(0.7, name="grpo", advantage={"teacher_kl": 0.1}))
+    assert scoring_of(only, 9).temperature == 0.7  # who asks the teacher only this asks at the rollout's
+    assert scoring_of(load({"algorithm": {"loss": {"temperature": 0.7}}}), 9).temperature == 0.7
     load(tree(0.7, reward_weight=1.0))

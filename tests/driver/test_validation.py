@@ -98,3 +98,17 @@ def test_without_rewards_answers_alone_are_measured() -> None:
     assert found == {"val/accuracy": 1.0}
     assert engines.calls[0][0].scoring == Scoring()
     assert validated(prompts(None))[0] == {}
+
+
+def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with() -> None:
+    for name, training in (("on_policy_distill", {"loss": {"top_k": 2}}), ("grpo", {"advantage": {"teacher_kl": 0.1}})):
+        reward = {"functions": ["accuracy"]} if name == "grpo" else {}
+        config = load({"algorithm": {"name": name, **training}, "rollout": {"n": 2}, "reward": reward,
+                       "data": {"val_top_k": 5}})  # fmt: skip
+        engines, held_out = Engines(config), SimpleNamespace(prompts=prompts(None))
+        inputs = SimpleNamespace(val=held_out, tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9))
+        actor = SimpleNamespace(evaluate=lambda samples: {"distill/reverse_kl": 0.5})
+        found = Validation(config, inputs, engines, actor, {"teacher": None}).run()  # type: ignore[arg-type, dict-item]
+        assert found["val/reverse_kl"] == 0.5
+        (request,) = engines.calls[0]
+        assert request.scoring == Scoring(5) and request.sampling.temperature == 1.0
