@@ -207,6 +207,14 @@ class RewardModel(Served, EngineSection):
     max_model_len: int = Field(8192, ge=2, description="longest sequence judged, tokens")
 
 
+def _absolute_once(names: list[str]) -> list[str]:
+    """Return names with whole paths. Raises ValueError for one that is there twice."""
+    whole = [absolute(name) for name in names]
+    if repeated := [name for name in whole if whole.count(name) > 1]:
+        raise ValueError(f"{repeated[0]} is named more than once")
+    return whole
+
+
 class Trainer(Pool, OpenSections):
     """The loop, and the actor's pool."""
 
@@ -241,7 +249,7 @@ class Trainer(Pool, OpenSections):
     )
     output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
-    trackers: Annotated[list[str], AfterValidator(lambda names: [absolute(name) for name in names])] = Field(
+    trackers: Annotated[list[str], AfterValidator(_absolute_once)] = Field(
         [],
         description="where metrics go besides metrics.jsonl (TRL's report_to, verl's logger): tensorboard, wandb and "
         "mlflow, which are extras (pip install 'gkd[wandb]'), or your own as package.module:name or FILE.py:name; the "
@@ -265,8 +273,6 @@ class Trainer(Pool, OpenSections):
             kind = TRACKERS.load(name)
             if not (isinstance(kind, type) and hasattr(kind, "log") and hasattr(kind, "close")):
                 raise ValueError(f"trackers: {name} is no class with the methods log and close")
-            if self.trackers.count(name) > 1:
-                raise ValueError(f"trackers: {name} is named more than once; each tracker takes all metrics")
         return self
 
 
