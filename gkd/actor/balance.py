@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def share(lengths: Sequence[int], n_ranks: int) -> list[list[int]]:
-    """Indices of the sequences each rank gets, their tokens as equal as longest-first assignment makes them."""
+    """Return indices of the sequences each rank gets, their tokens as equal as longest-first assignment makes them."""
     shares: list[list[int]] = [[] for _ in range(n_ranks)]
     loads = [0] * n_ranks
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -17,7 +17,7 @@ def share(lengths: Sequence[int], n_ranks: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches of at most ``budget`` tokens, first-fit decreasing.
+    """Return micro-batches of at most ``budget`` tokens, first-fit decreasing.
 
     A sequence longer than the budget is a micro-batch of its own. Neighbours are of similar length.
     """

@@ -153,7 +153,7 @@ class ActorGroup:
             self._budget_warned_of = self._budget
 
     def evaluate(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        """Distillation metrics of a batch under the current weights, at temperature 1, without training on it."""
+        """Measure distillation of a batch under the current weights, at temperature 1, without training on it."""
         return self._run("evaluate", samples, Loss(name="reverse_kl", tail=True))
 
     def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
@@ -202,7 +202,7 @@ class ActorGroup:
             raise failure
 
     def _start_again(self) -> None:
-        """New processes in place of all ranks, which go on with the weights and optimizer state of the old ones.
+        """Start new processes in place of all ranks, which go on with weights and optimizer state of the old ones.
 
         Where one rank ran out of memory the others wait for it in a collective, and only their end gets them out of it;
         FSDP in that rank takes itself to be within a pass that never ends; and its memory is in pieces.
@@ -235,7 +235,7 @@ class ActorGroup:
         return self.config.model.dtype_on(self.group.reports[0].device)
 
     def answers(self) -> bool:
-        """Whether every rank that is alive answers."""
+        """Return whether every rank that is alive answers."""
         try:
             self.group.control("applied", timeout_s=ANSWERS_S, what="answering", keep_deaths=True)
         except RunFailed:
@@ -243,7 +243,7 @@ class ActorGroup:
         return True
 
     def applied(self) -> Applied:
-        """The step that the weights of all ranks are of, whatever these are doing.
+        """Return the step that the weights of all ranks are of, whatever these are doing.
 
         Raises RunFailed when one does not answer, or they are in the middle of a step for longer than an optimizer step
         takes.

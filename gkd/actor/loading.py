@@ -80,7 +80,7 @@ def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: tor
 
 
 def _beside_parameters(lm: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Module, name and value of every tensor that a model has computed for itself, as frequencies of positions are."""
+    """Yield module, name and value of every tensor that a model has computed for itself, as frequencies are."""
     for holder, module in lm.named_modules():
         for name, value in (*module._buffers.items(), *vars(module).items()):
             if isinstance(value, Tensor):
@@ -135,7 +135,7 @@ def load(
 
 
 def empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A model of that kind without weights."""
+    """Return a model of that kind without weights."""
     with META:
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return lm

@@ -56,7 +56,7 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer with an adapter, whose weight is a matrix or 4-bit."""
+    """Return whether it is a linear layer with an adapter, whose weight is a matrix or 4-bit."""
     return isinstance(module, Linear) or (isinstance(module, LoraLayer) and hasattr(module.base_layer, "quant_state"))
 
 
@@ -79,7 +79,7 @@ def _described(settings: Lora, targets: str | list[str]) -> LoraConfig:
 
 
 def merged(lm: nn.Module, tensors: Iterator[tuple[str, Tensor]], whole: Whole) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors by their Hugging Face names, each with its adapter added, without the adapters themselves.
+    """Yield the model's tensors by their Hugging Face names, adapters added to what they adapt and left out.
 
     ``tensors`` are those of ``lm`` as it is, gathered; ``whole`` gathers one more. A collective, as those are.
     """
@@ -103,7 +103,7 @@ def _delta(layer: Any, whole: Whole) -> Tensor:
 
 @contextmanager
 def without_adapter(lm: nn.Module) -> Iterator[None]:
-    """The model as it was before it had an adapter: what the penalty of ``algorithm.kl`` refers to."""
+    """Have the model be as it was before it had an adapter: what the penalty of ``algorithm.kl`` refers to."""
     layers: list[Any] = [module for module in lm.modules() if _is_linear(module)]
     scalings = [layer.scaling[ADAPTER] for layer in layers]
     try:
@@ -128,5 +128,5 @@ def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, director
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor of the model belongs to its adapter."""
+    """Return whether a tensor of the model belongs to its adapter."""
     return _LORA in name

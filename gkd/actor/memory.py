@@ -20,14 +20,14 @@ _SIGNS = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch could not allocate, on a GPU or on a CPU, where it has no error of its own for that."""
+    """Return whether torch could not allocate, on a GPU or on a CPU, where it has no error of its own for that."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
 
 
 def smaller_budget(budget: int, lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int | None:
-    """Tokens a micro-batch may have after ``parts``, micro-batches of ``budget``, were too much.
+    """Return tokens a micro-batch may have after ``parts``, micro-batches of ``budget``, were too much.
 
     Half of what the largest had; None where that was one sequence alone. ``parts`` are indices into ``lengths``.
     """

@@ -41,11 +41,11 @@ class Student(nn.Module):
         return is_packed(self.lm)
 
     def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
-        """``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
+        """Evaluate ``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
         return objective(self.hidden(micro)[micro.rows], self.head)
 
     def hidden(self, micro: MicroBatch) -> Tensor:
-        """Final hidden states [L, D] of every token of a micro-batch."""
+        """Return final hidden states [L, D] of every token of a micro-batch."""
         return hidden_states(self.lm, micro.token_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
 
     def train(self, mode: bool = True) -> Student:
@@ -64,7 +64,7 @@ class Student(nn.Module):
         return self
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer, gathered from all ranks, by its name in transformers.
+        """Yield every parameter and persistent buffer, gathered from all ranks, by its name in transformers.
 
         An adapter is added to what it adapts. A collective: every rank has to iterate, in step. Weights tied to another
         are named once. Without an adapter, which is added before anything is rounded, it is shards of ``dtype`` that
@@ -79,11 +79,11 @@ class Student(nn.Module):
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
     def file_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The same by the names, and in the shapes, that the model's files have. A collective as well."""
+        """Yield the same by the names, and in the shapes, that the model's files have. A collective as well."""
         return self._files.convert(self.full_tensors(dtype))
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter's parameters, gathered. A collective."""
+        """Yield the adapter's parameters, gathered. A collective."""
         from gkd.actor.lora import is_adapter
 
         return ((name, whole) for name, whole in self._gathered() if is_adapter(name))
@@ -96,7 +96,7 @@ class Student(nn.Module):
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor gathered from all ranks, as ``dtype`` if it is of floats and that is given. A collective.
+    """Return a tensor gathered from all ranks, as ``dtype`` if it is of floats and that is given. A collective.
 
     The shards are cast first, and moved to where the ranks compute: those that live in the host's memory would go from
     rank to rank by gloo.
@@ -112,7 +112,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def named_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers; weights tied to another once."""
+    """Yield parameters and persistent buffers; weights tied to another once."""
     seen: set[int] = set()
     for name, value in lm.state_dict(keep_vars=True).items():
         if id(value) not in seen:

@@ -13,7 +13,7 @@ FLOOR = 0.1  # share of the peak at which linear and cosine decay end
 
 
 def learning_rate(settings: Actor, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0): a linear rise over warmup_steps, then the chosen decay."""
+    """Return the rate of optimizer step ``step`` (from 0): a linear rise over warmup_steps, then the chosen decay."""
     assert settings.lr is not None, "a whole configuration has decided it"
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
@@ -25,7 +25,7 @@ def learning_rate(settings: Actor, step: int, total_steps: int) -> float:
 
 
 def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
-    """AdamW, which knows its parameters' names; norms, biases and other vectors are not decayed."""
+    """Make AdamW, which knows its parameters' names; norms, biases and other vectors are not decayed."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in trained if p.ndim > 1]
     vectors = [(name, p) for name, p in trained if p.ndim <= 1]

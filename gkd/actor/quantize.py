@@ -13,7 +13,7 @@ from gkd.errors import ConfigError
 
 
 def loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that have every linear layer but the head read as NF4, computing in ``dtype``.
+    """Return arguments of ``from_pretrained`` that read every linear layer but the head as NF4, computing in ``dtype``.
 
     Raises ConfigError where bitsandbytes is missing.
     """
@@ -31,17 +31,17 @@ def loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def quantized(model: nn.Module) -> dict[str, Any]:
-    """The 4-bit layers of a model by name; none of one that has only ordinary ones, without importing anything."""
+    """Return the 4-bit layers of a model by name; none, and nothing imported, where all are ordinary ones."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "quant_state")}
 
 
 def packed_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Weights that are not numbers to anyone but bitsandbytes: every rank keeps them whole."""
+    """Return weights that are not numbers to anyone but bitsandbytes: every rank keeps them whole."""
     return {layer.weight for layer in quantized(model).values()}
 
 
 def dequantized(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """``tensors`` of ``model`` by name, 4-bit weights as what they stand for and without what describes them."""
+    """Yield ``tensors`` of ``model`` by name, 4-bit weights as what they stand for, without what describes them."""
     layers = quantized(model)
     for name, value in tensors:
         layer, _, rest = name.rpartition(".weight")

@@ -31,16 +31,16 @@ class Staging:
         self._writes = threading.Lock()
 
     def begin(self) -> None:
-        """Weights are about to change."""
+        """Note that weights are about to change."""
         self.applied = None
 
     def end(self, step: int, row: Metrics, final: bool) -> None:
-        """They are those after one more update of ``step``, the ``final`` one or not, with the metrics ``row``."""
+        """Note that they are those after an update of ``step``, the ``final`` one or not, with the metrics ``row``."""
         rows = (*self.rows, row)
         self.set(Applied(step, rows) if final else None, () if final else rows)
 
     def set(self, applied: Applied | None, rows: tuple[Metrics, ...] = ()) -> None:
-        """The weights are now others."""
+        """Note that the weights are now others."""
         if self.device.type == "cuda":
             self.updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.updated.record()

@@ -34,7 +34,7 @@ _SHARDS = "shards"
 
 @torch.no_grad()
 def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Event | None) -> Part:
-    """What one rank holds, copied. No collective: for ranks that are in the middle of one that never ends.
+    """Return what one rank holds, copied. No collective: for ranks that are in the middle of one that never ends.
 
     ``updated`` is recorded after the last optimizer step.
     """
@@ -112,11 +112,11 @@ class _Saved:
         return set(self._kinds)
 
     def kinds(self, name: str) -> list[str]:
-        """What there is of a parameter: its weight, and the optimizer's state of it. On all ranks in one order."""
+        """Return what a parameter has: its weight, and the optimizer's state of it. On all ranks in one order."""
         return sorted(self._kinds[name])
 
     def rows(self, kind: str, name: str, p: Tensor) -> Tensor:
-        """Those of a parameter's weight or moment that this rank holds, gathered from all files."""
+        """Return those of a parameter's weight or moment that this rank holds, gathered from all files."""
         start, local = _start(p), _local(p)
         found: list[tuple[int, Tensor]] = []
         for file, keys, shards in self._files:
@@ -176,7 +176,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _start(p: Tensor) -> int:
-    """The first row of a parameter that this rank holds. FSDP2 shards the first dimension."""
+    """Return the first row of a parameter that this rank holds. FSDP2 shards the first dimension."""
     if not isinstance(p, DTensor):
         return 0
     _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)

@@ -179,7 +179,7 @@ class RankTrainer:
 
     @torch.no_grad()
     def _logprobs(self, samples: Sequence[TrainingSample]) -> LogprobsByPlace:
-        """Log-probabilities of every sample's sampled tokens."""
+        """Return log-probabilities of every sample's sampled tokens."""
         scored, by_place = fetch_samples(samples, self.config.trainer.update_timeout_s), {}
         for part in self._micro_batches(samples):
             micro = collate([scored[i] for i in part], None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
@@ -189,7 +189,7 @@ class RankTrainer:
         return by_place
 
     def _fitting(self, samples: Sequence[TrainingSample], run: Callable[[], Result], chunk: int = 0) -> Result:
-        """``run``. Raises OutOfMemory when its micro-batches do not fit, with nothing changed.
+        """Do ``run``. Raises OutOfMemory when its micro-batches do not fit, with nothing changed.
 
         Gradients are forgotten first, unless they are those of chunks before ``chunk``. The process that ran out of
         memory is then of no more use than to hand what it has to another one.
@@ -222,7 +222,7 @@ class RankTrainer:
         algorithm: Algorithm,
         train: bool,
     ) -> Sums:
-        """Forward, and backward when training, over micro-batches; this rank's part of the metrics."""
+        """Run forward, and backward when training, over micro-batches; returns this rank's part of the metrics."""
         scored = self._with_reference(samples)
         # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
         top_k = self._agree(max((s.teacher.ids.shape[1] for s in scored if s.teacher), default=0))
@@ -262,24 +262,24 @@ class RankTrainer:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _with_reference(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
-        """Arrays of the samples, the reference's log-probabilities those that are kept here, where there are any."""
+        """Return the samples' arrays, with the reference's log-probabilities where they are kept here."""
         scored = fetch_samples(samples, self.config.trainer.update_timeout_s)
         kept = [self.reference.get(sample.place) for sample in samples]
         return [s if own is None else replace(s, reference=own.numpy()) for s, own in zip(scored, kept, strict=True)]
 
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        """Micro-batches of this rank, as many as any rank has: the last of them may be empty."""
+        """Return micro-batches of this rank, as many as any rank has: the last of them may be empty."""
         parts = pack([sample.n_tokens for sample in samples], self.budget)
         return parts + [[]] * (self._agree(len(parts)) - len(parts))
 
     def _agree(self, value: int) -> int:
-        """The largest of all ranks' values."""
+        """Return the largest of all ranks' values."""
         largest = torch.tensor(value, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
     def _reduce(self, sums: Sums) -> Metrics:
-        """Metrics of all ranks together. Every rank had at least one micro-batch, so all know the same names."""
+        """Return metrics of all ranks together. Every rank had at least one micro-batch, so all know the same names."""
         metrics: dict[str, float] = {}
         added = {**sums.losses, **sums.sums}
         for values, operation in ((added, dist.ReduceOp.SUM), (sums.largest, dist.ReduceOp.MAX)):

@@ -59,7 +59,7 @@ class ActorWorker:
         self.staging = Staging(self.device)
 
     def open_store(self) -> tuple[str, int]:
-        """On rank 0: open the rendezvous on a port this process chooses; returns host and port."""
+        """Open the rendezvous, on rank 0, on a port this process chooses; returns host and port."""
         host = ray.util.get_node_ip_address()
         self.store = dist.TCPStore(host, 0, self.world, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         return host, self.store.port
@@ -134,7 +134,7 @@ class ActorWorker:
         self.trainer.budget = budget
 
     def keep(self) -> Kept:
-        """What a new process in place of this one needs; also while this rank waits in a collective."""
+        """Return what a new process in place of this one needs; also while this rank waits in a collective."""
         part = part_of(self.optimizer, self.device, self.staging.updated)
         return Kept(part, self.trainer.old, self.trainer.reference, self.staging.applied, self.staging.rows)
 
@@ -153,19 +153,19 @@ class ActorWorker:
         self._publisher.sender.release()
 
     def new_group(self) -> str:
-        """On rank 0: the address of a new group for the weights."""
+        """Return the address of a new group for the weights. On rank 0."""
         return self._publisher.sender.new_group()
 
     def join_group(self, address: str, world: int) -> None:
-        """On rank 0: join the engines' processes in a group of ``world`` ranks."""
+        """Join the engines' processes in a group of ``world`` ranks. On rank 0."""
         self._publisher.sender.join(address, world)
 
     def broadcast_piece(self) -> None:
-        """On rank 0: send the packed piece to the group."""
+        """Send the packed piece to the group. On rank 0."""
         self._publisher.sender.broadcast()
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, gathered as they are iterated; log-probabilities under earlier ones are dropped."""
+        """Return the weights, gathered as they are iterated; log-probabilities under earlier ones are dropped."""
         self.trainer.forget_logprobs()
         return self.student.file_tensors(self.dtype)
 
@@ -179,7 +179,7 @@ class ActorWorker:
         dist.barrier()
 
     def applied(self) -> Applied | None:
-        """The step that the weights are of; None in the middle of one."""
+        """Return the step that the weights are of; None in the middle of one."""
         return self.staging.applied
 
     def stage(self) -> Applied | None:
@@ -216,12 +216,12 @@ class ActorWorker:
             torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, float]:
-        """Memory of this rank."""
+        """Return memory of this rank."""
         return memory_here()
 
 
 def _n_threads(config: Config, world: int, device: Device) -> int:
-    """Threads of a rank: its share of the node's cores.
+    """Return threads of a rank: its share of the node's cores.
 
     On a GPU they are for an optimizer in the host's memory, which Ray's OMP_NUM_THREADS=1 would leave one.
     """

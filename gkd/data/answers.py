@@ -27,7 +27,7 @@ def turn_end(prompts: Sequence[Prompt], tokenizer: Any) -> int | None:
 
 
 def template_end(tokenizer: Any) -> int | None:
-    """As :func:`turn_end`, after a user's message; None for a tokenizer without a chat template."""
+    """Do as :func:`turn_end` after a user's message; None for a tokenizer without a chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     return _end_after([{"role": "user", "content": "?"}], tokenizer)

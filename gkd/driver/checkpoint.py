@@ -117,7 +117,7 @@ def read(path: Path) -> Saved:
 
 
 def read_intact(path: Path) -> Saved:
-    """:func:`read`, with every file compared with its sum. Raises Damaged."""
+    """Do as :func:`read`, with every file compared with its sum. Raises Damaged."""
     saved = read(path)
     if not saved.files:
         raise Damaged(f"{STATE} names no files")
@@ -135,7 +135,7 @@ def read_intact(path: Path) -> Saved:
 
 
 def newest_intact(directory: Path) -> tuple[Saved | None, dict[Path, str]]:
-    """The newest intact checkpoint in ``directory``, and what is wrong with each complete one after it."""
+    """Return the newest intact checkpoint in ``directory``, and what is wrong with each complete one after it."""
     damaged: dict[Path, str] = {}
     for path in reversed(complete(directory)):
         try:
@@ -151,12 +151,12 @@ def complete(directory: Path) -> list[Path]:
 
 
 def incomplete(directory: Path) -> list[Path]:
-    """Checkpoints that were never finished."""
+    """Return checkpoints that were never finished."""
     return [path for path in _all(directory) if not (path / STATE).exists()]
 
 
 def step_of(path: Path) -> int:
-    """Of a checkpoint's directory: its step."""
+    """Return the step of a checkpoint's directory."""
     return int(path.name.removeprefix("step_"))
 
 

@@ -33,7 +33,7 @@ _OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")
 
 
 def finished(config: Config, output: Path) -> str | None:
-    """What to say of a run in ``output`` that is done with all its steps and has written its student; else None.
+    """Say of a run in ``output`` that it is done with all its steps and has written its student; else None.
 
     Raises ConfigError when it has done more steps than it is to have now.
     """
@@ -66,7 +66,7 @@ def finished(config: Config, output: Path) -> str | None:
 
 
 def find(config: Config, output: Path) -> Saved:
-    """The newest intact checkpoint in ``output``; damaged ones after it are named in a warning.
+    """Return the newest intact checkpoint in ``output``; damaged ones after it are named in a warning.
 
     Raises ConfigError when there is none, or when it is of a run with other settings.
     """
@@ -93,7 +93,7 @@ def find(config: Config, output: Path) -> Saved:
 
 
 def differences(saved: Saved, config: Config) -> str:
-    """Settings with other values than in the run's earlier part, in one line; empty where there are none.
+    """Return settings with other values than in the run's earlier part, in one line; empty where there are none.
 
     Another version of gkd counts as one of them.
     """

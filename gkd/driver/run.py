@@ -47,7 +47,7 @@ def drive(
     started_s: float,
     saved: Saved | None = None,
 ) -> None:
-    """Everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``) is when the run began.
+    """Do everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``): when the run began.
 
     ``saved`` is the checkpoint that it goes on from.
     """
@@ -139,7 +139,7 @@ def _train_and_save(
 
 
 def step_text(config: Config) -> str:
-    """What one step is made of, and the settings that memory depends on, in one line."""
+    """Say what one step is made of, and the settings that memory depends on, in one line."""
     actor, prompts, n = config.actor, config.trainer.batch_size, config.rollout.n
     samples = prompts * n
     updates = actor.epochs * -(-samples // (actor.mini_batch_size or samples))
@@ -213,7 +213,7 @@ def _place_and_show(config: Config, session: Session, output: Path) -> Placement
 
 
 def _with_offload(config: Config, placement: Placement) -> Config:
-    """``config`` with cluster.offload decided.
+    """Return ``config`` with cluster.offload decided.
 
     Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
     """
@@ -258,7 +258,7 @@ def _check_memory(config: Config, placement: Placement) -> bool:
 
 
 def _next_command(config: Config, output: Path) -> str:
-    """What a user would try after this run: the own data after the built-in task, the trained student after that."""
+    """Say what a user would try after this run: own data after the built-in task, the trained student after that."""
     if not config.uses_task:
         return f"go on from here: the same command with model.path={output / 'model'}"
     teacher = "teacher.model.path=DIR " if config.algorithm.needs_teacher else ""

@@ -54,14 +54,14 @@ class Checkpoints:
         self._ending = False
 
     def train(self, state: State) -> None:
-        """From now on the actor may hold the weights of this step, whose row is not written yet."""
+        """Note that the actor may hold the weights of this step from now on, whose row is not written yet."""
         self._keep(state)
         writing = self._writing
         if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
             self._complete()
 
     def after(self, actor: ActorGroup, state: State) -> None:
-        """A step is trained, validated and logged: begin a checkpoint if it is time. A failure is a warning."""
+        """Begin a checkpoint if it is time, after a step is trained, validated and logged. A failure is a warning."""
         self.train(state)
         self._done = state.step
         trainer = self.config.trainer
@@ -82,7 +82,7 @@ class Checkpoints:
             raise RunFailed(self._failure)
 
     def rescue(self, actor: ActorGroup) -> None:
-        """The run ends before its time: save what is whole, and say what there is to go on from. Never raises."""
+        """Save what is whole of a run that ends before its time, and say what there is to go on from. Never raises."""
         self._ending = True
         try:
             if self._writing is None or is_done(self._writing.calls) or actor.answers():
@@ -104,7 +104,7 @@ class Checkpoints:
             log.warning("there is no checkpoint to go on from")
 
     def _minutes(self) -> float:
-        """Since the last checkpoint was begun, or the run."""
+        """Return minutes since the last checkpoint was begun, or the run."""
         return (time.monotonic() - self._begun) / 60
 
     def _keep(self, state: State) -> None:

@@ -40,7 +40,7 @@ class Parts:
     reports: MemoryReports = field(default_factory=MemoryReports)
 
     def memory(self) -> dict[str, float]:
-        """memory/* of every group."""
+        """Return memory/* of every group."""
         return self.reports.read([self.actor.group, self.rollout.living, *self.scorers])
 
 
@@ -118,6 +118,6 @@ def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: Sta
 
 
 def throughput(n_tokens: int, seconds: float, n_gpus: int) -> dict[str, float]:
-    """perf/*: prompt and response tokens a second, also by each of all groups' GPUs, simulated ones included."""
+    """Return perf/*: tokens a second, prompts' too, also by each of all groups' GPUs, simulated ones included."""
     rate = n_tokens / seconds
     return {"perf/tokens_per_second": rate, "perf/tokens_per_second_per_gpu": rate / n_gpus}

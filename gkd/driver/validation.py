@@ -69,7 +69,7 @@ class Validation:
         return metrics
 
     def teacher(self) -> dict[str, float]:
-        """The teacher's accuracy on the same prompts; its divergence from itself is not a measurement."""
+        """Return the teacher's accuracy on the same prompts; its divergence from itself is not a measurement."""
         prompts = [p for p in self.prompts if p.answer is not None]
         if not prompts or not self.teachers:
             return {}

@@ -63,11 +63,11 @@ class WeightSync:
                 raise RunFailed(f"{self.rollout.group.reports[engine]} serves weights {its} instead of {version}")
 
     def _left(self) -> float:
-        """Seconds that the push under way still has."""
+        """Return seconds that the push under way still has."""
         return max(0.0, self._end - time.monotonic())
 
     def _pack(self, version: int, number: int, about: str) -> Piece:
-        """The next piece, with the contents of all ranks that have packed it for engines that live."""
+        """Return the next piece, with the contents of all ranks that have packed it for engines that live."""
         packs = self._packing()
         arguments = [(version, number, each) for each in packs]
         pieces: list[Piece] = self.actor.group.call_each(
@@ -76,7 +76,7 @@ class WeightSync:
         return replace(pieces[0], contents=tuple(content for piece in pieces for content in piece.contents))
 
     def _packing(self) -> list[bool]:
-        """By rank of the actor, whether engines that live receive its pieces."""
+        """Return by rank of the actor whether engines that live receive its pieces."""
         gpus = {uuid for engine in self.rollout.alive for uuid in self._gpus[engine]}
         return self._transfer.packing(self.actor.group.reports, gpus)
 

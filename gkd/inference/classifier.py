@@ -41,7 +41,7 @@ class Classifier(InferenceEngine[Rate, float]):
         self._waiting.append((key, request))
 
     def busy(self) -> bool:
-        """Whether requests are unfinished."""
+        """Return whether requests are unfinished."""
         return bool(self._waiting)
 
     def step(self) -> Iterator[tuple[int, float]]:
@@ -64,7 +64,7 @@ class Classifier(InferenceEngine[Rate, float]):
         self.model.to(self.device)
 
     def rate(self, sequences: list[Int32]) -> list[float]:
-        """The model's output for each sequence of token ids [L]."""
+        """Return the model's output for each sequence of token ids [L]."""
         import torch
 
         padding = self._padding_id(sequences)

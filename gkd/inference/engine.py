@@ -69,7 +69,7 @@ class EngineSpec:
     def for_rollout(
         config: Config, model_path: str, model: ModelInfo, max_length: int, rank: int, device: Device
     ) -> EngineSpec:
-        """The spec of the rollout group's engine ``rank``, which samples from the student."""
+        """Return the spec of the rollout group's engine ``rank``, which samples from the student."""
         return EngineSpec(
             model_path,
             model,
@@ -127,7 +127,7 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
 
     @classmethod
     def follow(cls, spec: EngineSpec) -> Any:
-        """The part on a further node of the engine with ``spec``; its ``serve()`` waits until that engine ends."""
+        """Return the part on a further node of the engine with ``spec``; its ``serve()`` waits for its end."""
         raise NotImplementedError(f"{cls.__name__} runs on one node")
 
     @abstractmethod
@@ -136,7 +136,7 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
 
     @abstractmethod
     def busy(self) -> bool:
-        """Whether requests are unfinished."""
+        """Return whether requests are unfinished."""
 
     @abstractmethod
     def step(self) -> Iterable[tuple[int, AnswerT | Refused]]:
@@ -160,7 +160,7 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
         raise NotImplementedError(f"{type(self).__name__} takes no weights")
 
     def receive_weights(self, piece: Piece) -> None:
-        """As :meth:`load_weights`, with tensors that each of the engine's processes receives on its own GPU."""
+        """Do as :meth:`load_weights`, with tensors that each of the engine's processes receives on its own GPU."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights from GPUs")
 
     def join(self, address: str, offset: int, world: int) -> None:

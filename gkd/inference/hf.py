@@ -93,7 +93,7 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
         self.waiting.append((key, request))
 
     def busy(self) -> bool:
-        """Whether requests are queued."""
+        """Return whether requests are queued."""
         return bool(self.waiting)
 
     def step(self) -> list[tuple[int, Sample]]:

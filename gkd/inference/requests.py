@@ -111,11 +111,11 @@ class Limits:
     rates: bool = False
 
     def width(self, request: Score) -> int:
-        """K of the reply."""
+        """Return K of the reply."""
         return min(request.top_k, self.rows(request))
 
     def rows(self, request: Score) -> int:
-        """Tokens that ``request`` leaves possible."""
+        """Return tokens that ``request`` leaves possible."""
         return min(self.vocabulary, request.vocabulary or self.vocabulary)
 
     def check(self, request: Request) -> None:

@@ -18,7 +18,7 @@ AT_ONCE_BYTES = 64 << 20  # of float32 scores; vLLM has measured what is free wi
 
 
 def tail_logprobs(scores: Tensor, ids: Tensor, normalised: bool = False) -> Tensor:
-    """Log-probability of all tokens but ``ids`` [N, K] together, of logits ``scores`` [N, V].
+    """Return log-probability of all tokens but ``ids`` [N, K] together, of logits ``scores`` [N, V].
 
     ``normalised``: they are log-probabilities already. As [N], float32: the sum over the complement, right to a few
     parts in a million however small it is. -inf where the complement is empty or impossible. A few rows at a time.
@@ -39,7 +39,7 @@ def _tails(scores: Tensor, ids: Tensor, normalised: bool) -> Tensor:
 
 
 def tails_of(rows: Any) -> Tensor:
-    """The tails [rows] in vLLM's LogprobsTensors of an engine that :func:`tails_instead_of_ranks` was applied to."""
+    """Return the tails [rows] in vLLM's LogprobsTensors where :func:`tails_instead_of_ranks` was applied."""
     import torch
 
     tails: Tensor = rows.selected_token_ranks.view(torch.float32)
@@ -47,7 +47,7 @@ def tails_of(rows: Any) -> Tensor:
 
 
 def tails_instead_of_ranks(worker: Any) -> None:
-    """For ``collective_rpc``: has the scores of prompt tokens carry tails in place of ranks.
+    """Have the scores of prompt tokens carry tails in place of ranks; for ``collective_rpc``.
 
     There are two model runners in vLLM. One takes scores apart with a method of its sampler, the other, which runs on
     GPUs, with a function that it has imported.
@@ -63,7 +63,7 @@ def tails_instead_of_ranks(worker: Any) -> None:
 
 
 def _with_tails(take_apart: Any, normalised: bool) -> Any:
-    """``take_apart(scores [N, V], K, token_ids [N])`` gives LogprobsTensors; the same with tails."""
+    """Return ``take_apart(scores [N, V], K, token_ids [N])``, which gives LogprobsTensors, with tails."""
 
     @wraps(take_apart)
     def taken(scores: Tensor, k: int, token_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

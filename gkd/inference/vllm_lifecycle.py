@@ -29,7 +29,7 @@ def engine_arguments(
     prefix_caching: bool = True,
     seeded: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.LLM`` for the engine with ``spec``.
+    """Return keyword arguments of ``vllm.LLM`` for the engine with ``spec``.
 
     Prompts go in and come out as token ids, so no tokenizer is loaded. ``max_model_len`` None is the model's own
     length, or as much of it as the key-value cache takes. ``logprobs_mode`` "processed_logprobs" are those of the
@@ -69,7 +69,7 @@ def engine_arguments(
 
 
 def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
-    """``vllm.LLM`` with these arguments, see :func:`engine_arguments`. vLLM raises what it likes when it cannot."""
+    """Start ``vllm.LLM`` with arguments of :func:`engine_arguments`. vLLM raises what it likes when it cannot."""
     from vllm import LLM
 
     compile_apart(device)

@@ -52,7 +52,7 @@ class _Running:
 
 
 def scoring_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments of vLLM for an engine that scores. Raises ConfigError for sequences longer than the model takes."""
+    """Return vLLM's arguments for an engine that scores. Raises ConfigError for too long sequences."""
     spec.require_positions()
     longest: int | None = spec.settings.max_model_len
     if spec.max_num_batched_tokens is None:
@@ -107,7 +107,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
 
     @classmethod
     def follow(cls, spec: EngineSpec) -> Follower:
-        """vLLM's processes on a further node of the engine with ``spec``."""
+        """Return vLLM's processes on a further node of the engine with ``spec``."""
         return Follower(scoring_arguments(spec))
 
     def add(self, key: int, request: Score | Generate) -> None:
@@ -115,11 +115,11 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
         self._waiting.append((key, request))
 
     def busy(self) -> bool:
-        """Whether requests are unfinished."""
+        """Return whether requests are unfinished."""
         return bool(self._waiting or self._running)
 
     def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
-        """One forward pass; the keys and answers of requests that it finished."""
+        """Do one forward pass; returns the keys and answers of requests that it finished."""
         yield from self._admit()
         for output in self.llm_engine.step():
             if not output.finished:
@@ -157,7 +157,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
                 yield key, Refused("bad_request", " ".join(str(error).split()))
 
     def _fits(self, request: Score | Generate) -> bool:
-        """Whether ``request`` may join those that run: same shape and K, and memory for its results."""
+        """Return whether ``request`` may join those that run: same shape and K, and memory for its results."""
         if not isinstance(request, Score):
             return True  # greedy: no temperature and no result to speak of
         # On a GPU vLLM takes the largest K of a step for all its rows, and the tail is what that leaves out.
@@ -212,7 +212,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
 
 
 def _target(request: Score, chunks: list[Any], whole: bool) -> Target:
-    """The Target of a scored request from vLLM's LogprobsTensors, one of each prefill chunk or of the whole prompt.
+    """Return a scored request's Target from vLLM's LogprobsTensors, one of each prefill chunk or of the whole prompt.
 
     ``whole``: there is no token beyond the top K.
     """
@@ -233,6 +233,6 @@ def _target(request: Score, chunks: list[Any], whole: bool) -> Target:
 
 
 def _rows(chunks: list[torch.Tensor], places: list[slice]) -> NDArray[Any]:
-    """The rows at ``places`` of tensors [rows, ...] put end to end; a view where both are one."""
+    """Return the rows at ``places`` of tensors [rows, ...] put end to end; a view where both are one."""
     whole = np.concatenate([chunk.numpy() for chunk in chunks]) if len(chunks) > 1 else chunks[0].numpy()
     return whole[places[0]] if len(places) == 1 else np.concatenate([whole[place] for place in places])

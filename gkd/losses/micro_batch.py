@@ -46,7 +46,7 @@ class MicroBatch:
     targets: PositionTargets | None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device."""
+        """Return the same on a device."""
 
         def moved(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor | PositionTargets) else value

@@ -53,7 +53,7 @@ def packed_attention(
 def _variable_length(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, cu: Tensor, longest: int
 ) -> Tensor:
-    """Flash attention's kernel for sequences of any lengths: q [L, H, D], k and v [L, G, D] -> [L, H, D]."""
+    """Run flash attention's kernel for sequences of any lengths: q [L, H, D], k and v [L, G, D] -> [L, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
     bounds = (-1 if window is None else window - 1, 0)
@@ -67,7 +67,7 @@ def _variable_length(
 
 @cache
 def _takes_enable_gqa(function: Callable[..., Any]) -> bool:
-    """Whether fewer key-value heads than query heads are to be announced: torch 2.13 requires it, 2.11 has no such
+    """Return whether fewer key-value than query heads are to be announced: torch 2.13 requires it, 2.11 has no such
     argument and takes them as they are.
     """
     return "enable_gqa" in inspect.signature(function).parameters
@@ -76,7 +76,7 @@ def _takes_enable_gqa(function: Callable[..., Any]) -> bool:
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, cu: Tensor, longest: int
 ) -> Tensor:
-    """Without a variable-length kernel: pad inside the attention only, where sequences of a micro-batch are alike.
+    """Pad inside the attention only, without a variable-length kernel: sequences of a micro-batch are of like length.
 
     q [H, L, D], k and v [G, L, D] -> [L, H, D]. Padding is on the right, which a causal mask never looks at.
     """

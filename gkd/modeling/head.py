@@ -28,7 +28,7 @@ class Head:
         self._view.training = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of hidden states [n, D]."""
+        """Return logits [n, V] of hidden states [n, D]."""
         self._below.hidden = hidden[None]
         try:
             # Of the class: a wrapper put around ``lm``'s own forward would call ``lm``.

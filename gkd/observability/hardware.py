@@ -25,7 +25,7 @@ class Card:
 
 
 def cards() -> list[Card]:
-    """This machine's GPUs in PCI order; none where there is no driver."""
+    """Return this machine's GPUs in PCI order; none where there is no driver."""
     with nvml() as library:
         return [_card(library, index, handle) for index, handle in enumerate(handles(library))]
 
@@ -44,7 +44,7 @@ def _card(library: Any, index: int, handle: Any) -> Card:
 
 
 def resident_gb(pid: int) -> float | None:
-    """Memory of a process and its children on this machine; None where it has ended."""
+    """Return memory of a process and its children on this machine; None where it has ended."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -54,5 +54,5 @@ def resident_gb(pid: int) -> float | None:
 
 
 def host_free_gb() -> float:
-    """Memory of this machine that programs can still have."""
+    """Return memory of this machine that programs can still have."""
     return float(psutil.virtual_memory().available / GB)

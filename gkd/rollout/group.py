@@ -203,7 +203,7 @@ class RolloutGroup:
             self._lose(engine, WorkerHangs(f"{who} has done nothing for {limit:g} s (rollout.engine_timeout_s)"))
 
     def _late(self, what: str, timeout_s: float) -> str:
-        """Message for what takes too long."""
+        """Return the message for what takes too long."""
         at_work = self._dispatcher.at_work
         holding = [f"{self.group.reports[i]} with {len(requests)}" for i, requests in at_work.items() if requests]
         others = f" and {len(holding) - 3} more" if len(holding) > 3 else ""
@@ -251,7 +251,7 @@ class RolloutGroup:
         log.warning("%s; %d others of the %s group go on", failure, others, group, extra={"kind": "death"})
 
     def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
-        """The arrays of samples. For the few that the driver looks at."""
+        """Return the arrays of samples. For the few that the driver looks at."""
         return fetch_samples(samples, FETCH_TIMEOUT_S)
 
     def sleep(self) -> None:

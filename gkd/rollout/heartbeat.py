@@ -39,7 +39,7 @@ class Heartbeat:
         self._looked = time.monotonic()
 
     def hanging(self, busy: Iterable[int]) -> list[int]:
-        """Those of the ``busy`` engines that hang. To be called every second or so while engines have work."""
+        """Return those of the ``busy`` engines that hang. To be called every second or so while engines have work."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, LONGEST_TURN_S), now
         hanging = []
@@ -52,7 +52,7 @@ class Heartbeat:
         return hanging
 
     def begin(self) -> None:
-        """New work begins: silence is counted from now on."""
+        """Note that new work begins: silence is counted from now on."""
         for beat in self._beats:
             beat.silent_s = 0.0
         self._looked = time.monotonic()

@@ -129,7 +129,7 @@ class ScoringPipeline:
         )
 
     def _rate(self, rate: Rate) -> Future[Timed]:
-        """The reward model's reward and how long it took to come."""
+        """Return the reward model's reward and how long it took to come."""
         started, timed = time.monotonic(), Future[Timed]()
 
         def finish(reward: Future[float]) -> None:
@@ -169,7 +169,7 @@ class ScoringPipeline:
 
 
 def with_prompt(sample: Sample, prompt_ids: Int32) -> tuple[Int32, Spans]:
-    """Tokens of a trajectory with ``prompt_ids`` [Q] in place of its prompt [P], and the places of the sampled."""
+    """Return a trajectory's tokens with ``prompt_ids`` [Q] for its prompt [P], and the places of the sampled."""
     n_prompt = len(sample.request.prompt.token_ids)
     shift = len(prompt_ids) - n_prompt
     ids = np.concatenate([prompt_ids, sample.token_ids[n_prompt:]])
@@ -177,7 +177,7 @@ def with_prompt(sample: Sample, prompt_ids: Int32) -> tuple[Int32, Spans]:
 
 
 def _reward(future: Future[Timed]) -> Timed | str:
-    """A function's reward and how long it took, or why it gave none."""
+    """Return a function's reward and how long it took, or why it gave none."""
     error = future.exception()
     if error is None:
         return future.result()

@@ -96,7 +96,7 @@ class RolloutWorker:
         self._between_steps(lambda: self._wake(weights_only), "wake up")
 
     def progress(self) -> tuple[int, int]:
-        """Forward passes so far, and responses that are not finished, those not begun included."""
+        """Return forward passes so far, and responses that are not finished, those not begun included."""
         return self.engine.forward_passes, self._unfinished + self._commands.qsize()
 
     def n_sampled(self) -> int:
@@ -104,7 +104,7 @@ class RolloutWorker:
         return self._n_sampled
 
     def memory(self) -> dict[str, float]:
-        """Memory of this engine's process."""
+        """Return memory of this engine's process."""
         return memory_here()
 
     def serve(self) -> None:
@@ -161,7 +161,7 @@ class RolloutWorker:
             self._unfinished += 1
 
     def _own_answer(self, request: SampleRequest, answer_ids: Int32) -> Sample:
-        """The data's answer as a sample; it was cut where it has no end token."""
+        """Return the data's answer as a sample; it was cut where it has no end token."""
         unknown = np.full(len(answer_ids), np.nan, dtype=np.float32)
         reason: FinishReason = "stop" if int(answer_ids[-1]) in self._eos_ids else "length"
         return Sample.single_turn(request, answer_ids, unknown, self.engine.version, reason)
@@ -209,12 +209,12 @@ class RolloutWorker:
 
 
 def rollout_follower(config: Config, spec: EngineSpec, span: Span) -> Any:
-    """The part on a further node of the engine that a RolloutWorker with these arguments leads."""
+    """Return the part on a further node of the engine that a RolloutWorker with these arguments leads."""
     return config.rollout.engine_class.follow(replace(spec, span=span))
 
 
 def _receiver(weights: Weights) -> Receiver | None:
-    """What receives weights in this process; None where the engine's own processes do, on their GPUs."""
+    """Return what receives weights in this process; None where the engine's own processes do, on their GPUs."""
     import torch
 
     transfer = weights.transfer_class
