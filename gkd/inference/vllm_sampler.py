@@ -46,7 +46,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
     @classmethod
     def follow(cls, spec: EngineSpec) -> Follower:
-        """vLLM's processes on a further node of the engine with ``spec``."""
+        """Return vLLM's processes on a further node of the engine with ``spec``."""
         return Follower(_arguments(spec))
 
     def add(self, key: int, request: SampleRequest) -> None:
@@ -77,11 +77,11 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         self._requests[str(key)] = request
 
     def busy(self) -> bool:
-        """Whether requests are unfinished."""
+        """Return whether requests are unfinished."""
         return bool(self._finished) or bool(self.engine.has_unfinished_requests())
 
     def step(self) -> list[tuple[int, Sample]]:
-        """One forward pass over everything running."""
+        """Do one forward pass over everything running."""
         finished, self._finished = self._finished, []
         self.forward_passes += 1
         for output in self.engine.step():
@@ -165,7 +165,7 @@ def _spans(versions: Sequence[Any] | None, n_prompt: int) -> tuple[VersionSpan, 
 
 
 def _arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments of vLLM's engine; makes the weight backend known to this process."""
+    """Return arguments of vLLM's engine; makes the weight backend known to this process."""
     from gkd.weights import vllm_plugin
 
     arguments = engine_arguments(
