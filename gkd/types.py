@@ -64,11 +64,19 @@ def teacher_of(prompt: Prompt) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn. ``temperature`` 0 is greedy."""
+    """How responses are drawn. ``temperature`` 0 is greedy.
+
+    ``top_p``, ``top_k``, ``min_p`` and ``presence_penalty`` as :mod:`gkd.losses.truncation` has them. ``stop``: texts
+    that end a response, which then ends with the token that completes one.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,10 +112,11 @@ def _the_engine_takes_the_weights(config: Config) -> None:
 
 def _policy_gradient_is_on_policy(config: Config) -> None:
     loss, rollout = config.algorithm.loss, config.rollout
-    if loss.is_policy_gradient and not rollout.temperature == loss.temperature == rollout.top_p == 1.0:
+    if loss.is_policy_gradient and not (rollout.is_plain and loss.temperature == 1.0):
         raise ValueError(
             f"algorithm.loss.name={loss.name} is a policy gradient on the plain model's samples: "
-            "rollout.temperature, rollout.top_p and algorithm.loss.temperature must be 1"
+            "rollout.temperature, rollout.top_p and algorithm.loss.temperature must be 1, without rollout.top_k, "
+            "rollout.min_p and rollout.presence_penalty"
         )
 
 
@@ -167,6 +168,14 @@ def _questions_are_named(config: Config) -> None:
         raise ValueError("there is nothing to ask: name a set of questions (+sets=NAME or evaluate.sets.NAME.files)")
 
 
+def _early_cuts_are_learned_from(config: Config) -> None:
+    action = config.algorithm.overlong.action
+    if config.rollout.horizon.start is not None and action != "keep":
+        raise ValueError(
+            f"algorithm.overlong.action={action} is against responses that are cut, and rollout.horizon cuts them"
+        )
+
+
 CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_models_and_data_go_together,
     _a_reference_is_asked,
@@ -182,6 +191,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_answers_can_be_learned_from,
     _the_teachers_advantage_is_at_one_temperature,
     require_possible,
+    _early_cuts_are_learned_from,
 )
 """Each raises ValueError, which names the settings that do not go together."""
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from gkd.config.base import OWN_CLASS, Engine, Pool, Settings
 from gkd.config.open import OpenSections, OpenSettings
+from gkd.config.sampling import StudentSampling
 from gkd.registry import Registry, absolute
 
 TRACKERS = Registry(
@@ -276,7 +277,7 @@ class Trainer(Pool, OpenSections):
         return self
 
 
-class Rollout(Engine, EngineSection):
+class Rollout(StudentSampling, Engine, EngineSection):
     """Sampling from the student."""
 
     registry: ClassVar[Registry] = Registry(
@@ -291,11 +292,6 @@ class Rollout(Engine, EngineSection):
         description=f"what samples: vllm; hf, transformers' generate, for models unknown to vLLM; or {OWN_CLASS}",
     )
     n: int = Field(1, ge=1, description="samples a prompt (TRL's num_generations)")
-    max_response_length: int = Field(
-        256, ge=1, description="tokens a response may have, with its end token (TRL's max_completion_length)"
-    )
-    temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature the student is sampled at")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus the student is sampled from")
     timeout_s: float = Field(1800.0, gt=0, description="time a batch may take to be sampled and scored")
     engine_timeout_s: float = Field(
         300.0, gt=0, description="an engine that has work and makes no forward pass for this time hangs: it is ended, "

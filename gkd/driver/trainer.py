@@ -75,6 +75,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         log.samples.write(step, collected.batch)
         require_rewards(config, collected.all)
         batch, row = with_advantages(config, collected.batch)
+        if config.rollout.horizon.start is not None:
+            row["response/limit"] = float(config.rollout.limit_at(step))
         sampled = began = time.monotonic()
         if stream is not None and stream.began is not None:
             began = stream.began

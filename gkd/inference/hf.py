@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gkd.data.model_info import exact_attention
+from gkd.data.tokenizer import load_tokenizer
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.types import Sample, SampleRequest, Sampling
 
@@ -22,32 +23,39 @@ class _Draw:
     """A logits processor: chooses every row's next token and leaves nothing else possible for greedy decoding.
 
     So each request has a random generator of its own, and only the chosen log-probabilities are kept. ``passed`` is
-    called after every forward pass.
+    called after every forward pass. Rows have ``n_prompt`` tokens before their response.
     """
 
     def __init__(
-        self, sampling: Sampling, seeds: Sequence[int], n_tokens: int, passed: Callable[[], None] = lambda: None
+        self,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        n_tokens: int,
+        n_prompt: int,
+        passed: Callable[[], None] = lambda: None,
     ) -> None:
         import torch
-        from transformers import TopPLogitsWarper
 
-        self.sampling, self.n_tokens, self.passed = sampling, n_tokens, passed
+        self.sampling, self.n_tokens, self.n_prompt, self.passed = sampling, n_tokens, n_prompt, passed
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.nucleus = TopPLogitsWarper(sampling.top_p) if sampling.top_p < 1.0 else None
         self.logprobs: list[Tensor] = []  # of each step, [B]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         import torch
 
+        from gkd.losses.truncation import truncated
+
         self.passed()
         scores = scores.float()
         if self.n_tokens:
             scores[:, self.n_tokens :] = -torch.inf
+        if self.sampling.presence_penalty:
+            seen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, input_ids[:, self.n_prompt :], True)
+            scores = scores - self.sampling.presence_penalty * seen
         greedy = self.sampling.temperature == 0
-        if not greedy:
-            scores = scores / self.sampling.temperature
-            scores = scores if self.nucleus is None else self.nucleus(input_ids, scores)
         logprobs = scores.log_softmax(-1)  # [B, V]
+        if not greedy:
+            logprobs = truncated((scores / self.sampling.temperature).log_softmax(-1), self.sampling)
         chosen = logprobs.argmax(-1, keepdim=True) if greedy else self._sample(logprobs)  # [B, 1]
         self.logprobs.append(logprobs.gather(-1, chosen)[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
@@ -58,6 +66,29 @@ class _Draw:
         probabilities = logprobs.exp().cpu()
         drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(probabilities, self.generators, strict=True)]
         return torch.stack(drawn).to(logprobs.device)
+
+
+class _Stops:
+    """A stopping criterion: notes at which length a row's response has one of the texts, which may go over tokens.
+
+    ``ends``: tokens of the response by row. Rows have ``n_prompt`` tokens before it.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], n_prompt: int) -> None:
+        self.tokenizer, self.texts, self.n_prompt = tokenizer, texts, n_prompt
+        self.ends: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        import torch
+
+        new = input_ids[:, self.n_prompt :].tolist()
+        for row, tokens in enumerate(new):
+            if row not in self.ends:
+                written = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                if any(text in written for text in self.texts):
+                    self.ends[row] = len(tokens)
+        done = [row in self.ends for row in range(len(new))]
+        return torch.tensor(done, device=input_ids.device)
 
 
 class HFSampler(InferenceEngine[SampleRequest, Sample]):
@@ -82,6 +113,7 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
         self.model.generation_config = GenerationConfig()
         self.info, self.device, self.max_batch = spec.model, spec.device, spec.settings.max_num_seqs
         self.eos_ids = spec.model.eos_ids
+        self.tokenizer = load_tokenizer(spec.model_path) if spec.settings.stop else None
         self.waiting: list[tuple[int, SampleRequest]] = []
 
     def add(self, key: int, request: SampleRequest) -> None:
@@ -111,7 +143,7 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
 
     def _generate(self, chosen: list[tuple[int, SampleRequest]], sampling: Sampling) -> list[tuple[int, Sample]]:
         import torch
-        from transformers import LogitsProcessorList
+        from transformers import LogitsProcessorList, StoppingCriteriaList
 
         prompts = [torch.from_numpy(r.prompt.token_ids.astype(np.int64)) for _, r in chosen]
         longest = max(len(p) for p in prompts)
@@ -120,34 +152,38 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
         for row, prompt in enumerate(prompts):  # padding on the left: generation goes on at the right
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
-        draw = _Draw(sampling, [request.seed for _, request in chosen], self.info.n_tokens, self._count)
+        draw = _Draw(sampling, [request.seed for _, request in chosen], self.info.n_tokens, longest, self._count)
+        stops = _Stops(self.tokenizer, sampling.stop, longest) if sampling.stop else None
         sequences = self.model.generate(
             ids.to(self.device),
             attention_mask=mask.to(self.device),
             max_new_tokens=sampling.max_tokens,
             do_sample=False,
             logits_processor=LogitsProcessorList([draw]),
+            stopping_criteria=None if stops is None else StoppingCriteriaList([stops]),
             eos_token_id=self.eos_ids or None,
             pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
         )
         new = sequences[:, longest:]  # [B, T]
         logprobs = torch.stack(draw.logprobs, 1)  # [B, T]
-        return [(key, self._finish(r, new[row], logprobs[row])) for row, (key, r) in enumerate(chosen)]
+        ends = {} if stops is None else stops.ends
+        return [(key, self._finish(r, new[row], logprobs[row], ends.get(row))) for row, (key, r) in enumerate(chosen)]
 
     def _count(self) -> None:
         self.forward_passes += 1
 
-    def _finish(self, request: SampleRequest, tokens: Tensor, logprobs: Tensor) -> Sample:
+    def _finish(self, request: SampleRequest, tokens: Tensor, logprobs: Tensor, stopped: int | None) -> Sample:
+        """Return what was generated up to the first end token; ``stopped``: tokens up to a text that ends it."""
         import torch
 
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device)).nonzero()
-        length = int(ends[0]) + 1 if len(ends) else len(tokens)
+        length = min(int(ends[0]) + 1 if len(ends) else len(tokens), stopped or len(tokens))
         return Sample.single_turn(
             request,
             tokens[:length].cpu().numpy().astype(np.int32),
             logprobs[:length].cpu().numpy().astype(np.float32),
             self.version,
-            "stop" if len(ends) else "length",
+            "stop" if stopped or len(ends) else "length",
         )
 
     def sleep(self) -> None:

@@ -28,18 +28,20 @@ def engine_arguments(
     logprobs_mode: LogprobsMode = "raw_logprobs",
     prefix_caching: bool = True,
     seeded: bool = False,
+    with_tokenizer: bool = False,
 ) -> dict[str, Any]:
     """Return keyword arguments of ``vllm.LLM`` for the engine with ``spec``.
 
-    Prompts go in and come out as token ids, so no tokenizer is loaded. ``max_model_len`` None is the model's own
-    length, or as much of it as the key-value cache takes. ``logprobs_mode`` "processed_logprobs" are those of the
-    distribution that was sampled from (temperature and top_p applied), "raw_logprobs" the model's. Any number of
-    log-probabilities may be asked for. ``seeded``: requests carry seeds.
+    Prompts go in and come out as token ids, so no tokenizer is loaded, except ``with_tokenizer``. ``max_model_len``
+    None is the model's own length, or as much of it as the key-value cache takes. ``logprobs_mode``
+    "processed_logprobs" are those of the distribution that was sampled from (temperature, penalty and truncation
+    applied), "raw_logprobs" the model's. Any number of log-probabilities may be asked for. ``seeded``: requests carry
+    seeds.
     """
     settings, on_cpu, batched_tokens = spec.settings, spec.device == "cpu", spec.max_num_batched_tokens
     arguments: dict[str, Any] = {
         "model": spec.model_path,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not with_tokenizer,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "dtype": spec.dtype,

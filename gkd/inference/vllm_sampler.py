@@ -60,11 +60,15 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k or 0,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            stop=list(sampling.stop),
             seed=request.seed,
             stop_token_ids=self._eos_ids,
             logprobs=0,  # the sampled token's alone
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,  # one of every request at every step is twice the host's work
         )
         prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())
@@ -174,6 +178,7 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         logprobs_mode="processed_logprobs",
         prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
         seeded=True,
+        with_tokenizer=bool(spec.settings.stop),  # which finds the texts that end a response
     )
     if spec.weights is None:
         return arguments

@@ -38,7 +38,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
     loss is at temperature 1, and everything that looks at tokens that the student sampled is under the distribution
     that they were sampled from, weighted as :mod:`gkd.losses.off_policy` says.
     """
-    as_sampled = not algorithm.needs_policy and (rollout.top_p < 1.0 or rollout.temperature != 1.0)
+    as_sampled = not algorithm.needs_policy and not rollout.is_plain
 
     def values_at(logits: Tensor, start: int) -> Values:
         values: Values = {}

@@ -13,6 +13,7 @@ from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import Importance
 from gkd.losses.ratio import RATIOS
 from gkd.losses.surrogate import Surrogate
+from gkd.losses.truncation import log_mass, penalised, truncates
 
 
 def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Values:
@@ -21,43 +22,36 @@ def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -
     logits [n, V] of the positions from ``start`` on. The log-probabilities are of the distribution that was sampled
     from (:func:`token_logprobs`), the entropies of softmax(logits / ``rollout.temperature``).
     """
-    log_q = _log_softmax(logits, rollout.temperature)
+    log_q = _log_softmax(_penalised(logits, start, micro, rollout), rollout.temperature)
     with torch.no_grad():
         entropy = torch.special.entr(log_q.exp()).sum(-1)
-    return {"token_logprobs": _chosen(log_q, start, micro, rollout.top_p), "entropy": entropy}
+    return {"token_logprobs": _chosen(log_q, start, micro, rollout), "entropy": entropy}
 
 
 def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None) -> Tensor:
     """Compute log-probabilities [n] of the response tokens from ``start`` on, differentiable; logits [n, V].
 
-    With ``rollout``, under the distribution that was sampled from: softmax(logits / temperature), normalised over the
-    nucleus of ``top_p``, the most likely tokens, as few as have that much together. Without, under the plain model.
+    With ``rollout``, under the distribution that was sampled from: softmax(logits / temperature), after the presence
+    penalty and normalised over the tokens that its truncation leaves (:mod:`gkd.losses.truncation`). Without, under the
+    plain model.
     """
     if rollout is None:
-        return _chosen(_log_softmax(logits, 1.0), start, micro, 1.0)
-    return _chosen(_log_softmax(logits, rollout.temperature), start, micro, rollout.top_p)
+        return _chosen(_log_softmax(logits, 1.0), start, micro, None)
+    log_q = _log_softmax(_penalised(logits, start, micro, rollout), rollout.temperature)
+    return _chosen(log_q, start, micro, rollout)
+
+
+def _penalised(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Tensor:
+    return penalised(logits, start, micro.response_ids, micro.bounds, rollout.presence_penalty)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
 
 
-def _chosen(log_q: Tensor, start: int, micro: MicroBatch, top_p: float) -> Tensor:
+def _chosen(log_q: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None) -> Tensor:
     chosen = log_q.gather(-1, micro.response_ids[start : start + len(log_q), None])[:, 0]
-    return chosen if top_p == 1.0 else chosen - _log_mass(log_q, top_p)
-
-
-def _log_mass(log_q: Tensor, top_p: float) -> Tensor:
-    """Compute the log of what the nucleus has together, [n]; which tokens it holds is taken as constant.
-
-    The nucleus is that of ``log_q``. A token that was sampled and, by rounding or an update, is outside of it now keeps
-    its own probability, divided by this: its importance ratio is then continuous, and not 0.
-    """
-    with torch.no_grad():
-        falling = log_q.sort(-1, descending=True).values
-        before = falling.exp().cumsum(-1) - falling.exp()
-        least = falling.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
-    return torch.logsumexp(log_q.masked_fill(log_q < least, -torch.inf), -1)
+    return chosen if rollout is None or not truncates(rollout) else chosen - log_mass(log_q, rollout)
 
 
 def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights: Importance) -> tuple[Tensor, Values]:

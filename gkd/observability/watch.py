@@ -34,7 +34,8 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
     """Yield name of the metric and text of every warning that a step's metrics call for."""
     watch = config.watch
     cut = metrics.get("response/clip_ratio", 0.0)
-    if cut > watch.truncation_rate:
+    limit = config.rollout.max_response_length
+    if cut > watch.truncation_rate and metrics.get("response/limit", limit) >= limit:  # by rollout.horizon if lower
         yield (
             "response/clip_ratio",
             f"{cut:.0%} of the responses were cut off (watch.truncation_rate={watch.truncation_rate:g}): raise "

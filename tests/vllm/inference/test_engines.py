@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from gkd.config import Rollout, Weights
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.vllm_environment import environment
+from gkd.losses.micro_batch import collate
 from gkd.planning.memory import kv_bytes, pool_memory
-from gkd.types import Prompt, Sample, SampleRequest, Sampling
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample
 from tests.planning.layouts import layout_of
 from tests.weights.received import load_in_pieces
 
@@ -196,3 +199,64 @@ def test_an_engine_holds_what_was_planned(pair) -> None:
     )
     held = int(planned.notes[0].split("holds ")[1].split(" ")[0].replace(",", ""))
     assert held == pytest.approx(tokens / 64, rel=0.15)
+
+
+LETTERS = ["?", "!", "a", "b", "c", *(chr(0x4E00 + i) for i in range(5, SHAPE["vocab_size"]))]
+STOPS = ("ab", *LETTERS[4:14])
+
+
+def letters_tokenizer() -> Any:
+    """Writes token i as LETTERS[i], without spaces between them."""
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="!")
+
+
+SHAPED = [{"top_k": 5}, {"min_p": 0.2}, {"presence_penalty": 1.5}, {"top_p": 0.7, "top_k": 20, "min_p": 0.02}]
+
+
+@pytest.mark.parametrize("how", [*SHAPED, {"top_k": 9, "presence_penalty": -1.0}], ids=str)
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_truncation_and_penalty_are_those_of_the_trainer(pair, name: str, how: dict[str, Any]) -> None:
+    """Log-probabilities of an engine are those that the loss computes for the tokens that it sampled."""
+    from gkd.losses.policy import token_logprobs
+
+    wanted = requests(Sampling(12, 0.8, **how))
+    found = run(pair[name], wanted)
+    micro = collate([ScoredSample(sample) for sample in found], None, [1.0] * len(found), [0.0] * len(found))
+    rows = []
+    for sample in found:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        with torch.no_grad():
+            rows.append(pair["model"](ids[None]).logits[0, len(sample.request.prompt.token_ids) - 1 : -1].float())
+    logits = torch.cat(rows)
+    logits[:, N_TOKENS:] = -torch.inf
+    own = token_logprobs(logits, 0, micro, Rollout(n=2, temperature=0.8, **how))
+    assert (own - micro.sampler_logprobs).abs().max() < 2e-4
+    assert (token_logprobs(logits, 0, micro) - micro.sampler_logprobs).abs().max() > 1e-2  # it does change them
+
+
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_texts_end_a_response_which_has_them(name: str, tmp_path: Any) -> None:
+    """Tokens are single letters, so a text of two goes over two of them."""
+    os.environ.update(environment("cpu"))
+    from gkd.inference.hf import HFSampler
+    from gkd.inference.vllm_sampler import VLLMSampler
+
+    make(tied=False, seed=0).save_pretrained(tmp_path)
+    letters_tokenizer().save_pretrained(tmp_path)
+    spec = dataclasses.replace(small_spec(str(tmp_path)), settings=Rollout(stop=list(STOPS)))
+    engine: Any = {"vllm": VLLMSampler, "hf": HFSampler}[name](spec)
+    try:
+        found = run(engine, requests(Sampling(40, 2.0, stop=STOPS), n=24))
+    finally:
+        engine.close()
+    texts = ["".join(LETTERS[i] for i in sample.sampled_ids if i != EOS) for sample in found]
+    stopped = 0
+    for sample, text in zip(found, texts, strict=True):
+        at = min((text.find(s) + len(s) for s in STOPS if s in text), default=None)
+        assert at in (None, len(text)), text  # nothing after it
+        assert (sample.finish_reason == "stop") == (at is not None or sample.sampled_ids[-1] == EOS)
+        stopped += at is not None
+    assert stopped >= 3

@@ -1,0 +1,95 @@
+"""What a sampler makes of logits before it draws, in the order of vLLM, and the same in the trainer.
+
+1. ``presence_penalty`` is taken off the logits of tokens that the response has already.
+2. Logits are divided by the temperature.
+3. ``min_p``: tokens less likely than so many times the most likely one are left out.
+4. ``top_k``: all but the K most likely are left out.
+5. ``top_p``: of what is left, the most likely tokens stay, as few as have that much of it together.
+
+What stays is normalised, so log-probabilities of the sampler and of the trainer are of one distribution. n positions,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Truncation(Protocol):
+    """Settings of a sampler; :class:`gkd.config.Rollout` and :class:`gkd.types.Sampling` have them."""
+
+    @property
+    def top_k(self) -> int | None: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def min_p(self) -> float: ...
+
+
+def truncates(how: Truncation) -> bool:
+    """Return whether any token is left out."""
+    return how.top_p < 1.0 or how.top_k is not None or how.min_p > 0.0
+
+
+def least(log_q: Tensor, how: Truncation) -> Tensor:
+    """Return the log-probability [n, 1] of the least likely token that stays; ``log_q`` [n, V].
+
+    Tokens as likely as that one stay, too.
+    """
+    if how.top_p == 1.0:
+        found = log_q.amax(-1, keepdim=True) + (math.log(how.min_p) if how.min_p else -math.inf)
+        if how.top_k is None or how.top_k >= log_q.shape[-1]:
+            return found
+        return torch.maximum(found, log_q.topk(how.top_k, -1).values[..., -1:])
+    falling = log_q.sort(-1, descending=True).values
+    floor, total = None, log_q.new_ones(())
+    if how.min_p or how.top_k is not None:
+        floor = falling[..., :1] + (math.log(how.min_p) if how.min_p else -math.inf)
+        if how.top_k is not None:
+            floor = torch.maximum(floor, falling[..., min(how.top_k, falling.shape[-1]) - 1, None])
+        falling = falling.masked_fill(falling < floor, -torch.inf)
+        total = falling.exp().sum(-1, keepdim=True)
+    before = falling.exp().cumsum(-1) - falling.exp()
+    found = falling.masked_fill(before >= how.top_p * total, torch.inf).amin(-1, keepdim=True)
+    return found if floor is None else torch.maximum(found, floor)
+
+
+def log_mass(log_q: Tensor, how: Truncation) -> Tensor:
+    """Compute the log of what the tokens that stay have together, [n]; which they are is taken as constant.
+
+    A token that was sampled and, by rounding or an update, is left out now keeps its own probability, divided by this:
+    its importance ratio is then continuous, and not 0.
+    """
+    with torch.no_grad():
+        smallest = least(log_q.detach(), how)
+    return torch.logsumexp(log_q.masked_fill(log_q < smallest, -torch.inf), -1)
+
+
+def truncated(log_q: Tensor, how: Truncation) -> Tensor:
+    """Return ``log_q`` [n, V] with the tokens that are left out impossible, normalised over the others."""
+    if not truncates(how):
+        return log_q
+    return log_q.masked_fill(log_q < least(log_q, how), -torch.inf).log_softmax(-1)
+
+
+def penalised(logits: Tensor, start: int, response_ids: Tensor, bounds: Tensor, penalty: float) -> Tensor:
+    """Take ``penalty`` off the logits [n, V] of tokens that stand before a position in its response.
+
+    ``logits`` are of the sampled positions from ``start`` on, of N that have ``response_ids`` [N]; ``bounds`` [S + 1]:
+    where each response begins.
+    """
+    if not penalty or not len(logits):
+        return logits
+    here = torch.arange(start, start + len(logits), device=logits.device)
+    first = bounds[torch.searchsorted(bounds, here, right=True) - 1]
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    for offset in range(1, int((here - first).max()) + 1):  # so many tokens back
+        rows = (here - offset >= first).nonzero()[:, 0]
+        seen[rows, response_ids[here[rows] - offset]] = True
+    return logits - penalty * seen
