@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+
+if TYPE_CHECKING:
+    from gkd.config import Config
 
 SECTIONS = ("models", "evaluate", "rollout", "cluster", "reward", "plan")
 SETTINGS = ("model.dtype", "trainer.seed", "data.max_prompt_length")
 """Sections and settings that an evaluation takes; another one would have no effect."""
+POOL = ("rollout.n_gpus_per_node", "rollout.nnodes", "rollout.colocate_with")
+SAMPLING = {"rollout.n": "samples", "rollout.temperature": "temperature", "rollout.top_p": "top_p"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,11 +36,7 @@ def _main(arguments: Sequence[str]) -> int:
     from gkd.cluster.shutdown import exit_on_signals
 
     exit_on_signals()
-    from gkd.config.compose import compose, groups
-
-    for override in options.overrides:
-        _require_effect(override.partition("=")[0].lstrip("+~"), list(groups()))
-    config = compose(options.overrides)
+    config = compose_evaluation(options.overrides)
     if not config.models:
         raise ConfigError("name a model: gkd evaluate models.NAME=DIR +sets=NAME")
     from gkd.cli.compare import show as show_comparisons
@@ -56,12 +58,29 @@ def _main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def compose_evaluation(overrides: Sequence[str]) -> Config:
+    """Compose the configuration of an evaluation. Raises ConfigError, also for settings that have no effect on one."""
+    from gkd.config.compose import compose, groups
+
+    given = {override.partition("=")[0].lstrip("+~"): override.partition("=")[2] for override in overrides}
+    for key in given:
+        _require_effect(key, list(groups()))
+    wide = given.get("rollout.tensor_parallel_size")
+    if wide is not None and "rollout.gpus" not in given:  # as many GPUs as an engine has, before mode makes them more
+        overrides = [*overrides, f"rollout.n_gpus_per_node={wide}"]
+    return compose(overrides)
+
+
 def _require_effect(key: str, groups: Sequence[str]) -> None:
     """Raise ConfigError for a setting of training, which would change nothing here."""
     from gkd.config import settings
 
     if key in ("recipe", "task"):
         raise ConfigError(f"{key} is for training; an evaluation takes +sets=NAME and placement=NAME")
+    if key in POOL:
+        raise ConfigError(f"{key}: evaluate.mode says how many GPUs an evaluation takes, rollout.gpus which")
+    if key in SAMPLING:
+        raise ConfigError(f"{key} is of training; a set of questions has its own: evaluate.sets.NAME.{SAMPLING[key]}")
     known = key in settings() and key not in SETTINGS and key.partition(".")[0] not in SECTIONS
     if known and key not in groups:
         raise ConfigError(f"{key} has no effect on an evaluation, which takes {', '.join(SECTIONS)}")

