@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gkd.actor.applied import Applied, over_mini_batches
-from gkd.actor.balance import share
+from gkd.actor.batches import Applied, over_mini_batches, share
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.colocation import Colocation
 from gkd.cluster.group import Group, Pending, any_done, gather, settle

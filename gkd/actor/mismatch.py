@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gkd.actor.applied import Metrics
+from gkd.actor.batches import Metrics
 from gkd.types import TrainingSample
 
 SHARE = "mismatch/stale_share"

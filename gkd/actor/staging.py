@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from gkd.actor.applied import Applied, Metrics
+from gkd.actor.batches import Applied, Metrics
 from gkd.actor.state import Part, part_of, write_part
 from gkd.durable import Sum
 from gkd.errors import RunFailed

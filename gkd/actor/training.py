@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.applied import Metrics
-from gkd.actor.balance import pack
+from gkd.actor.batches import Metrics, pack
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.mismatch import as_means, by_age, stale_tokens
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
 from gkd.actor.sums import Sums, Totals
-from gkd.cluster.fetch import fetch_samples
+from gkd.cluster.group import fetch_samples
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
 from gkd.losses.micro_batch import collate

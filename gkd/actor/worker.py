@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.actor.applied import Applied, Metrics
+from gkd.actor.batches import Applied, Metrics
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
 from gkd.actor.pretrained import write_pretrained

@@ -19,6 +19,7 @@ from gkd.cluster.assignment import Report
 from gkd.cluster.control_service import ControlService
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.errors import ControlLost, RunFailed
+from gkd.types import ScoredSample, TrainingSample
 
 LOG = logging.getLogger("gkd")
 MEMORY_TIMEOUT_S = 5.0
@@ -318,3 +319,20 @@ def _answer(ref: Any, ready: set[Any]) -> dict[str, float]:
     except RayError:  # it died, which is noticed where it is needed
         return {}
     return figures
+
+
+def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    """Fetch the objects behind ``refs``. Raises RunFailed, naming ``what``, when one is late or lost."""
+    try:
+        return list(ray.get(list(refs), timeout=timeout_s))
+    except GetTimeoutError:
+        raise RunFailed(f"{what} did not arrive within {timeout_s:g} s") from None
+    except RayError as error:
+        raise explain(error, f"fetching {what}") from error
+
+
+def fetch_samples(samples: Sequence[TrainingSample], timeout_s: float) -> list[ScoredSample]:
+    """Fetch the arrays of samples, in their order; each list that holds some is fetched once. Raises as fetch."""
+    refs = list(dict.fromkeys(sample.ref for sample in samples))
+    lists = dict(zip(refs, fetch(refs, timeout_s, "sampled responses"), strict=True))
+    return [lists[sample.ref][sample.slot] for sample in samples]

@@ -26,8 +26,7 @@ from gkd.config.learning import Algorithm, Loss, Overlong, Policy
 from gkd.config.loading import load, settings
 from gkd.config.plan import Plan
 from gkd.config.rewards import Reward
-from gkd.config.run import Config
-from gkd.config.watch import Watch
+from gkd.config.run import Config, Watch
 
 __all__ = [
     "GROUPS",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
 from gkd.config.checks import CHECKS, CHECKS_OF_EVALUATIONS
@@ -27,7 +27,30 @@ from gkd.config.learning_rate import rates
 from gkd.config.plan import Plan
 from gkd.config.rewards import Reward
 from gkd.config.schedule import Schedule
-from gkd.config.watch import Watch
+
+
+def _rising(band: list[float]) -> list[float]:
+    if band[0] >= band[1]:
+        raise ValueError("a band goes from its lower to its upper end")
+    return band
+
+
+Band = Annotated[list[float], AfterValidator(_rising)]
+
+
+class Watch(Settings):
+    """Thresholds."""
+
+    truncation_rate: float = Field(
+        0.05, ge=0, le=1, description="share of responses cut off by rollout.max_response_length"
+    )
+    distill_kl: Band = Field(
+        [0.0, 5.0], min_length=2, max_length=2, description="band of distill/reverse_kl, nats a token"
+    )
+    reference_kl: Band = Field(
+        [-0.01, 0.5], min_length=2, max_length=2, description="band of actor/kl_reference, nats a token"
+    )
+    mismatch_kl: float = Field(0.02, gt=0, description="largest mismatch/kl between sampler and trainer, nats a token")
 
 
 class Config(Settings):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gkd.actor.applied import over_mini_batches
+from gkd.actor.batches import over_mini_batches
 from gkd.actor.group import ActorGroup
 from gkd.cluster.group import Pending, gather, is_done, settle
 from gkd.config import Config

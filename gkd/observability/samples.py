@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.cluster.fetch import fetch_samples
+from gkd.cluster.group import fetch_samples
 from gkd.config.groups import Trainer
 from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.trackers.tracker import Trackers

@@ -15,8 +15,7 @@ from ray.exceptions import RayError
 
 from gkd.cluster.colocation import SLACK_S, Colocation
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
-from gkd.cluster.fetch import fetch_samples
-from gkd.cluster.group import Group, Pending, gather
+from gkd.cluster.group import Group, Pending, fetch_samples, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.dispatch import Dispatcher

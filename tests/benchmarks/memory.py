@@ -33,7 +33,7 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
     """GB beyond the start, and seconds of the second update."""
     import numpy as np
 
-    from gkd.actor.balance import pack
+    from gkd.actor.batches import pack
     from gkd.actor.loading import load
     from gkd.actor.optimizer import adamw
     from gkd.config import Actor, Algorithm, Lora, Rollout

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.actor.balance import pack, share
+from gkd.actor.batches import pack, share
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.algorithms.aggregation import token_weights

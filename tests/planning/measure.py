@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from gkd.actor.balance import pack
+from gkd.actor.batches import pack
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.actor.optimizer import adamw

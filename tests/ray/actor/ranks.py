@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 from torch import Tensor
 
-from gkd.actor.balance import share
+from gkd.actor.batches import share
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Config, load

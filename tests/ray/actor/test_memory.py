@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gkd.actor.balance import pack
+from gkd.actor.batches import pack
 from gkd.actor.group import ActorGroup
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.cluster.group import gather

@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gkd.actor.applied import Applied
+from gkd.actor.batches import Applied
 from gkd.actor.group import ActorGroup
 from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging

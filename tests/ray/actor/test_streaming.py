@@ -11,7 +11,7 @@ import ray
 import torch
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.balance import share
+from gkd.actor.batches import share
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.config import Algorithm, Config

@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from gkd import __version__
-from gkd.actor.applied import Applied
+from gkd.actor.batches import Applied
 from gkd.cluster.group import Pending
 from gkd.config import Config, load
 from gkd.data.prompts import fingerprint

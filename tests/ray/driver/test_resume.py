@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.actor.applied import Applied, over_mini_batches
+from gkd.actor.batches import Applied, over_mini_batches
 from gkd.cluster.group import Pending
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream

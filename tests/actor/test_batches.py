@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.actor.applied import over_mini_batches
+from gkd.actor.batches import over_mini_batches
 
 
 def test_metrics_of_mini_batches_are_means_and_maxima() -> None:
