@@ -42,7 +42,8 @@ class Student(nn.Module):
 
     def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
         """Evaluate ``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
-        return objective(self.hidden(micro)[micro.rows], self.head)
+        hidden = self.hidden(micro)[micro.rows]
+        return objective(hidden, self.head.linear(hidden) or self.head)
 
     def hidden(self, micro: MicroBatch) -> Tensor:
         """Return final hidden states [L, D] of every token of a micro-batch."""

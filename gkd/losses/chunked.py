@@ -1,43 +1,125 @@
-"""Evaluates a loss at many positions without the logits of all of them at once."""
+"""Evaluates a loss at many positions, and its gradient in the same pass, without the logits of all of them at once.
+
+A chunk of positions goes through the head together, for the sake of its matrix products. What is worked out from the
+logits is worked out a block of rows at a time, small enough for a processor's cache, and the gradient of a block takes
+the place of its logits. N positions, D hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from gkd.losses.divergence import block_rows
+from gkd.losses.head_gradients import head_pass
 
 Values = dict[str, Tensor]
+Head = Callable[[Tensor], Tensor]
 
 
-def chunked(
-    hidden: Tensor, head: Callable[[Tensor], Tensor], of: Callable[[Tensor, int], Values], chunk: int
-) -> Values:
-    """Evaluate ``of`` at N positions, ``chunk`` of them at a time; every value is [N].
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients of a loss with respect to the hidden states and the head's parameters, ready before its backward pass.
+
+    ``slopes`` are in the order of ``inputs``. They are given to autograd once, and are gone then.
+    """
+
+    inputs: tuple[Tensor, ...]
+    slopes: list[Tensor]
+
+    def carried_by(self, loss: Tensor) -> Tensor:
+        """Return the scalar ``loss`` as one whose backward pass gives the inputs these gradients."""
+        if not self.inputs:
+            return loss
+        carried: Tensor = _Carried.apply(loss, self.slopes, *self.inputs)  # type: ignore[no-untyped-call]
+        return carried
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, slopes: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.slopes = slopes
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.slopes:
+            raise RuntimeError("the gradients of a chunked loss are there for one backward pass")
+        # In place: a second copy of the head's gradient can be most of the memory that is left.
+        found = [one.mul_(slope) for one in ctx.slopes]
+        ctx.slopes.clear()
+        return (None, None, *found)
+
+
+@torch.no_grad()
+def chunked(hidden: Tensor, head: Head, of: Callable[[Tensor, int], Values], chunk: int) -> Values:
+    """Evaluate ``of`` at N positions without gradients, ``chunk`` of them at a time; every value is [N].
 
     ``head`` turns hidden states [n, D] into logits [n, V]; ``hidden`` is [N, D]. ``of(logits, start)`` gives named
-    values [n] of the positions from ``start`` on, differentiable or not. The head sees at most ``chunk`` positions at a
-    time, once in the forward and once more in the backward pass, and no logits outlive their chunk.
+    values [n] of the positions from ``start`` on. With N = 0 the head is called once with no rows.
 
-    With N = 0 the head is called once with no rows, and the backward pass gives the head's parameters and ``hidden``
-    gradients of 0 rather than none, as the other ranks of a collective expect.
+    Raises ValueError where ``chunk`` is not positive.
+    """
+    parts: list[Values] = []
+    for start, rows in _chunks(hidden, chunk):
+        for first, block in _blocks(head(rows), start):
+            parts.append(of(block, first))
+    return _joined(parts)
+
+
+@torch.no_grad()
+def chunked_with_gradients(
+    hidden: Tensor, head: Head, of: Callable[[Tensor, int], tuple[Tensor, Values]], chunk: int
+) -> tuple[Values, Gradients]:
+    """Evaluate a loss at N positions, and its gradient, ``chunk`` positions at a time.
+
+    ``of(logits, start)`` gives the share [] that the positions from ``start`` on have in the loss, differentiable in
+    ``logits`` [n, V], and named values [n]. The loss is the sum of the shares. Returns the values of all positions,
+    detached, and the gradient of the loss, which :meth:`Gradients.carried_by` hands to autograd. The head runs once;
+    of a plain ``nn.Linear`` there is one copy of the weight's gradient, and logits are overwritten by theirs.
+
+    With N = 0 the head is called once with no rows, and the gradients of its parameters and of ``hidden`` are 0 rather
+    than none, as the other ranks of a collective expect.
 
     Under FSDP2 the head's parameters belong to the group of the module whose forward calls this. A head that is a group
     of its own would be gathered and reduced once a call, and ranks with different numbers of chunks would deadlock.
 
     Raises ValueError where ``chunk`` is not positive.
     """
+    source, through = hidden.detach(), head_pass(head)
+    slope, parts = torch.empty_like(source), list[Values]()
+    for start, rows in _chunks(source, chunk):
+
+        def differentiate(logits: Tensor, into: Tensor, start: int = start) -> None:
+            for (first, block), (_, place) in zip(_blocks(logits, start), _blocks(into, start), strict=True):
+                with torch.enable_grad():
+                    leaf = block.detach().requires_grad_()
+                    share, values = of(leaf, first)
+                place.copy_(torch.autograd.grad(share, leaf)[0])
+                parts.append({name: value.detach() for name, value in values.items()})
+
+        slope[start : start + len(rows)] = through(rows, differentiate)
+    slopes: dict[Tensor, Tensor] = {hidden: slope} if hidden.requires_grad else {}
+    slopes |= through.slopes
+    return _joined(parts), Gradients(tuple(slopes), list(slopes.values()))
+
+
+def _chunks(hidden: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; at least one position at a time is needed")
-
-    def evaluate(rows: Tensor, start: int) -> Values:
-        return of(head(rows), start)
-
-    # split, not slices: the backward of each slice would write zeros for all N rows.
     starts = range(0, max(len(hidden), 1), chunk)
-    parts: list[Values] = [
-        checkpoint(evaluate, rows, start, use_reentrant=False)
-        for start, rows in zip(starts, torch.split(hidden, chunk), strict=True)
-    ]
+    return zip(starts, torch.split(hidden, chunk), strict=True)
+
+
+def _blocks(logits: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
+    rows = block_rows(logits.shape[-1], logits.device.type == "cpu")
+    starts = range(start, start + max(len(logits), 1), rows)
+    return zip(starts, torch.split(logits, rows), strict=True)
+
+
+def _joined(parts: list[Values]) -> Values:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

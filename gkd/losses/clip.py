@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -32,6 +32,8 @@ class Clip(Surrogate):
             "cliprange)",
         )
         clip_high: float | None = Field(None, ge=0, description=UPPER)
+
+    by_token: ClassVar[bool] = True
 
     def __init__(self, config: Config, usual_range: tuple[float, float]) -> None:
         super().__init__(config, usual_range)

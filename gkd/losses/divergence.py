@@ -18,6 +18,9 @@ MIN_LOGPROB = -1000.0
 """Log-probabilities below this, -inf among them, count as this: an outcome that one side rules out costs the other
 side 1000 nats for certain instead of infinity, and no NaN reaches a gradient. Its probability is exactly 0 still."""
 
+BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
+"""Logits that a loss works on at a time: as many as a processor's cache holds, or keep a GPU busy."""
+
 
 class Divergence(ABC):
     """Base of what ``algorithm.loss.name`` may name: the loss of every response position, with its own settings.
@@ -37,9 +40,9 @@ class Divergence(ABC):
     """Whether the value is an estimate from the token sampled: it then gets importance weights, the student has to have
     sampled every response, and to be compared under the very distribution that it sampled from."""
 
-    logit_copies: ClassVar[tuple[int, int]] = (13, 14)
-    """Float32 tensors [c, V] that are alive at the worst moments of a chunk's forward and backward pass, where the
-    whole vocabulary is compared; the default is the most that any built-in divergence has."""
+    logit_copies: ClassVar[int] = 14
+    """Float32 tensors [b, V] that are alive at the worst moment of a block of b positions (:func:`block_rows`), where
+    the whole vocabulary is compared; the default is what some ten operations under autograd have."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -55,9 +58,11 @@ class Divergence(ABC):
 
 
 def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Compute KL(A||B) = sum_v a(v) (log a(v) - log b(v)) of two [..., V], as [...]."""
-    log_a, log_b = log_a.clamp(min=MIN_LOGPROB), log_b.clamp(min=MIN_LOGPROB)
-    return (log_a.exp() * (log_a - log_b)).sum(-1)
+    """Compute KL(A||B) = sum_v a(v) (log a(v) - log b(v)) of two [..., V], as [...]; with its gradient by formula."""
+    from gkd.losses.closed_forms import KLSum
+
+    value: Tensor = KLSum.apply(log_a, log_b)  # type: ignore[no-untyped-call]
+    return value
 
 
 def sampled_log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -65,12 +70,6 @@ def sampled_log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_q - log_p.clamp(min=MIN_LOGPROB)).detach()
 
 
-def student_tail(log_q: Tensor, ids: Tensor) -> Tensor:
-    """Compute the student's log-probability of everything but ``ids``; log_q [..., V] and ids [..., K], as [...].
-
-    It is the sum over the complement, exact however small; 1 minus the mass on ``ids`` would round to 0.
-    """
-    import torch
-
-    # Finite rather than -inf: where the whole complement is -inf, logsumexp would have a gradient of NaN.
-    return torch.logsumexp(log_q.scatter(-1, ids, torch.finfo(log_q.dtype).min / 2), -1)
+def block_rows(vocabulary: int, on_cpu: bool) -> int:
+    """Return how many positions' logits a loss works on at a time."""
+    return max(1, (BLOCK_CPU if on_cpu else BLOCK_GPU) // max(1, vocabulary))

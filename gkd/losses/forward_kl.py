@@ -18,7 +18,7 @@ class ForwardKL(Divergence):
     sum of the P given: Q - P only where P is complete.
     """
 
-    logit_copies: ClassVar[tuple[int, int]] = (7, 8)
+    logit_copies: ClassVar[int] = 7
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute KL(P||Q) of two [N, V], as [N]."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from gkd.config.base import Settings
-from gkd.losses.divergence import MIN_LOGPROB, Divergence, kl
+from gkd.losses.divergence import Divergence, kl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,21 +33,16 @@ class JSD(Divergence):
         )
 
     config: Config
-    logit_copies: ClassVar[tuple[int, int]] = (13, 14)
+    logit_copies: ClassVar[int] = 7
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute JSD_beta of two [N, V], as [N]."""
-        from torch.nn import functional as F
+        from gkd.losses.closed_forms import JSDSum
 
         beta = self.config.beta
         if beta == 0.0:
             return kl(log_p, log_q)
         if beta == 1.0:
             return kl(log_q, log_p)
-        log_p, log_q = log_p.clamp(min=MIN_LOGPROB), log_q.clamp(min=MIN_LOGPROB)
-        # log P/M and log M/Q from the one ratio P/Q instead of from log M: next to an end one of the two is tiny, and
-        # as a difference of rounded logarithms it would be noise. Past the threshold softplus(x) is taken to be x.
-        log_odds = log_p - log_q + (math.log(beta) - math.log1p(-beta))
-        log_p_over_m = -math.log(beta) - F.softplus(-log_odds, threshold=50.0)
-        log_m_over_q = math.log1p(-beta) + F.softplus(log_odds, threshold=50.0)
-        return (beta * log_p.exp() * log_p_over_m - (1.0 - beta) * log_q.exp() * log_m_over_q).sum(-1)
+        value: Tensor = JSDSum.apply(log_p, log_q, beta)  # type: ignore[no-untyped-call]
+        return value

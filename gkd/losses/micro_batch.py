@@ -6,7 +6,7 @@ Shapes: S sequences, L tokens in all, N sampled positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,14 @@ class MicroBatch:
     old_logprobs: Tensor | None
     reference_logprobs: Tensor | None
     targets: PositionTargets | None
+
+    def positions(self, start: int, stop: int) -> MicroBatch:
+        """Return the same with the sampled tokens from ``start`` to ``stop`` alone; ``bounds`` and ``rows`` stay."""
+        names = ("response_ids", "weights", "advantages", "sampler_logprobs", "old_logprobs", "reference_logprobs")
+        values = {name: getattr(self, name) for name in names}
+        parts: dict[str, Any] = {name: None if all_ is None else all_[start:stop] for name, all_ in values.items()}
+        targets = None if self.targets is None else self.targets.rows(start, stop)
+        return replace(self, targets=targets, **parts)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on a device."""

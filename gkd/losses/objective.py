@@ -10,13 +10,11 @@ from torch import Tensor
 
 from gkd.config import Algorithm, Config, Rollout
 from gkd.losses import policy
-from gkd.losses.chunked import Values, chunked
+from gkd.losses.chunked import Head, Values, chunked, chunked_with_gradients
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import importance
 from gkd.losses.policy_gradient import kl_penalty
 from gkd.losses.position import position_losses
-
-Head = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,6 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
         if algorithm.distils:
             assert micro.targets is not None, "distillation needs the teacher's targets"
             losses = position_losses(logits, micro.targets.rows(start, start + len(logits)), algorithm.loss)
-            # The loss first: the last tensor a chunk keeps for its backward pass is then in it, and the rest is
-            # computed once.
             values |= {"distill": losses.loss, **losses.diagnostics()}
         if algorithm.needs_policy:
             values |= policy.values_at(logits, start, micro, rollout)
@@ -58,17 +54,85 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
         return values
 
     def evaluate(hidden: Tensor, head: Head) -> tuple[Tensor, Measured]:
-        values = chunked(hidden, head, values_at, chunk)
-        log_q = values.pop("token_logprobs")
-        trainers = values.pop("as_sampled", log_q).detach()
-        losses, sums = _losses(micro, algorithm, log_q, values)
-        parts = {name: (loss * micro.weights).sum() for name, loss in losses.items()}
-        total = sum(parts.values(), start=hidden.new_zeros(()))
-        measured = Measured({"actor/loss": total, **parts}, sums)
-        add_mismatch(measured, trainers if micro.old_logprobs is None else micro.old_logprobs, micro.sampler_logprobs)
-        return total, measured
+        gradients = None
+        if torch.is_grad_enabled():
+            share = _share(micro, algorithm, rollout, hidden, head, chunk)
+
+            def with_share(logits: Tensor, start: int) -> tuple[Tensor, Values]:
+                values = values_at(logits, start)
+                return share(values, start), values
+
+            values, gradients = chunked_with_gradients(hidden, head, with_share, chunk)
+        else:
+            values = chunked(hidden, head, values_at, chunk)
+        with torch.no_grad():
+            log_q = values.pop("token_logprobs")
+            trainers = values.pop("as_sampled", log_q)
+            losses, sums = _losses(micro, algorithm, log_q, values)
+            parts = {name: (loss * micro.weights).sum() for name, loss in losses.items()}
+            total = sum(parts.values(), start=hidden.new_zeros(()))
+            measured = Measured({"actor/loss": total, **parts}, sums)
+            known = trainers if micro.old_logprobs is None else micro.old_logprobs
+            add_mismatch(measured, known, micro.sampler_logprobs)
+        return total if gradients is None else gradients.carried_by(total), measured
 
     return evaluate
+
+
+Share = Callable[[Values, int], Tensor]
+"""The share [] in the loss of the positions from so many on, of their values; differentiable."""
+
+
+def _share(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Tensor, head: Head, chunk: int) -> Share:
+    """Return how values of some positions count in the loss while the others' are not known yet.
+
+    Where what a token counts depends on other tokens of its response, the tokens' log-probabilities are computed first,
+    without gradients, and what each token counts follows from them.
+    """
+    if not _couples_tokens(algorithm):
+        return lambda values, start: _total(_part(micro, values, start), algorithm, values)
+
+    def logprobs_at(logits: Tensor, start: int) -> Values:
+        sampled = rollout if algorithm.needs_policy else None
+        return {"token_logprobs": policy.token_logprobs(logits, start, micro, sampled)}
+
+    values = chunked(hidden, head, logprobs_at, chunk)
+    zeros = torch.zeros_like(values["token_logprobs"])
+    values |= {"entropy": zeros, "distill": zeros.clone(), "supervised": zeros.clone()}  # the loss is linear in these
+    if not algorithm.supervised_weight:
+        del values["supervised"]
+    with torch.enable_grad():
+        leaves = {name: value.requires_grad_() for name, value in values.items() if name != "entropy"}
+        found = torch.autograd.grad(_total(micro, algorithm, values), list(leaves.values()), allow_unused=True)
+    slopes = {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
+
+    def share(values: Values, start: int) -> Tensor:
+        parts = [(values[name] * slope[start : start + len(values[name])]).sum() for name, slope in slopes.items()]
+        return torch.stack(parts).sum()
+
+    return share
+
+
+def _couples_tokens(algorithm: Algorithm) -> bool:
+    """Say whether what a token counts in the loss depends on other tokens of its response."""
+    if algorithm.weighs_samples and algorithm.importance_sampling.level == "sequence":
+        return True
+    if not algorithm.policy_weight:
+        return False
+    surrogate = algorithm.policy.selected
+    return algorithm.ratio == "sequence" or algorithm.policy.sequence_mask_kl is not None or not surrogate.by_token
+
+
+def _part(micro: MicroBatch, values: Values, start: int) -> MicroBatch:
+    return micro.positions(start, start + len(values["token_logprobs"]))
+
+
+def _total(micro: MicroBatch, algorithm: Algorithm, values: Values) -> Tensor:
+    """Compute the weighted sum of the losses of the micro-batch's tokens, differentiable in ``values``."""
+    rest = dict(values)
+    log_q = rest.pop("token_logprobs")
+    losses, _ = _losses(micro, algorithm, log_q, rest)
+    return torch.stack([(loss * micro.weights).sum() for loss in losses.values()]).sum()
 
 
 def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Values) -> tuple[Values, Values]:

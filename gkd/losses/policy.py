@@ -11,6 +11,7 @@ from gkd.losses.chunked import Values
 from gkd.losses.divergence import MIN_LOGPROB
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import Importance
+from gkd.losses.outcomes import outcomes
 from gkd.losses.ratio import RATIOS
 from gkd.losses.surrogate import Surrogate
 from gkd.losses.truncation import log_mass, penalised, truncates
@@ -22,10 +23,14 @@ def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -
     logits [n, V] of the positions from ``start`` on. The log-probabilities are of the distribution that was sampled
     from (:func:`token_logprobs`), the entropies of softmax(logits / ``rollout.temperature``).
     """
-    log_q = _log_softmax(_penalised(logits, start, micro, rollout), rollout.temperature)
+    logits, tokens = _penalised(logits, start, micro, rollout), _tokens(logits, start, micro)
+    if not truncates(rollout):
+        found = outcomes(logits, tokens, rollout.temperature)
+        return {"token_logprobs": found.chosen[:, 0], "entropy": found.entropy}
+    log_q = _log_softmax(logits, rollout.temperature)
     with torch.no_grad():
         entropy = torch.special.entr(log_q.exp()).sum(-1)
-    return {"token_logprobs": _chosen(log_q, start, micro, rollout), "entropy": entropy}
+    return {"token_logprobs": _truncated(log_q, tokens, rollout), "entropy": entropy}
 
 
 def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None) -> Tensor:
@@ -35,10 +40,18 @@ def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollo
     penalty and normalised over the tokens that its truncation leaves (:mod:`gkd.losses.truncation`). Without, under the
     plain model.
     """
+    tokens = _tokens(logits, start, micro)
     if rollout is None:
-        return _chosen(_log_softmax(logits, 1.0), start, micro, None)
-    log_q = _log_softmax(_penalised(logits, start, micro, rollout), rollout.temperature)
-    return _chosen(log_q, start, micro, rollout)
+        return outcomes(logits, tokens).chosen[:, 0]
+    logits = _penalised(logits, start, micro, rollout)
+    if not truncates(rollout):
+        return outcomes(logits, tokens, rollout.temperature).chosen[:, 0]
+    return _truncated(_log_softmax(logits, rollout.temperature), tokens, rollout)
+
+
+def _tokens(logits: Tensor, start: int, micro: MicroBatch) -> Tensor:
+    """Return the response tokens from ``start`` on, [n, 1]."""
+    return micro.response_ids[start : start + len(logits), None]
 
 
 def _penalised(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Tensor:
@@ -49,9 +62,8 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
 
 
-def _chosen(log_q: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None) -> Tensor:
-    chosen = log_q.gather(-1, micro.response_ids[start : start + len(log_q), None])[:, 0]
-    return chosen if rollout is None or not truncates(rollout) else chosen - log_mass(log_q, rollout)
+def _truncated(log_q: Tensor, tokens: Tensor, rollout: Rollout) -> Tensor:
+    return log_q.gather(-1, tokens)[:, 0] - log_mass(log_q, rollout)
 
 
 def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights: Importance) -> tuple[Tensor, Values]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gkd.config import Loss
-from gkd.losses.divergence import Divergence, kl, sampled_log_ratio, student_tail
+from gkd.losses.divergence import Divergence, kl, sampled_log_ratio
+from gkd.losses.outcomes import outcomes
 from gkd.losses.targets import PositionTargets
 
 
@@ -59,25 +60,71 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
     divergence: Divergence = loss.build()
     _check_shapes(logits, targets, loss)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scaled = logits if loss.temperature == 1.0 else logits / loss.temperature
-    log_q = torch.log_softmax(scaled, -1)
-    # The loss comes first and the rest keeps no graph: a checkpoint's recomputation then stops before the rest.
-    aligned = None if loss.compares_tokens_alone else _align(log_q, targets, loss.tail)
-    value = divergence(*(_of_tokens(log_q, targets) if aligned is None else aligned))
+    token_log_p = targets.teacher_token_logprobs.to(logits.dtype)
+    if loss.compares_tokens_alone:
+        of_tokens = outcomes(logits, targets.token_ids[:, None], loss.temperature)
+        value = divergence(token_log_p, of_tokens.chosen[:, 0])
+        with torch.no_grad():
+            found = _compare(logits, targets, loss.temperature)
+    else:
+        found = _compare(logits, targets, loss.temperature)
+        value = divergence(*found.compared(loss.tail))
     if value.shape != targets.token_ids.shape:
         raise ValueError(f"algorithm.loss.name={loss.name} gives {tuple(value.shape)}: expected [{len(targets)}]")
     with torch.no_grad():
-        token_log_p, token_log_q = _of_tokens(log_q, targets)
+        token_log_q = _pick(logits, targets.token_ids) / loss.temperature - found.highest - found.log_sum
         forward = teacher_mass = student_mass = None
         reverse = sampled_log_ratio(token_log_p, token_log_q)
         if targets.k > 0:
-            log_p, log_b = aligned if aligned is not None and loss.tail else _align(log_q, targets, tail=True)
+            log_p, log_b = found.compared(tail=True)
             forward, reverse = kl(log_p, log_b), kl(log_b, log_p)
             teacher_mass, student_mass = (x[:, : targets.k].exp().sum(-1) for x in (log_p, log_b))
-        entropy = torch.special.entr(log_q.exp()).sum(-1)
         if loss.temperature != 1.0:
             token_log_q = _pick(logits, targets.token_ids) - torch.logsumexp(logits, -1)
-    return PositionLosses(value, forward, reverse, teacher_mass, student_mass, entropy, token_log_q)
+    return PositionLosses(value, forward, reverse, teacher_mass, student_mass, found.entropy, token_log_q)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Log-probabilities of teacher and student over the same outcomes, and what else is known of the student.
+
+    ``log_p``, ``log_q``: [N, V], or [N, K] with those of all other tokens together in ``tails``, [N] each. ``entropy``,
+    ``highest`` and ``log_sum`` as of :class:`gkd.losses.outcomes.Outcomes`.
+    """
+
+    log_p: Tensor
+    log_q: Tensor
+    tails: tuple[Tensor, Tensor] | None
+    entropy: Tensor
+    highest: Tensor
+    log_sum: Tensor
+
+    def compared(self, tail: bool) -> tuple[Tensor, Tensor]:
+        """Return teacher's and student's log-probabilities: [N, V], [N, K + 1] (tail) or [N, K]."""
+        if self.tails is None or not tail:
+            return self.log_p, self.log_q
+        log_p, log_q = (
+            torch.cat([x, rest[:, None]], -1) for x, rest in zip((self.log_p, self.log_q), self.tails, strict=True)
+        )
+        return log_p, log_q
+
+
+def _compare(logits: Tensor, targets: PositionTargets, temperature: float) -> _Compared:
+    ids, log_p = targets.ids.long(), targets.logprobs.to(logits.dtype)
+    if targets.k < logits.shape[1]:
+        log_q, others, *rest = outcomes(logits, ids, temperature)
+        if targets.tail_logprobs is None:  # of no tokens at all
+            return _Compared(log_p, log_q, None, *rest)
+        return _Compared(log_p, log_q, (targets.tail_logprobs.to(logits.dtype), others), *rest)
+    # There is no tail. The teacher is put in the student's order, as the teacher needs no gradient.
+    scaled = logits if temperature == 1.0 else logits / temperature
+    log_q = torch.log_softmax(scaled, -1)
+    log_p = torch.full_like(log_p, -torch.inf).scatter(-1, ids, log_p)
+    with torch.no_grad():
+        highest = scaled.amax(-1)
+        log_q_highest = log_q.amax(-1)
+        entropy = torch.special.entr(log_q.exp()).sum(-1)
+    return _Compared(log_p, log_q, None, entropy, highest, -log_q_highest)
 
 
 def _check_shapes(logits: Tensor, targets: PositionTargets, loss: Loss) -> None:
@@ -92,27 +139,6 @@ def _check_shapes(logits: Tensor, targets: PositionTargets, loss: Loss) -> None:
             f"{loss.name} needs the teacher's most likely tokens, and the targets hold none (K = 0): "
             "ask the teacher for them, or use a loss of the response tokens alone"
         )
-
-
-def _align(log_q: Tensor, targets: PositionTargets, tail: bool) -> tuple[Tensor, Tensor]:
-    """Return teacher's and student's log-probabilities of the same outcomes: [N, V], [N, K + 1] (tail) or [N, K]."""
-    ids, log_p = targets.ids.long(), targets.logprobs.to(log_q.dtype)
-    if targets.k == log_q.shape[1]:
-        # There is no tail. The teacher is put in the student's order, as the teacher needs no gradient.
-        return torch.full_like(log_p, -torch.inf).scatter(-1, ids, log_p), log_q
-    top_q = log_q.gather(-1, ids)
-    if not tail:
-        return log_p, top_q
-    assert targets.tail_logprobs is not None, "see _check_shapes"
-    return (
-        torch.cat([log_p, targets.tail_logprobs.to(log_q.dtype).unsqueeze(-1)], -1),
-        torch.cat([top_q, student_tail(log_q, ids).unsqueeze(-1)], -1),
-    )
-
-
-def _of_tokens(log_q: Tensor, targets: PositionTargets) -> tuple[Tensor, Tensor]:
-    """Return teacher's and student's log-probabilities of the response tokens, [N] each."""
-    return targets.teacher_token_logprobs.to(log_q.dtype), _pick(log_q, targets.token_ids)
 
 
 def _pick(rows: Tensor, ids: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class ReverseKL(Divergence):
     Here it is summed over the vocabulary at every position of a response, the text before it given and constant.
     """
 
-    logit_copies: ClassVar[tuple[int, int]] = (7, 8)
+    logit_copies: ClassVar[int] = 7
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute KL(Q||P) of two [N, V], as [N]."""

@@ -23,7 +23,7 @@ class SampledReverseKL(Divergence):
 
     teacher_logprobs: ClassVar[Literal["top_k", "token"]] = "token"
     is_policy_gradient: ClassVar[bool] = True
-    logit_copies: ClassVar[tuple[int, int]] = (3, 4)
+    logit_copies: ClassVar[int] = 4
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute the value at N response tokens from their log-probabilities [N] under teacher and student."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gkd.config.base import Settings
 
@@ -22,6 +22,10 @@ class Surrogate(ABC):
 
     class Config(Settings):
         """No settings; those of a class of its own appear as ``algorithm.policy.NAME``."""
+
+    by_token: ClassVar[bool] = False
+    """Whether the loss of a token depends on nothing of other tokens. It then gets a micro-batch's tokens in parts and
+    takes one pass over the logits; otherwise the tokens' log-probabilities are computed beforehand."""
 
     def __init__(self, config: Any, usual_range: tuple[float, float]) -> None:
         self.config, self.usual_range = config, usual_range

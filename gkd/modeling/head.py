@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,6 +27,27 @@ class Head:
         self._view: Any = copy.copy(lm)
         self._view._modules = {name: self._below if part is below else part for name, part in lm._modules.items()}
         self._view.training = False
+        self._linear: bool | None = None
+
+    @torch.no_grad()
+    def linear(self, hidden: Tensor) -> nn.Linear | None:
+        """Return the model's output layer where logits are what it makes of hidden states, and nothing is done to them.
+
+        It is tried once, on a row like those of ``hidden`` [n, D]: whether the layer is a plain one, is given hidden
+        states as they are, and its result leaves the model untouched.
+        """
+        layer = self._view.get_output_embeddings()
+        if type(layer) is not nn.Linear:
+            return None
+        if self._linear is None:
+            row, seen = hidden.new_zeros(1, hidden.shape[-1]), list[Tensor]()
+            handle = layer.register_forward_hook(lambda _, given, result: seen.extend((*given, result)))
+            try:
+                logits = self(row)
+            finally:
+                handle.remove()
+            self._linear = len(seen) == 2 and _is_view(seen[0], row) and _is_view(logits, seen[1])
+        return layer if self._linear else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [n, V] of hidden states [n, D]."""
@@ -83,3 +105,9 @@ class _Output:
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+def _is_view(tensor: Tensor, of: Tensor) -> bool:
+    """Say whether two tensors are the same numbers in the same memory, to which nothing was done in place."""
+    same = tensor.data_ptr() == of.data_ptr() and tensor.numel() == of.numel() and tensor.dtype == of.dtype
+    return same and of._version == 0

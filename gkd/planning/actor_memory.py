@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import Algorithm, Lora
+from gkd.losses.divergence import block_rows
 from gkd.planning.layout import F32
 from gkd.planning.shapes import Layers, ModelShape, Weight
 
@@ -46,7 +47,8 @@ class Training:
 
     ``sharded``: whether FSDP2 holds the model; without it nothing is gathered. ``frozen``: bytes of a number of the
     weights under an adapter. ``offloaded``: whether parameters, gradients and moments are in the host's memory.
-    ``nucleus``: copies of a chunk's logits that it takes to find the tokens of ``rollout.top_p``, 0 for all of them.
+    ``nucleus``: copies of a block's logits that it takes to find the tokens of ``rollout.top_p``, 0 for all of them.
+    ``on_cpu``: whether it is a CPU that computes, a smaller block at a time.
     """
 
     algorithm: Algorithm
@@ -59,6 +61,7 @@ class Training:
     frozen: int = F32
     offloaded: bool = False
     nucleus: int = 0
+    on_cpu: bool = True
 
     @property
     def rank(self) -> int:
@@ -78,9 +81,11 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
     before = dict(persistent) | ({"gradients": 0.0} if micro.alone else {})
     forward = before | _forward(shape, training, micro)
     chunk = min(training.loss_chunk, max(1, micro.positions))
-    rows = 2 * micro.positions * shape.hidden * c  # of the response positions, and as much beside them
-    logits_forward, logits_backward = logit_bytes(training.algorithm, shape.vocabulary, chunk, c, training.nucleus)
-    head_gradient, head_so_far = _head_gradient(shape, training, micro)
+    rows = 2 * micro.positions * shape.hidden * c  # of the response positions, and their gradients
+    logits = logit_bytes(training.algorithm, shape.vocabulary, chunk, c, training.nucleus, training.on_cpu)
+    head_gradient = 0.0 if training.lora.r is not None else float(c * shape.head)
+    if not shape.plain_head:  # autograd: a gradient beside the logits, and a chunk's of the head beside two sums
+        logits, head_gradient = logits + chunk * shape.vocabulary * c, 3 * head_gradient
     stream = c * shape.hidden * micro.tokens
     recomputed = max(saved_activations(shape, c, training.rank).layers) * micro.tokens if training.checkpointing else 0
     working = stream + recomputed + _backward_working(shape, c) * micro.tokens
@@ -90,11 +95,7 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
     layers = float(c * shape.largest_weight if quantized else 2 * c * shape.largest_layer if training.sharded else 0)
     held = c * shape.head if head_gradient and (shape.tied or training.sharded or micro.alone) else 0
     return {
-        "loss": forward | {"logits": logits_forward + rows},
-        "loss, backward": forward | {"logits": logits_backward + rows, "gradients in flight": head_so_far},
-        "head, backward": forward | {
-            "logits": chunk * shape.vocabulary * F32 + rows, "gradients in flight": head_gradient
-        },
+        "loss": forward | {"logits": logits + rows, "gradients in flight": head_gradient},
         "layers, backward": forward | {
             "gathered weights": forward["gathered weights"] + layers,
             "activations": forward["activations"] + working,
@@ -152,17 +153,6 @@ def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> di
         "activations": a_token * micro.tokens,
         "targets": float(micro.positions * micro.targets * (8 + F32)),  # ids are int64
     }
-
-
-def _head_gradient(shape: ModelShape, training: Training, micro: MicroBatchSize) -> tuple[float, float]:
-    """Return the bytes of the head's gradient at the end of a chunk's backward pass, and during it.
-
-    With several chunks autograd holds the sum so far, the next chunk's and their new sum.
-    """
-    if training.lora.r is not None:
-        return 0.0, 0.0
-    one = float(training.compute * shape.head)
-    return (3 * one, one) if micro.positions > training.loss_chunk else (one, 0.0)
 
 
 def _root_gradient(shape: ModelShape, training: Training) -> float:
@@ -275,44 +265,35 @@ def _backward_working(shape: ModelShape, c: int) -> float:
     return c * (2 * max(kind.width for kind in shape.layers) + shape.hidden)
 
 
-def logit_bytes(algorithm: Algorithm, vocabulary: int, chunk: int, c: int, nucleus: int = 0) -> tuple[float, float]:
-    """Return the bytes of a chunk's logits [chunk, V] at the worst moments of its forward and backward pass.
+def logit_bytes(
+    algorithm: Algorithm, vocabulary: int, chunk: int, c: int, nucleus: int = 0, on_cpu: bool = True
+) -> float:
+    """Return the bytes of a chunk's logits [chunk, V] and of what is worked out from them, a block at a time.
 
-    The head's own result is of the compute type; a divergence in bfloat16 has it once more, converted to float32.
-    Finding the nucleus takes ``nucleus`` copies beside that result and the log-softmax. A policy's is found again at
-    the begin of the backward pass, when what a divergence keeps is there.
+    The logits, which their gradient replaces, are of the compute type; in bfloat16 a block of them is there once more,
+    converted to float32. ``nucleus`` as in :class:`Training`.
     """
-    n_forward, n_backward = logit_copies(algorithm, vocabulary)
-    forward, backward = (n_forward + (c < F32 and algorithm.distils)) * F32 + c, n_backward * F32
+    block = min(chunk, block_rows(vocabulary, on_cpu))
+    copies = logit_copies(algorithm, vocabulary, nucleus) + (c < F32)
+    return float(vocabulary * (chunk * c + block * copies * F32))
+
+
+def logit_copies(algorithm: Algorithm, vocabulary: int, nucleus: int = 0) -> int:
+    """Count the float32 [block, V] that gkd.losses has at the worst moment of a block.
+
+    Tokens' own log-probabilities and divergences over K tokens (gkd.losses.outcomes): scaled logits, their softmax and
+    its gradient, and one softmax more that waits for each further of them. What a divergence over the whole vocabulary
+    has is its own (:attr:`gkd.losses.divergence.Divergence.logit_copies`). Finding the nucleus takes ``nucleus`` copies
+    beside a log-softmax, while the softmaxes of what came before wait.
+    """
+    n_token_losses = algorithm.needs_policy + (algorithm.supervised_weight > 0)
+    waiting = n_token_losses if algorithm.distils else n_token_losses - 1
+    copies = 3 + waiting
+    if algorithm.distils:
+        loss = algorithm.loss
+        if loss.compares_tokens_alone or loss.top_k is None or loss.top_k >= vocabulary:
+            copies = max(copies, loss.selected.logit_copies)
     if nucleus:
-        forward = max(forward, (1 + nucleus) * F32 + c)
-    if nucleus and _has_token_losses(algorithm):
-        kept = n_backward - 5 if algorithm.distils else 0
-        backward = max(backward, (kept + 1 + nucleus) * F32 + c)
-    return float(chunk * vocabulary * forward), float(chunk * vocabulary * backward)
-
-
-def logit_copies(algorithm: Algorithm, vocabulary: int) -> tuple[int, int]:
-    """Count the float32 [chunk, V] that gkd.losses has at the worst moments of a chunk's forward and backward pass.
-
-    The head's own result is not among those of the forward pass.
-
-    Policy: scaled logits, their log-softmax, its exponential, the entropies: 4; backward the log-softmax and the
-    gradients before and after it: 3. Divergence over K tokens: log-softmax, exponential, entropies: 3; backward with a
-    tail also the copy without the K tokens and its gradient: 5. What one over the whole vocabulary has is the
-    divergence's own (:attr:`gkd.losses.divergence.Divergence.logit_copies`). In a mixed loss what the policy keeps
-    waits through the divergence's backward pass.
-    """
-    if not algorithm.distils:
-        return 4, 3
-    loss = algorithm.loss
-    if loss.compares_tokens_alone or loss.top_k is None or loss.top_k >= vocabulary:
-        forward, backward = loss.selected.logit_copies
-    else:
-        forward, backward = (3, 5) if loss.tail else (3, 4)
-    return (max(4, forward), backward + 2) if _has_token_losses(algorithm) else (forward, backward)
-
-
-def _has_token_losses(algorithm: Algorithm) -> bool:
-    """Say whether the tokens' own log-probabilities are part of the loss."""
-    return algorithm.needs_policy or algorithm.supervised_weight > 0
+        before = algorithm.distils + (0 if algorithm.needs_policy else n_token_losses)
+        copies = max(copies, 1 + nucleus + before)
+    return copies

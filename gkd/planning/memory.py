@@ -173,6 +173,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
         frozen=F32 if is_cpu else layout.compute_bytes,
         offloaded=actor.offload_optimizer and not is_cpu,
         nucleus=0 if layout.config.rollout.top_p == 1.0 else NUCLEUS_CPU if is_cpu else NUCLEUS_GPU,
+        on_cpu=is_cpu,
     )
     micro = largest_micro_batch(layout, world)
     items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)

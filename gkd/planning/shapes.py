@@ -21,6 +21,7 @@ from gkd.errors import ConfigError
 
 Norm = Literal["rms", "gemma", "layer"]
 Mlp = Literal["gated", "gelu_new", "gelu"]
+LOGIT_CHANGES = {"final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class ModelShape:
 
     ``root`` holds what is in no layer: embeddings, final norm and, unless tied, the head. ``norms`` is the number of
     norms in a layer, ``qk_norm`` whether queries and keys have one too, ``positions`` the longest sequence (None: no
-    limit). ``note`` says what was assumed about it.
+    limit). ``plain_head``: whether logits are left as the head gives them. ``note`` says what was assumed about it.
     """
 
     kind: str
@@ -95,6 +96,7 @@ class ModelShape:
     mlp: Mlp = "gated"
     positions: int | None = None
     note: str = ""
+    plain_head: bool = True
 
     @cached_property
     def n_layers(self) -> int:
@@ -301,7 +303,7 @@ def _decoder(config: Mapping[str, Any], kind: str, family: Family, note: str) ->
     return ModelShape(
         kind, hidden, heads, kv_heads, head_dim, vocabulary, tied, _layers(config, family, common, n_layers),
         tuple(root), family.norm, family.norms, family.qk_norm, positions=config.get("max_position_embeddings"),
-        note=note,
+        note=note, plain_head=LOGIT_CHANGES.isdisjoint(config),
     )  # fmt: skip
 
 

@@ -1,0 +1,152 @@
+"""Measures a divergence and its gradient at many positions: in one pass, and by autograd with the head recomputed.
+
+    python tests/benchmarks/loss.py [--positions 1024] [--vocabulary 128000] [--hidden 256] [--top-k 64] [--rounds 3]
+
+Every run is a process of its own, the ways in turn. Memory is what the process grew by at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gkd.config import Loss
+from gkd.losses.chunked import Values, chunked_with_gradients
+from gkd.losses.position import position_losses
+from gkd.losses.targets import PositionTargets
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "forward_kl": {"name": "forward_kl"},
+    "reverse_kl": {"name": "reverse_kl"},
+    "jsd": {"name": "jsd"},
+    "sampled_reverse_kl": {"name": "sampled_reverse_kl"},
+}
+
+
+def main() -> None:
+    """Run the benchmark and print a table, in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--positions", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=128_000)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--top-k", type=int, default=64, help="0: the whole vocabulary")
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--losses", nargs="+", default=["reverse_kl", "jsd"], choices=list(LOSSES))
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    print("| loss | way | seconds (median) | from, to | peak GB | gradient's norm |\n|---|---|---|---|---|---|")
+    for loss in given.losses:
+        found: dict[str, list[dict[str, float]]] = {"autograd": [], "one pass": [], "products alone": []}
+        for _ in range(given.rounds):
+            for way, runs in found.items():
+                runs.append(_in_a_process(way, loss, given))
+        for way, runs in found.items():
+            seconds = [run["seconds"] for run in runs]
+            norm = f"{runs[0]['norm']:.6g}" if "norm" in runs[0] else ""
+            print(
+                f"| {loss} | {way} | {statistics.median(seconds):.2f} | {min(seconds):.2f}, {max(seconds):.2f} "
+                f"| {max(run['bytes'] for run in runs) / 1e9:.2f} | {norm} |"
+            )
+
+
+def _in_a_process(way: str, loss: str, given: argparse.Namespace) -> dict[str, float]:
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_run, args=(way, loss, given, sender))
+    process.start()
+    found: dict[str, float] = json.loads(receiver.recv())
+    process.join()
+    return found
+
+
+def _run(way: str, loss: str, given: argparse.Namespace, sender: Any) -> None:
+    n, k = given.positions, given.top_k or given.vocabulary
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, given.hidden, generator=generator).requires_grad_()
+    head = torch.nn.Linear(given.hidden, given.vocabulary, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / given.hidden**0.5)
+        ids = torch.stack([torch.randperm(given.vocabulary, generator=generator)[:k] for _ in range(n)])
+        logprobs = torch.log_softmax(torch.randn(n, k, generator=generator), -1)
+        logprobs = logprobs if given.top_k == 0 else logprobs + torch.tensor(0.9).log()
+    tail = torch.full((n,), 0.1).log() if given.top_k else None
+    tokens = torch.randint(given.vocabulary, (n,), generator=generator)
+    targets = PositionTargets(tokens, logprobs[:, 0].contiguous(), ids, logprobs, tail)
+    settings = Loss(**LOSSES[loss])
+    ways = {"autograd": _autograd, "one pass": _one_pass, "products alone": _products}
+    ways[way](*_small(hidden, head, targets), settings, 8)  # what is set up once
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    before, started = _peak(), time.perf_counter()
+    ways[way](hidden, head, targets, settings, given.chunk)
+    seconds = time.perf_counter() - started
+    found = {"seconds": seconds, "bytes": _peak() - before}
+    if hidden.grad is not None and head.weight.grad is not None:
+        found["norm"] = float(torch.sqrt(hidden.grad.double().square().sum() + head.weight.grad.norm().double() ** 2))
+    sender.send(json.dumps(found))
+
+
+def _peak() -> int:
+    """Bytes that the process had resident at its peak."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def _small(
+    hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets
+) -> tuple[Tensor, torch.nn.Linear, PositionTargets]:
+    return hidden[:8].detach().requires_grad_(), torch.nn.Linear(hidden.shape[1], head.out_features), targets.rows(0, 8)
+
+
+def _one_pass(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:
+    def of(logits: Tensor, start: int) -> tuple[Tensor, Values]:
+        found = position_losses(logits, targets.rows(start, start + len(logits)), loss)
+        return found.loss.sum(), {"loss": found.loss, **found.diagnostics()}
+
+    values, gradients = chunked_with_gradients(hidden, head, of, chunk)
+    gradients.carried_by(values["loss"].sum()).backward()
+
+
+def _autograd(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:
+    """Differentiate log-probabilities from log_softmax, with the head run again in the backward pass."""
+    divergence = loss.build()
+
+    def of(rows: Tensor, start: int) -> Tensor:
+        log_q = torch.log_softmax(head(rows), -1)
+        own = targets.rows(start, start + len(rows))
+        if loss.compares_tokens_alone:
+            return divergence(own.teacher_token_logprobs, log_q.gather(-1, own.token_ids[:, None])[:, 0])
+        if own.tail_logprobs is None:
+            value = divergence(torch.zeros_like(log_q).scatter(-1, own.ids, own.logprobs), log_q)
+        else:
+            rest = log_q.scatter(-1, own.ids, torch.finfo(log_q.dtype).min / 2).logsumexp(-1)
+            log_q_k = torch.cat([log_q.gather(-1, own.ids), rest[:, None]], -1)
+            value = divergence(torch.cat([own.logprobs, own.tail_logprobs[:, None]], -1), log_q_k)
+        with torch.no_grad():
+            torch.special.entr(log_q.exp()).sum(-1)  # the metric that goes with it
+        return value
+
+    starts = range(0, len(hidden), chunk)
+    parts = [checkpoint(of, rows, i, use_reentrant=False) for i, rows in zip(starts, hidden.split(chunk), strict=True)]
+    torch.cat(parts).sum().backward()
+
+
+def _products(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:
+    del targets, loss
+    with torch.no_grad():
+        for rows in hidden.split(chunk):
+            logits = head(rows)
+            logits.T @ rows
+            logits @ head.weight
+
+
+if __name__ == "__main__":
+    main()
