@@ -32,7 +32,7 @@ class Prompt:
     the answer's tokens and the end token where it is learned from. ``messages``: the chat template's input, where the
     data holds messages. ``teacher``: which of ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the
     prompt's tokens by that teacher's own template, None where they are the student's. ``file``: which of the files it
-    is from.
+    is from. ``columns``: the whole row, where rewards look at it.
     """
 
     id: int
@@ -45,6 +45,7 @@ class Prompt:
     teacher_ids: Int32 | None = None
     other_answers: tuple[str, ...] = ()
     file: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def answers(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ DATA: dict[str, str] = {
     "input_template": "data.prompt_template, with {COLUMN} where OpenRLHF has {}",
     "apply_chat_template_kwargs": "data.chat_template_kwargs",
     "prompt_data_probs": "data.train_weights",
-    "data.reward_fn_key": "data.teacher_key chooses a teacher by a column; rewards are the same for all rows",
+    "data.reward_fn_key": "data.teacher_key chooses a teacher by a column; a reward sees every column of its row",
     "data.max_response_length": "rollout.max_response_length",
     "prompt_max_len": "data.max_prompt_length",
     "rollout_max_prompt_len": "data.max_prompt_length",
@@ -229,6 +229,7 @@ ALGORITHM: dict[str, str] = {
     "reward_funcs": "reward.functions",
     "custom_reward_function.path": "reward.functions=[FILE.py:NAME]",
     "custom_reward_function.name": "reward.functions=[FILE.py:NAME]",
+    "reward_kwargs": "reward.NAME.*, where NAME is the function's",
     "custom_rm_path": "reward.functions=[package.module:NAME]",
     "rm_type": "reward.functions",
 }

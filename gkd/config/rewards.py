@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import inspect
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, create_model, model_validator
 
+from gkd.config.base import Settings
 from gkd.config.open import OpenSections
 from gkd.registry import Registry, absolute, short
 
-REWARDS = Registry(
+OWN_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions")
+"""What a plain function of verl's or TRL's kind is given; :mod:`gkd.rewards.adapters` says when."""
+
+
+class _Rewards(Registry):
+    """Rewards, of which plain functions have their parameters with defaults as settings, as classes have theirs."""
+
+    def load(self, name: str) -> Any:
+        """Return what ``name`` stands for; a function with such parameters has a ``Config``."""
+        found = super().load(name)
+        if inspect.isfunction(found) and not hasattr(found, "Config"):
+            with_defaults = {
+                parameter.name: (Any, parameter.default)
+                for parameter in list(inspect.signature(found).parameters.values())[1:]
+                if isinstance(parameter.default, bool | int | float | str | list | dict | None)
+                and parameter.name not in OWN_PARAMETERS
+            }
+            if with_defaults:
+                found.Config = create_model("Config", __base__=Settings, **with_defaults)  # type: ignore[attr-defined, call-overload]
+        return found
+
+
+REWARDS = _Rewards(
     "reward.functions",
     {
         "accuracy": "gkd.rewards.accuracy:Accuracy",
@@ -44,11 +68,14 @@ class Reward(OpenSections):
         None, description="how much each function counts (TRL's reward_weights); null: 1 each"
     )
     timeout_s: float = Field(10.0, gt=0, description="time one function has for one sample")
+    concurrency: int = Field(32, ge=1, description="samples that a process puts to an async function at the same time")
     workers: int = Field(2, ge=1, description="processes beside each rollout engine that compute rewards")
     max_failed_share: float = Field(0.2, ge=0, le=1, description="share of a step's samples beyond which the run ends")
     # What the classes say, kept so that a worker imports no user's code beside its engine.
     _needing_answers: list[str] = PrivateAttr(default_factory=list)
     _group_of: dict[str, str | None] = PrivateAttr(default_factory=dict)
+    _asynchronous: set[str] = PrivateAttr(default_factory=set)
+    _needing_columns: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
     def _functions_and_weights_go_together(self) -> Reward:
@@ -63,6 +90,11 @@ class Reward(OpenSections):
             self._group_of[name] = getattr(found, "group", None)
             if getattr(found, "needs_answer", False):
                 self._needing_answers.append(name)
+            if getattr(found, "needs_columns", name not in REWARDS.names()):
+                self._needing_columns.append(name)
+            call = getattr(found, "__call__", found) if isinstance(found, type) else found  # noqa: B004
+            if inspect.iscoroutinefunction(call):
+                self._asynchronous.add(name)
         return self
 
     def weight_of(self) -> dict[str, float]:
@@ -81,6 +113,14 @@ class Reward(OpenSections):
     def needing_answers(self) -> list[str]:
         """Return functions that compare with a reference answer: their ``needs_answer`` is true."""
         return list(self._needing_answers)
+
+    def needing_columns(self) -> list[str]:
+        """Return functions that look at the columns of a row: those that say so, and users' own that say nothing."""
+        return list(self._needing_columns)
+
+    def is_async(self, name: str) -> bool:
+        """Return whether a function is asked about several samples at the same time."""
+        return name in self._asynchronous
 
     def scored_by(self, group: str | None) -> list[str]:
         """Return the functions that the group of workers ``group`` gives; None: those computed beside the engines."""

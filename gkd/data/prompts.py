@@ -39,8 +39,12 @@ class PromptSet:
     n_too_long: int
 
 
-def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | None = None) -> PromptSet:
+def load_prompts(
+    files: Sequence[str], data: Data, tokenizer: Any, limit: int | None = None, columns: bool = False
+) -> PromptSet:
     """Return prompts of ``files`` in their order, at most ``limit`` of them; ids count rows over all files from 0.
+
+    ``columns``: whether prompts keep all of their rows.
 
     A string is tokenised with the tokenizer's own special tokens; a list of messages goes through its chat template,
     without the assistant's turns at its end; :func:`gkd.data.templates.question_of` says which of them is asked.
@@ -54,7 +58,7 @@ def load_prompts(files: Sequence[str], data: Data, tokenizer: Any, limit: int | 
     for number, file in enumerate(files):
         rows = read_rows(file)
         while chunk := list(islice(rows, TOKENISED_AT_ONCE)):
-            for prompt in _prompts(chunk, data, tokenizer, first_id, number):
+            for prompt in _prompts(chunk, data, tokenizer, first_id, number, columns):
                 length = len(prompt.token_ids)
                 if length <= longest:
                     kept.append(prompt)
@@ -87,7 +91,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: int) -> Iterator[Prompt]:
+def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: int, columns: bool) -> Iterator[Prompt]:
     key = prompt_key(rows[0], data)
     for row in rows:
         require_text_alone(row)
@@ -105,6 +109,7 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: i
             answer=right[0] if right else None,
             other_answers=right[1:],
             file=file,
+            columns=row.values if columns else {},
             messages=None if isinstance(value, str) else tuple(messages_to_answer(value)),
             teacher=None if data.teacher_key is None else str(row.get(data.teacher_key, "data.teacher_key")),
         )

@@ -76,8 +76,9 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         )
     longest = max_length(config, models)
     data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
-    train_prompts = load_prompts(train, data, tokenizer)
-    val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit)
+    columns = bool(config.algorithm.policy_weight and config.reward.needing_columns())
+    train_prompts = load_prompts(train, data, tokenizer, columns=columns)
+    val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit, columns=columns)
     _warn_of_raw_text(config, tokenizer, train_prompts)
     _require_known_teachers(config, [*train_prompts.prompts, *val_prompts.prompts])
     if config.algorithm.needs_teacher:

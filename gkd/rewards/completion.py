@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from gkd.config.base import GroupName, Settings
@@ -16,7 +16,7 @@ class Completion:
 
     ``prompt`` is what the data file held, ``answer`` its reference answer (None where it has none), ``other_answers``
     those that are as right; ``n_tokens`` of at most ``max_tokens`` count the end token; ``truncated``: the limit ended
-    it.
+    it; ``columns``: all of its row, where a reward looks at them; ``messages``: what went through the chat template.
     """
 
     prompt: str
@@ -26,9 +26,11 @@ class Completion:
     max_tokens: int
     truncated: bool
     other_answers: tuple[str, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] | None = None
 
 
-Mark: TypeAlias = Callable[[Completion], float]
+Mark: TypeAlias = Callable[[Completion], float | Awaitable[float]]
 """Gives the reward of a completion, larger for a better one. May raise: the sample then counts as failed."""
 
 
@@ -36,6 +38,7 @@ class RewardFunction:
     """Base of the built-in rewards, one a file; a user's class may derive from it, or be a plain function instead.
 
     ``needs_answer``: it compares with the reference answer, so the data must have one (``data.answer_key``).
+    ``needs_columns``: it looks at ``completion.columns``.
     ``group``: the group of workers whose model gives the reward, in place of a call. ``advice_when_slow``: what to
     change where its mean time is longer than its setting ``slow_s``.
 
@@ -47,6 +50,7 @@ class RewardFunction:
         """Settings in the section ``reward.NAME``: none here."""
 
     needs_answer: ClassVar[bool] = False
+    needs_columns: ClassVar[bool] = False
     group: ClassVar[GroupName | None] = None
     advice_when_slow: ClassVar[str] = ""
 
@@ -59,13 +63,15 @@ class RewardFunction:
 
 
 def resolve(name: str, settings: Reward) -> Mark:
-    """Return the reward ``name``: a plain function, or an object of the class with its settings.
+    """Return the reward ``name``: a plain function (:func:`adapted`), or an object of the class with its settings.
 
     Raises ConfigError where there is none.
     """
     mark = REWARDS.load(name)
+    config = settings.settings_of(name)
     if isinstance(mark, type):
-        config = settings.settings_of(name)
-        mark = mark() if config is None else mark(config)
-    reward: Mark = mark
-    return reward
+        reward: Mark = mark() if config is None else mark(config)
+        return reward
+    from gkd.rewards.adapters import adapted
+
+    return adapted(mark, {} if config is None else {name: getattr(config, name) for name in type(config).model_fields})

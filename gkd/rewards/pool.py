@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections import deque
 from concurrent.futures import Future
-from queue import SimpleQueue
+from typing import TypeAlias
 
 from gkd.config import Reward
 from gkd.rewards.completion import Completion
 from gkd.rewards.process import RewardError, RewardProcess, Timed, finite
+
+_Item: TypeAlias = tuple[str, Completion, Future[Timed]]
 
 __all__ = ["RewardError", "RewardPool", "Timed", "finite"]
 
@@ -21,8 +24,10 @@ class RewardPool:
 
     def __init__(self, settings: Reward) -> None:
         self._names = settings.scored_by(None)
-        self._timeout_s = settings.timeout_s
-        self._waiting: SimpleQueue[tuple[str, Completion, Future[Timed]] | None] = SimpleQueue()
+        self._settings = settings
+        self._waiting: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
         self._processes = [RewardProcess(settings) for _ in range(settings.workers)] if self._names else []
         self._threads = [
             threading.Thread(target=self._evaluate, args=(process,), name="reward", daemon=True)
@@ -39,8 +44,9 @@ class RewardPool:
         process dies: that one alone.
         """
         futures: dict[str, Future[Timed]] = {name: Future() for name in self._names}
-        for name, future in futures.items():
-            self._waiting.put((name, completion, future))
+        with self._changed:
+            self._waiting.extend((name, completion, future) for name, future in futures.items())
+            self._changed.notify_all()
         return futures
 
     def close(self) -> None:
@@ -48,17 +54,38 @@ class RewardPool:
         atexit.unregister(self.close)
         for process in self._processes:
             process.end()
-        for _ in self._threads:  # which first fail what waits
-            self._waiting.put(None)
+        with self._changed:
+            self._closed = True  # the threads first fail what waits
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
     def _evaluate(self, process: RewardProcess) -> None:
         """Work in turn on what waits, until the pool is closed."""
-        while (item := self._waiting.get()) is not None:
-            name, completion, future = item
+        while items := self._next():
+            name, futures = items[0][0], [future for _, _, future in items]
             try:
-                future.set_result(process.evaluate(name, completion, self._timeout_s))
+                answers = process.evaluate(name, [completion for _, completion, _ in items], self._settings.timeout_s)
             except Exception as error:
-                future.set_exception(error)
+                for future in futures:
+                    future.set_exception(error)
+                continue
+            for future, answer in zip(futures, answers, strict=True):
+                if isinstance(answer, str):
+                    future.set_exception(RewardError(answer))
+                else:
+                    future.set_result(answer)
         process.close()
+
+    def _next(self) -> list[_Item]:
+        """Wait for what is to be evaluated next: one item, or several of one async function; none once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return []
+            name = self._waiting[0][0]
+            at_once = self._settings.concurrency if self._settings.is_async(name) else 1
+            items = [item for item in self._waiting if item[0] == name][:at_once]
+            chosen = set(map(id, items))
+            self._waiting = deque(item for item in self._waiting if id(item) not in chosen)
+            return items

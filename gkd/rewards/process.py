@@ -5,6 +5,7 @@ Each has a pipe of its own: whatever happens to one, in the middle of whatever, 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import multiprocessing
@@ -13,6 +14,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TypeAlias
 
@@ -21,6 +23,9 @@ from gkd.rewards.completion import Completion, Mark, resolve
 
 START_TIMEOUT_S = 300
 """Time a new process has to import the functions: a user's may import torch, on a busy machine."""
+
+GRACE_S = 2.0
+"""Time beyond ``reward.timeout_s`` after which a process whose async function blocks it is ended."""
 
 Timed: TypeAlias = tuple[float, float]
 """A reward, and how long it took, seconds."""
@@ -38,10 +43,11 @@ class RewardProcess:
         self._ending = False
         self._start()
 
-    def evaluate(self, name: str, completion: Completion, timeout_s: float) -> Timed:
-        """Return the reward of one function for one completion, and how long it took.
+    def evaluate(self, name: str, completions: Sequence[Completion], timeout_s: float) -> list[Timed | str]:
+        """Return the reward of one function for each of ``completions``, and how long it took, or what it raised.
 
-        Raises RewardError when the function raises, needs longer than ``timeout_s``, or ends its process.
+        An async function is asked about all of them at the same time, others one after the other. Raises RewardError
+        when the function needs longer than ``timeout_s``, or ends its process.
         """
         if self._ending:
             raise RewardError("CancelledError: the rewards are no longer computed")
@@ -50,18 +56,18 @@ class RewardProcess:
             if not self._ready():
                 raise RewardError(f"ChildProcessError: the process of the rewards does not start: {self._end()}")
         try:
-            self._connection.send((name, completion))
-            answer = self._answer(timeout_s)
+            self._connection.send((name, completions, timeout_s))
+            answers = self._answer(timeout_s + GRACE_S * self._settings.is_async(name))
         except (EOFError, OSError):
             end = self._end()
             self._restart()
             raise RewardError(f"ChildProcessError: the process that computed it {end}") from None
-        if answer is None:
+        if answers is None:
             self._restart()
-            raise RewardError(f"TimeoutError: no reward within {timeout_s:g} s (reward.timeout_s)")
-        if isinstance(answer, str):
-            raise RewardError(answer)
-        return answer
+            raise RewardError(_late(timeout_s))
+        if isinstance(answers, str):
+            raise RewardError(answers)
+        return answers
 
     def end(self) -> None:
         """End the process for good, whatever it is doing; from any thread. An evaluation under way fails."""
@@ -107,14 +113,16 @@ class RewardProcess:
         self._greeted = failure == ""
         return self._greeted
 
-    def _answer(self, timeout_s: float) -> Timed | str | None:
+    def _answer(self, timeout_s: float) -> list[Timed | str] | str | None:
         """Return what the process sends next, None for nothing in time. Raises EOFError or OSError when it ends."""
         if not wait([self._connection, self._process.sentinel], timeout_s):
             return None
         if not self._connection.poll():  # it is the process that has ended
             raise EOFError
         answer = json.loads(self._connection.recv_bytes())
-        return answer if isinstance(answer, str) else (float(answer[0]), float(answer[1]))
+        if isinstance(answer, str):
+            return answer
+        return [one if isinstance(one, str) else (float(one[0]), float(one[1])) for one in answer]
 
     def _end(self) -> str:
         """Return how the process ended."""
@@ -126,7 +134,7 @@ class RewardProcess:
 
 
 def _serve(connection: Connection, settings: dict[str, object]) -> None:
-    """Evaluate what comes until the other side is gone. Sends "" once ready, then a Timed or the text of an error."""
+    """Evaluate what comes until the other side is gone. Sends "" once ready, then lists of Timed or texts of errors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process itself
     functions: dict[str, Mark] = {}
     try:
@@ -136,20 +144,44 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
         connection.send_bytes(json.dumps(_described(error)).encode())
         return
     connection.send_bytes(b'""')
-    while True:
-        try:
-            name, completion = connection.recv()
-        except (EOFError, OSError):
-            return
-        connection.send_bytes(json.dumps(_evaluated(functions[name], completion)).encode())
+    with asyncio.Runner() as runner:  # one loop, so that a function may keep a connection
+        while True:
+            try:
+                name, completions, timeout_s = connection.recv()
+            except (EOFError, OSError):
+                return
+            if reward.is_async(name):
+                answers = runner.run(_together(functions[name], completions, timeout_s))
+            else:  # outside of the loop, as the function may run one of its own
+                answers = [_evaluated(functions[name], completion) for completion in completions]
+            connection.send_bytes(json.dumps(answers).encode())
 
 
 def _evaluated(function: Mark, completion: Completion) -> Timed | str:
     started = time.monotonic()
     try:
-        return finite(float(function(completion))), time.monotonic() - started
+        return finite(float(function(completion))), time.monotonic() - started  # type: ignore[arg-type]
     except BaseException as error:  # a user's function may raise anything, SystemExit included
         return _described(error)
+
+
+async def _together(function: Mark, completions: Sequence[Completion], timeout_s: float) -> list[Timed | str]:
+    """Evaluate an async function for all ``completions`` at the same time, each with a time limit."""
+
+    async def one(completion: Completion) -> Timed | str:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                value = await function(completion)  # type: ignore[misc]
+            return finite(float(value)), time.monotonic() - started
+        except BaseException as error:
+            return _late(timeout_s) if limit.expired() else _described(error)
+
+    return await asyncio.gather(*map(one, completions))
+
+
+def _late(timeout_s: float) -> str:
+    return f"TimeoutError: no reward within {timeout_s:g} s (reward.timeout_s)"
 
 
 def _described(error: BaseException) -> str:

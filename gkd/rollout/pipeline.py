@@ -122,6 +122,8 @@ class ScoringPipeline:
                 response=response,
                 answer=prompt.answer,
                 other_answers=prompt.other_answers,
+                columns=prompt.columns,
+                messages=prompt.messages,
                 n_tokens=len(ids),
                 max_tokens=sample.request.sampling.max_tokens,
                 truncated=sample.finish_reason == "length",

@@ -60,3 +60,18 @@ def test_what_waits_for_a_pool_that_is_closed_fails() -> None:
     futures = [pool.submit(judged("a", n=1))[name] for _ in range(3)]
     pool.close()
     assert all("Error" in str(future.exception(30)) for future in futures)
+
+
+def test_async_rewards_of_many_samples_are_waited_for_together() -> None:
+    name = f"{MODULE}:slow"
+    pool = RewardPool(Reward(functions=[name], timeout_s=30.0, workers=1))
+    try:
+        pool.submit(judged("a", n=1))[name].result()  # the process has started
+        started = time.monotonic()
+        futures = [pool.submit(judged("a", n=n))[name] for n in range(4, 24)]
+        rewards = [future.result() for future in futures]
+        wall_s = time.monotonic() - started
+    finally:
+        pool.close()
+    assert [reward for reward, _ in rewards] == list(range(4, 24))
+    assert wall_s < sum(seconds for _, seconds in rewards) / 2

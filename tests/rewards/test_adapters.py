@@ -1,0 +1,78 @@
+"""Reward functions of gkd's, verl's and TRL's kind, their settings, and async ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gkd.config import Reward, load
+from gkd.errors import ConfigError
+from gkd.rewards.completion import Completion, resolve
+from gkd.rewards.process import _together
+
+HERE = "tests.rewards.functions:"
+ROW = {
+    "prompt": "2 + 2 =",
+    "data_source": "sums",
+    "reward_model": {"ground_truth": "4"},
+    "extra_info": {"split": "train"},
+    "level": 3,
+}
+MESSAGES = ({"role": "user", "content": "2 + 2 ="},)
+
+
+def judged(response: str, messages: Any = None, n: int = 1) -> Completion:
+    return Completion("2 + 2 =", response, "5", n, 10, False, columns=ROW, messages=messages)
+
+
+def settings_of(name: str, **options: Any) -> Reward:
+    return Reward.model_validate({"functions": [HERE + name], **({name: options} if options else {})})
+
+
+def value(name: str, completion: Completion, **options: Any) -> Any:
+    return resolve(HERE + name, settings_of(name, **options))(completion)
+
+
+def test_verl() -> None:
+    """The ground truth is the row's, whatever the answer; a mapping has its score."""
+    assert [value("compute_score", judged(text)) for text in ("4", "5")] == [1.0, 0.0]
+    assert value("compute_score", judged("4"), factor=2.5) == 2.5
+
+
+def test_trl() -> None:
+    assert value("trl", judged("four", MESSAGES)) == 7.0
+    assert value("trl", judged("four", MESSAGES), bonus=0.5) == 7.5
+    assert asyncio.run(value("trl_later", judged("four"))) == 1.0
+    with pytest.raises(ValueError, match="the reward is None"):
+        asyncio.run(value("trl_later", judged("none")))
+
+
+def test_a_function_of_a_completion_sees_columns_and_takes_settings() -> None:
+    assert [value("optional", judged("")), value("optional", judged(""), wanted=3)] == [0.0, 1.0]
+    assert settings_of("optional").model_dump()["optional"] == {"wanted": 4}
+    with pytest.raises(
+        ConfigError, match=r"unknown setting reward.optional.wnated \(did you mean reward.optional.wanted"
+    ):
+        load(
+            {
+                "algorithm": {"name": "grpo"},
+                "rollout": {"n": 2},
+                "reward": {"functions": [HERE + "optional"], "optional": {"wnated": 3}},
+            }
+        )
+
+
+def test_columns_are_kept_for_functions_that_may_look_at_them() -> None:
+    assert settings_of("words").needing_columns() == [HERE + "words"]
+    assert Reward(functions=["accuracy", "length"]).needing_columns() == []
+
+
+def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> None:
+    settings = settings_of("slow")
+    assert settings.is_async(HERE + "slow") and not settings_of("words").is_async(HERE + "words")
+    slow = resolve(HERE + "slow", settings)
+    first, late, other = asyncio.run(_together(slow, [judged("", n=n) for n in (1, 3, 2)], 1.5))
+    assert (first[0], other[0]) == (1.0, 2.0)
+    assert late == "TimeoutError: no reward within 1.5 s (reward.timeout_s)"
