@@ -37,6 +37,7 @@ REWARDS = _Rewards(
     "reward.functions",
     {
         "accuracy": "gkd.rewards.accuracy:Accuracy",
+        "code": "gkd.rewards.code:Code",
         "cosine": "gkd.rewards.cosine:Cosine",
         "format": "gkd.rewards.format:Format",
         "judge": "gkd.rewards.judge:Judge",

@@ -1,0 +1,114 @@
+"""The reward of a program that is run against the tests of its row."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from gkd.config.base import Settings
+from gkd.data.row import Row
+from gkd.rewards.completion import Completion, RewardFunction
+from gkd.rewards.sandbox import network_can_be_cut, run
+
+_FENCED = re.compile(r"```([\w+]*)[^\n]*\n(.*?)```", re.DOTALL)
+Test = tuple[str, str | None]
+"""Python to be run after the program, or standard input and the output that is expected of it."""
+
+
+class Code(RewardFunction):
+    """Gives 1.0 to a response whose program passes all tests of its row, else 0.0.
+
+    The program is the last fenced block, of Python where there is one; without any, the whole response. Tests are, in
+    the column ``tests``: Python text with assertions, or a list of such texts (MBPP); or inputs with the outputs that
+    are expected, as ``{"inputs": [...], "outputs": [...]}`` (APPS) or a list of ``{"input", "output"}``. JSON of any
+    of these will do. Each test is a process of its own (:mod:`gkd.rewards.sandbox`).
+    """
+
+    class Config(Settings):
+        """Where the tests are, and what a program may use."""
+
+        tests: str = Field("tests", description="column of the tests, such as reward_model.ground_truth")
+        timeout_s: float = Field(6.0, gt=0, description="time all tests of one response have, below reward.timeout_s")
+        memory_mb: int = Field(1024, ge=64, description="memory that a program may take, MiB")
+        partial: bool = Field(False, description="true: the share of the tests that are passed; false: all or nothing")
+        network: bool = Field(False, description="true: programs may use the network, where it cannot be taken away")
+
+    needs_columns: ClassVar[bool] = True
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if not config.network and not network_can_be_cut():
+            raise RuntimeError(
+                "this machine does not let programs be run without a network (unshare of a user namespace): "
+                "reward.code.network=true runs them with it"
+            )
+
+    def __call__(self, completion: Completion) -> float:
+        """Return the reward. Raises ValueError where the row has no tests."""
+        tests = read_tests(Row(dict(completion.columns), "the row").get(self.config.tests, "reward.code.tests"))
+        program, deadline, passed = program_of(completion.response), time.monotonic() + self.config.timeout_s, 0
+        for test in tests:
+            left = deadline - time.monotonic()
+            if left > 0 and self._passes(program, test, left):
+                passed += 1
+            elif not self.config.partial:
+                return 0.0
+        return passed / len(tests)
+
+    def _passes(self, program: str, test: Test, timeout_s: float) -> bool:
+        given, expected = test
+        offline, memory = not self.config.network, self.config.memory_mb
+        if expected is not None:
+            ended = run(program, given, timeout_s, memory, offline)
+            return ended.code == 0 and _lines(ended.output) == _lines(expected)
+        # A program that ends the process early would else have passed; it cannot know this word.
+        word = secrets.token_hex(16)
+        ended = run(f"{program}\n\n{given}\n\nprint('\\n{word}')\n", "", timeout_s, memory, offline)
+        return ended.code == 0 and ended.output.endswith(f"\n{word}\n")
+
+
+def program_of(response: str) -> str:
+    """Return the program in a response."""
+    blocks: list[tuple[str, str]] = _FENCED.findall(response)
+    python = [text for language, text in blocks if language.lower() in ("python", "py", "python3")]
+    return (python or [text for _, text in blocks] or [response])[-1]
+
+
+def read_tests(column: Any) -> list[Test]:
+    """Return the tests in a column, see :class:`Code`. Raises ValueError for what is none."""
+    if isinstance(column, str):
+        try:
+            column = json.loads(column)
+        except ValueError:
+            column = [column]
+    tests = list(_tests(column))
+    if not tests:
+        raise ValueError("the row has no tests")
+    return tests
+
+
+def _tests(column: Any) -> Iterator[Test]:
+    if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
+        for given, expected in zip(column["inputs"], column["outputs"], strict=True):
+            yield str(given), str(expected)
+    elif isinstance(column, list):
+        for one in column:
+            if isinstance(one, str):
+                yield one, None
+            elif isinstance(one, dict) and {"input", "output"} <= one.keys():
+                yield str(one["input"]), str(one["output"])
+            else:
+                raise ValueError(f"a test is text, or input and output, not {type(one).__name__}")
+    else:
+        raise ValueError(f"tests are text, a list, or inputs and outputs, not {type(column).__name__}")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,60 @@
+"""Programs are run, and may do little."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.rewards.code import Code
+from gkd.rewards.completion import Completion
+from gkd.rewards.sandbox import Ended, network_can_be_cut, run
+
+OFFLINE = network_can_be_cut()
+
+
+def worth(program: str, tests: Any, **settings: Any) -> float:
+    completion = Completion("", f"```python\n{program}\n```", None, 1, 10, False, columns={"tests": tests})
+    return Code(Code.Config(network=not OFFLINE, **settings))(completion)
+
+
+def test_a_program_is_worth_the_tests_that_it_passes() -> None:
+    double = "def f(x):\n    return 2 * x"
+    tests = ["assert f(1) == 2", "assert f(2) == 4", "assert f(2) == 5"]
+    assert [worth(double, tests[:2]), worth(double, tests)] == [1.0, 0.0]
+    assert worth(double, tests, partial=True) == pytest.approx(2 / 3)
+    assert worth("import os\nos._exit(0)", tests[:1]) == 0.0
+    io = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8"]}
+    assert [worth(f"print({n} * int(input()))", io) for n in (2, 3)] == [1.0, 0.0]
+    assert worth("this is no program", io) == 0.0
+
+
+def test_time_memory_output_and_environment_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "1")
+    assert run("while True: pass", "", 0.5, 512, OFFLINE) == Ended(None, "")
+    assert run("x = bytearray(1 << 30)", "", 30.0, 512, OFFLINE).code != 0
+    assert len(run("while True: print('a' * 1000)", "", 30.0, 512, OFFLINE).output) <= 1 << 20
+    seen = run("import os; print('SECRET_OF_THE_RUN' in os.environ, os.listdir())", "", 30.0, 512, OFFLINE).output
+    assert seen.startswith("False [") and seen.count("'") == 6  # program, input and output
+
+
+@pytest.mark.skipif(not OFFLINE, reason="this machine does not let a process be without a network")
+def test_a_program_has_no_network_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = (
+            f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5); print('there')"
+        )
+        assert run(connect, "", 30.0, 512, offline=False).output == "there\n"
+        assert run(connect, "", 30.0, 512, offline=True).output == ""
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(1.0); open({str(mark)!r}, 'w')"
+    escapes = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)"
+    )
+    assert run(escapes, "", 30.0, 512, True).code == 0
+    assert run(f"{escapes}; time.sleep(60)", "", 0.5, 512, True).code is None
+    time.sleep(1.5)
+    assert not mark.exists()

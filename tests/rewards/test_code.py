@@ -1,0 +1,38 @@
+"""Which program of a response is run against which tests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gkd.rewards.code import program_of, read_tests
+
+
+def test_the_last_python_block_is_the_program() -> None:
+    response = "First\n```python\na\n```\nthen\n```py\nb\n```\nprints\n```\nc\n```"
+    assert program_of(response) == "b\n"
+    assert program_of("```\na\n``` ```\nb\n```") == "b\n"
+    assert program_of("print(1)") == "print(1)"
+
+
+@pytest.mark.parametrize(
+    ("column", "tests"),
+    [
+        ("assert f(1) == 2", [("assert f(1) == 2", None)]),
+        (["assert a", "assert b"], [("assert a", None), ("assert b", None)]),
+        ({"inputs": ["1\n", 2], "outputs": ["2\n", 3]}, [("1\n", "2\n"), ("2", "3")]),
+        ([{"input": "1", "output": "2"}], [("1", "2")]),
+    ],
+)
+def test_tests_of_every_kind_also_as_json(column: Any, tests: list[tuple[str, str | None]]) -> None:
+    assert read_tests(column) == tests
+    if not isinstance(column, str):
+        assert read_tests(json.dumps(column)) == tests
+
+
+@pytest.mark.parametrize("column", [[], None, 3, {"input": 1}, [3], {"inputs": [1], "outputs": []}])
+def test_what_is_no_test(column: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_tests(column)
