@@ -97,13 +97,14 @@ class ActorGroup:
     def apply(self, step: int) -> dict[str, float]:
         """Do one optimizer step on the chunks given to :meth:`accumulate`; returns the metrics of all together.
 
-        Where memory ran out, all chunks are done again first, in smaller micro-batches.
+        With ``timing_s/update``, the seconds that the ranks computed for it, which began before this was called. Where
+        memory ran out, all chunks are done again first, in smaller micro-batches.
         """
         batch = [sample for chunk in self._chunks for sample in chunk]
         try:
             while True:
                 try:
-                    self._gather(self._accumulating)
+                    chunks = self._gather(self._accumulating)
                     break
                 except OutOfMemory as failure:
                     self._shrink(failure)
@@ -111,11 +112,13 @@ class ActorGroup:
         finally:
             self._chunks, self._accumulating = [], []
         lengths, in_loss = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
+        computed = sum(max(seconds or 0.0 for seconds in ranks) for ranks in chunks)
         totals = Totals.of(lengths, in_loss, self.config.algorithm.aggregation)
+        began = time.monotonic()
         row: dict[str, float] = self._gather([self.group.submit("apply", totals, step, what=f"update {step}")])[0][0]
         self.version = step
         self._warn_of_memory(step)
-        return row
+        return {**row, "timing_s/update": computed + time.monotonic() - began}
 
     @property
     def _is_own_reference(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -97,13 +98,16 @@ class RankTrainer:
 
     def accumulate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int = 1, chunk: int = 0
-    ) -> None:
+    ) -> float:
         """Add the gradient of this rank's share of a chunk to that of the chunks before it, for :meth:`apply`.
+
+        Returns the seconds that it took.
 
         ``weights`` may lack a factor that is the same for all tokens of the batch, and metrics a division by its
         ``n_positions``: :class:`Totals` then has them. ``chunk``: number in the step; 0 forgets what was accumulated.
         Raises OutOfMemory as :meth:`_fitting`, with nothing changed; then also for all further chunks.
         """
+        started = time.monotonic()
         if self.staging.applied is not None:
             self._version = self.staging.applied.step
         if chunk == 0:
@@ -120,6 +124,7 @@ class RankTrainer:
             self._failed = error
             raise
         self._sums = sums if self._sums is None else self._sums + sums
+        return time.monotonic() - started
 
     def apply(self, totals: Totals, step: int, final: bool = True) -> Metrics:
         """Do one optimizer step on what was accumulated, which ``totals`` make the gradient of the whole batch.

@@ -115,9 +115,9 @@ class ActorWorker:
 
     def accumulate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int = 1, chunk: int = 0
-    ) -> None:
+    ) -> float:
         """Add a chunk's gradient; as :meth:`gkd.actor.training.RankTrainer.accumulate`."""
-        self.trainer.accumulate(samples, weights, n_positions, chunk)
+        return self.trainer.accumulate(samples, weights, n_positions, chunk)
 
     def apply(self, totals: Totals, step: int) -> Metrics:
         """Do one optimizer step on the chunks; as :meth:`gkd.actor.training.RankTrainer.apply`."""

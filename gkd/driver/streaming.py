@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from gkd.actor.group import ActorGroup
@@ -21,8 +20,8 @@ class BatchStream:
 
     def __init__(self, config: Config, actor: ActorGroup) -> None:
         self.config, self.actor = config, actor
-        self.began: float | None = None
-        """When the first chunk was handed to the actor (``time.monotonic``)."""
+        self.began = False
+        """Whether a chunk was handed to the actor."""
         self._unit = config.rollout.n if config.algorithm.policy_weight else 1
         self._arrived: list[TrainingSample] = []  # of a group that is not whole yet
         self._chunk: list[TrainingSample] = []
@@ -37,14 +36,16 @@ class BatchStream:
             self._chunk += settle(self.config, group)
 
     def _hand_over(self) -> None:
-        if self.began is None:
-            self.began = time.monotonic()
+        self.began = True
         self.actor.accumulate(self._chunk)
         self._chunk = []
 
     def update(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
-        """Do the optimizer step, once the whole ``batch`` has been fed; returns its metrics."""
-        if self.began is None:
+        """Do the optimizer step, once the whole ``batch`` has been fed; returns its metrics.
+
+        Where there were several chunks, ``timing_s/update`` among them is all that the actor computed for it.
+        """
+        if not self.began:
             return self.actor.update(batch, step)
         self._hand_over()
         return self.actor.apply(step)

@@ -77,18 +77,15 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         batch, row = with_advantages(config, collected.batch)
         if config.rollout.horizon.start is not None:
             row["response/limit"] = float(config.rollout.limit_at(step))
-        sampled = began = time.monotonic()
-        if stream is not None and stream.began is not None:
-            began = stream.began
-            row["timing_s/overlap"] = sampled - began
+        sampled = time.monotonic()
         row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(collected.requested_s, batch)
-        row["timing_s/wait"] = began - started
         state = replace(
             state, step=step, prompts=parts.prompts.state(), ahead=batches.ahead(step), row=measured.finite(row)
         )
         log.checkpoints.train(state)
         row |= (parts.actor if stream is None else stream).update(batch, step)
         updated = drained = time.monotonic()
+        row |= actors_time(started, sampled, updated, row.get("timing_s/update"))
         if samples_ahead and not config.schedule.in_flight:  # every step is sampled from one version
             parts.rollout.drain(config.rollout.timeout_s)
             drained = time.monotonic()
@@ -97,7 +94,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         done = time.monotonic()
         if samples_ahead:
             batches.dispatch(step)
-        row |= {"timing_s/update": updated - began, "timing_s/sync": done - drained, "timing_s/step": done - started}
+        row |= {"timing_s/sync": done - drained, "timing_s/step": done - started}
         row |= throughput(sum(sample.n_tokens for sample in batch), done - started, parts.n_gpus)
         row |= parts.memory()
         state = replace(state, row=measured.finite(row))
@@ -117,6 +114,16 @@ def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: Sta
     log.progress.step(step, row)
     watcher.look(step, row)
     return replace(state, validated=validated, row=None)
+
+
+def actors_time(started: float, sampled: float, updated: float, computed: float | None) -> dict[str, float]:
+    """Return timing_s/{wait,update} of a step, and overlap where the actor ``computed`` so long in several chunks.
+
+    The batch was complete at ``sampled``; what the actor computed of it before then overlaps with sampling.
+    """
+    overlap = min(max(0.0, (computed or 0.0) - (updated - sampled)), sampled - started)
+    times = {"timing_s/wait": sampled - started - overlap, "timing_s/update": updated - sampled + overlap}
+    return times if computed is None else {**times, "timing_s/overlap": overlap}
 
 
 def throughput(n_tokens: int, seconds: float, n_gpus: int) -> dict[str, float]:

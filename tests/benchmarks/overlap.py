@@ -116,8 +116,10 @@ class Actor:
     def impose(self, times: Times) -> None:
         self.second_a_token = times.update / (SAMPLES * (MEAN_TOKENS + 1))
 
-    def accumulate(self, samples: Sequence[TrainingSample], *_: Any) -> None:
-        time.sleep(sum(sample.n_tokens for sample in samples) * self.second_a_token)
+    def accumulate(self, samples: Sequence[TrainingSample], *_: Any) -> float:
+        seconds = sum(sample.n_tokens for sample in samples) * self.second_a_token
+        time.sleep(seconds)
+        return seconds
 
     def apply(self, totals: Totals, step: int) -> dict[str, float]:
         return {"actor/loss": 0.0}

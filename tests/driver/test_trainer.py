@@ -19,7 +19,7 @@ from gkd.config import Config
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.saving import Checkpoints
-from gkd.driver.trainer import RunLog, train
+from gkd.driver.trainer import RunLog, actors_time, train
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
 from tests.driver.test_collect import PROMPTS, Engines, grpo
@@ -149,6 +149,21 @@ def test_later_steps_are_sampled_during_an_update_and_their_weights_come_between
     for row in rows:
         parts = ("wait", "update", "drain", "sync")
         assert row["timing_s/step"] == pytest.approx(sum(row[f"timing_s/{part}"] for part in parts), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("computed", "expected"),
+    [
+        (None, {"wait": 5.0, "update": 2.0}),  # of one chunk
+        (4.5, {"wait": 2.5, "update": 4.5, "overlap": 2.5}),
+        (1.5, {"wait": 5.0, "update": 2.0, "overlap": 0.0}),  # all of it after the last sample
+    ],
+)
+def test_what_the_actor_computes_before_the_batch_is_complete_is_no_wait(
+    computed: float | None, expected: dict[str, float]
+) -> None:
+    found = actors_time(10.0, 15.0, 17.0, computed)
+    assert found == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
 
 
 @pytest.mark.parametrize("call", ["sample", "update", "push", "validate"])
