@@ -10,7 +10,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from gkd.config import settings
 from gkd.planning.advice import Advice, advise, advise_all, advise_by_memory, explain_no_advice
 from gkd.planning.changes import LEVEL_NAMES
 from gkd.planning.layout import GB, Layout
@@ -203,14 +202,10 @@ def _print_pipeline(report: PlanReport, out: Console) -> None:
     source = "estimated" if report.factors is None else "as measured in the earlier run"
     out.print(f"\nseconds of each stage by itself, {source}: {', '.join(parts)}", soft_wrap=True)
     groups = list(report.steps[0].busy)
-    # Steps that overlap are shown where runs have the setting.
-    may_overlap = MAX_STALENESS in settings()
-    table = _table(
-        *([MAX_STALENESS] if may_overlap else []), "s a step", *(f"{g} waits" for g in groups), "most busy", title=""
-    )
-    for step in report.steps if may_overlap else report.steps[:1]:
+    table = _table(MAX_STALENESS, "s a step", *(f"{g} waits" for g in groups), "most busy", title="")
+    for step in report.steps:
         waits = (f"{step.waits[g]:.2f}" for g in groups)
-        table.add_row(*([str(step.staleness)] if may_overlap else []), f"{step.seconds:.2f}", *waits, step.bound)
+        table.add_row(str(step.staleness), f"{step.seconds:.2f}", *waits, step.bound)
     out.print(table)
 
 
