@@ -197,6 +197,7 @@ ALGORITHM: dict[str, str] = {
     "cliprange": "algorithm.policy.clip_low and algorithm.policy.clip_high",
     "eps_clip": "algorithm.policy.clip_low and algorithm.policy.clip_high",
     "eps_clip_high": "algorithm.policy.clip_high",
+    "partial_rollout": "schedule.in_flight, with schedule.max_staleness above 0",
     "max_async_level": "schedule.max_staleness",
     "async_training.staleness_threshold": "schedule.max_staleness, in updates; verl's is a share of a batch",
     "max_off_policy_steps": "schedule.max_staleness, a bound that holds; no sample is discarded",
