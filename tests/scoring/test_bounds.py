@@ -81,7 +81,7 @@ def test_heartbeats_that_nobody_reads_are_cut_off(serve: Serve, dealer: Any) -> 
 
 @pytest.mark.parametrize("authenticated", [True, False])
 def test_idle_connections_make_room(serve: Serve, connect: Connect, dealer: Any, authenticated: bool) -> None:
-    running = serve(bounds=Bounds(connections=20))
+    running = serve(bounds=Bounds(connections=20, greeting_s=600.0))
     early = connect(running.server.address, heartbeat_s=0.5)
     assert answers(early)
     host, port = running.server.address.removeprefix("tcp://").split(":")
