@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gkd.inference.requests import Refused
 from gkd.scoring import wire
 from gkd.scoring.client import Score, ScoringClient
+from gkd.scoring.clients import Clients, QueuedRequest
 from gkd.scoring.connections import Bounds, Connection
 from tests.scoring.conftest import Running, a_score
 from tests.scoring.table import TableEngine, expected
@@ -154,6 +156,24 @@ def test_where_the_queue_is_full_in_all_everyone_has_a_share(serve: Serve, deale
         second.send(wire.encode_request(id, 60.0, a_score(id)))
     second.send(wire.encode(wire.Ping()))
     assert isinstance(wire.decode(second.recv())[0], wire.Pong)
+
+
+def test_where_all_together_have_too_much_in_the_queue_each_may_have_a_share() -> None:
+    clients = Clients(Bounds(queued_bytes=100, queued_bytes_in_all=120), expired=lambda job: None)
+    ids = (b"a", b"b", b"c")
+    for id in ids:
+        clients.add(id, connection=None)  # type: ignore[arg-type]
+
+    def accepted(client: bytes) -> int:
+        for n in range(100):
+            try:
+                clients.put(QueuedRequest(client, n, np.inf, a_score(), request_bytes=10, answer_bytes=10))
+            except Refused as refused:
+                assert refused.code == "busy"
+                return n
+        return 100
+
+    assert [accepted(id) for id in ids] == [10, 4, 4]  # of all that there may be, a third is 40 bytes
 
 
 def test_a_request_longer_than_the_server_reads_is_refused_here(serve: Serve, connect: Connect) -> None:
