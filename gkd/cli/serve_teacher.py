@@ -76,13 +76,14 @@ def _serve(config: Config, stop: _Stop) -> int:
     from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
     from gkd.inference.choice import scoring_engine
     from gkd.inference.engine import EngineSpec
-    from gkd.inference.vllm_models import SCORER_REMEDY, require_vllm_runs
+    from gkd.inference.vllm_models import SCORER_REMEDY, require_quantization, require_vllm_runs
     from gkd.scoring.server import ScoringServer
 
     directory = check_causal_lm(path, "teacher.model.path")
     teacher = teacher.model_copy(update={"engine": scoring_engine(teacher, directory)})
     if teacher.engine_class.needs_vllm:
         require_vllm_runs(directory, "teacher.model.path", SCORER_REMEDY)
+        require_quantization(teacher.quantization, "teacher.quantization")
     tokenizer = load_tokenizer(directory, "teacher.model.path")
     model = ModelInfo.read(directory, "teacher.model.path", tokenizer)
     model = with_turn_end(model, template_end(tokenizer))

@@ -136,12 +136,26 @@ class Scorer(Served, Engine, EngineSection):
         "model's positions, with vLLM one less and what fits"
     )  # fmt: skip
     max_num_seqs: int = Field(32, ge=1, description="sequences one engine scores at the same time")
+    quantization: str | None = Field(
+        None,
+        description="weights in fewer bits: a method of vLLM's by its name, such as fp8; null: as the model's files "
+        "have them",
+    )
 
     @property
     def engine_class(self) -> Any:
         """The class of the engines; of ``auto`` the one for most models (see gkd.inference.choice)."""
-        spans_gpus = self.engine == "auto" and self.tensor_parallel_size > 1
-        return self.registry.load("vllm" if spans_gpus else self.engine)
+        only_vllm = self.tensor_parallel_size > 1 or self.quantization is not None
+        return self.registry.load("vllm" if self.engine == "auto" and only_vllm else self.engine)
+
+    @model_validator(mode="after")
+    def _the_engine_quantizes(self) -> Scorer:
+        if self.quantization is not None and not self.engine_class.quantizes:
+            raise ValueError(
+                f"quantization={self.quantization}: engine={self.engine} computes with weights as they are; "
+                "engine=vllm quantizes them"
+            )
+        return self
 
 
 class Teacher(Scorer):

