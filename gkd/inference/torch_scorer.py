@@ -148,7 +148,11 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
     def _joins(self, request: Score, first: Score, n_tokens: int) -> bool:
         if n_tokens + len(request.token_ids) > self._n_tokens:
             return False
-        return self._device == "cuda" or _padded(request) == _padded(first)
+        return self._device == "cuda" or self._padded(request) == self._padded(first)
+
+    def _padded(self, request: Score) -> int:
+        """Return the positions that attention on a CPU is over, by the length of ``request`` alone."""
+        return min(-(-len(request.token_ids) // PADDED_TO) * PADDED_TO, self.limits.max_length)
 
     def _begin(self, chosen: list[tuple[int, Score]]) -> _Pass:
         """Give the device the forward pass of some sequences."""
@@ -179,7 +183,7 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
             ids,
             self._on_device(np.concatenate([np.arange(n) for n in lengths])),
             self._on_device(starts),
-            max(lengths) if self._device == "cuda" else max(map(_padded, requests)),
+            max(lengths) if self._device == "cuda" else max(map(self._padded, requests)),
         )
         by_shape: dict[RowShape, list[int]] = {}
         for i, request in enumerate(requests):
@@ -234,10 +238,6 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
         for (key, request), row in zip(chosen, new, strict=True):
             ends = np.flatnonzero(np.isin(row, self._stop_ids))
             yield key, row[: min(request.max_tokens, int(ends[0]) + 1 if len(ends) else len(row))]
-
-
-def _padded(request: Score) -> int:
-    return -(-len(request.token_ids) // PADDED_TO) * PADDED_TO
 
 
 def _load(spec: EngineSpec) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""A teacher's rows from vLLM against transformers in float32."""
+"""A teacher's rows, from each engine that scores, against transformers in float32."""
 
 from __future__ import annotations
 
@@ -28,26 +28,29 @@ def rows(context: Context) -> None:
     path = context.scratch / "rows"
     _make(path, device)
     from gkd.inference.engine import EngineSpec
-    from gkd.inference.vllm_scorer import VLLMScorer
 
     dtype = "float32" if context.rehearsal else "bfloat16"
-    settings = Teacher(max_model_len=LENGTH, gpu_memory_utilization=0.3, enforce_eager=True, kv_cache_gb=1)
-    began = time.monotonic()
     checkpoint = ModelInfo(VOCABULARY, 2 * LENGTH, [1], VOCABULARY)
-    engine = VLLMScorer(EngineSpec(str(path), checkpoint, settings, device, dtype))  # type: ignore[arg-type]
-    context.note(start_s=time.monotonic() - began)
     sequences = np.random.default_rng(0).integers(2, VOCABULARY - LEFT_OUT, (SEQUENCES, LENGTH)).astype(np.int32)
     logits = _logits(path, sequences)
-    try:
-        for temperature in TEMPERATURES:
-            for top_k in (0, 64, VOCABULARY):
-                mean, largest = _worst(engine, sequences, logits / temperature, top_k, temperature)
-                context.note({f"K{top_k}_T{temperature}_mean": mean, f"K{top_k}_T{temperature}_max": largest})
-                allowed = MOST[dtype]
-                wrong = f"K={top_k}, temperature {temperature}: {mean:.2e} off on average, {largest:.2e} at most"
-                require(mean < allowed[0] and largest < allowed[1], wrong)
-    finally:
-        engine.close()
+    for name in ("vllm", "torch"):
+        settings = Teacher(
+            engine=name, max_model_len=LENGTH, gpu_memory_utilization=0.3, enforce_eager=True, kv_cache_gb=1
+        )
+        began = time.monotonic()
+        engine = settings.engine_class(EngineSpec(str(path), checkpoint, settings, device, dtype))  # type: ignore[arg-type]
+        context.note({f"{name}_start_s": time.monotonic() - began})
+        try:
+            for temperature in TEMPERATURES:
+                for top_k in (0, 64, VOCABULARY):
+                    mean, largest = _worst(engine, sequences, logits / temperature, top_k, temperature)
+                    what = f"{name}_K{top_k}_T{temperature}"
+                    context.note({f"{what}_mean": mean, f"{what}_max": largest})
+                    allowed = MOST[dtype]
+                    wrong = f"{what}: {mean:.2e} off on average, {largest:.2e} at most"
+                    require(mean < allowed[0] and largest < allowed[1], wrong)
+        finally:
+            engine.close()
 
 
 def _worst(engine: Any, sequences: Any, logits: Any, top_k: int, temperature: float) -> tuple[float, float]:
