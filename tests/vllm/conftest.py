@@ -65,15 +65,20 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
-    """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks."""
+    """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks, and cached in blocks of 32."""
     from gkd.data.model_info import ModelInfo
     from gkd.inference.engine import EngineSpec
+    from gkd.inference import vllm_scorer
     from gkd.inference.vllm_environment import environment
-    from gkd.inference.vllm_scorer import VLLMScorer
 
     os.environ.update(environment("cpu"))
     settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
     model = ModelInfo.read(str(tiny_llama), "teacher.model.path")
-    engine = VLLMScorer(EngineSpec(str(tiny_llama), model, settings, "cpu", "float32", max_num_batched_tokens=CHUNK))
+    usual = vllm_scorer.engine_arguments
+    with pytest.MonkeyPatch.context() as patch:  # on a CPU they are of 128, all that this model has
+        patch.setattr(vllm_scorer, "engine_arguments", lambda *a, **more: {**usual(*a, **more), "block_size": 32})
+        engine = vllm_scorer.VLLMScorer(
+            EngineSpec(str(tiny_llama), model, settings, "cpu", "float32", max_num_batched_tokens=CHUNK)
+        )
     yield engine
     engine.close()

@@ -186,8 +186,8 @@ def test_a_long_prompt_is_computed_once_for_its_samples(
     prompt = a_request(90, 1, 0, seed=50).token_ids[:90]
     samples = [np.concatenate([prompt, a_request(30, 1, 0, seed=60 + i).token_ids[:30]]) for i in range(3)]
     requests = [Score(ids, ((90, 120),), 8, t) for ids, t in zip(samples, (1.0, 0.7, 0.7), strict=True)]
-    assert [scored(request) for request in requests] == [[0], [80], [80]]  # blocks of 16 tokens
-    assert scored(requests[0]) == [112, 0]
+    assert [scored(request) for request in requests] == [[0], [64], [64]]  # two blocks
+    assert scored(requests[0]) == [96, 0]
     short = Score(samples[1], ((40, 120),), 8)  # most of it is response, of which samples often begin alike
     assert scored(short) == [0]
 
