@@ -67,8 +67,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks, and cached in blocks of 32."""
     from gkd.data.model_info import ModelInfo
-    from gkd.inference.engine import EngineSpec
     from gkd.inference import vllm_scorer
+    from gkd.inference.engine import EngineSpec
     from gkd.inference.vllm_environment import environment
 
     os.environ.update(environment("cpu"))
