@@ -230,7 +230,8 @@ ALGORITHM: dict[str, str] = {
     "reward_funcs": "reward.functions",
     "custom_reward_function.path": "reward.functions=[FILE.py:NAME]",
     "custom_reward_function.name": "reward.functions=[FILE.py:NAME]",
-    "reward_kwargs": "reward.functions: parameters of your function with defaults are settings, in the section of its name",
+    "reward_kwargs": "reward.functions: parameters of your function with defaults are settings, in the section of its "
+    "name",
     "custom_rm_path": "reward.functions=[package.module:NAME]",
     "rm_type": "reward.functions",
 }
