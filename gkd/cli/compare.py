@@ -47,23 +47,22 @@ def _main(arguments: Sequence[str]) -> int:
 
 def show(rows: Sequence[Comparison]) -> None:
     """Print a table, and below it what one may conclude."""
-    from rich.console import Console
     from rich.table import Table
 
+    from gkd.observability.progress import console
+
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("set", "model", rows[0].score, "difference", "p", "p (Holm)", "questions", "needed"):
+    for heading in ("set", "model", rows[0].score, "difference", "p", "p (Holm)", "needed"):
         table.add_column(heading, justify="left" if heading in ("set", "model") else "right", no_wrap=True)
     shown = set()
     for row in rows:
         if (row.set, row.first) not in shown:
-            table.add_row(row.set, row.first, f"{row.values[0]:.3f}", "", "", "", str(row.paired.n), "")
+            table.add_row(row.set, row.first, f"{row.values[0]:.3f}", "", "", "", "")
             shown.add((row.set, row.first))
         needed = "" if row.paired.needed is None else f"{row.paired.needed:,}"
         p, corrected = (_p(value) for value in (row.paired.p, row.holm_p))
-        table.add_row(
-            row.set, row.second, f"{row.values[1]:.3f}", _signed(row), p, corrected, str(row.paired.n), needed
-        )
-    out = Console(soft_wrap=True, highlight=False)
+        table.add_row(row.set, row.second, f"{row.values[1]:.3f}", _signed(row), p, corrected, needed)
+    out = console()
     out.print(table)
     for row in rows:
         out.print(_verdict(row))

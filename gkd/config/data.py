@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from gkd.config.eval_set import EvalSet, Files
 from gkd.config.open import OpenSections
 from gkd.registry import Registry, absolute
 
@@ -16,13 +17,6 @@ TASKS = Registry("data.task", {"sort_digits": "gkd.recipes.sort_digits.task:Sort
 PLACE = re.compile(r"\{\{[^{}]*\}\}|\{(?P<name>[^\W\d][\w.]*)\}")
 """A column's place in ``data.prompt_template``, or doubled braces."""
 _NOT_THE_TEMPLATES = ("messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "return_dict")
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Files = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class Data(OpenSections):
@@ -78,6 +72,9 @@ class Data(OpenSections):
     )
     teacher_key: str | None = Field(None, description="column that says which of teacher.models a prompt is for")
     max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
+    val_sets: dict[str, EvalSet] = Field(
+        {}, description="further sets to validate on, by name, each with its own interval and sampling: val/NAME/*"
+    )
     val_limit: int = Field(256, ge=1, description="validation prompts used at most")
     val_top_k: int = Field(
         512,

@@ -22,6 +22,8 @@ from gkd.data.tokenizer import (
     tokenizer_hash,
 )
 from gkd.errors import ConfigError
+from gkd.evaluation.questions import Questions, load_questions
+from gkd.evaluation.rating import reward_settings
 from gkd.inference.choice import scoring_engine
 from gkd.inference.vllm_models import (
     REFERENCE_REMEDY,
@@ -54,6 +56,8 @@ class Inputs:
     model: ModelInfo
     max_length: int
     teacher_vocabulary: int
+    val_sets: tuple[Questions, ...] = ()
+    """``data.val_sets``."""
 
     def fingerprints(self) -> dict[str, str]:
         """Return fingerprints of the prompts that are trained and validated on, for a run that goes on."""
@@ -103,6 +107,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         for wanted in (top_k_wanted, top_k_for_validation):
             wanted(config, own.vocabulary)  # refuses now what the teacher could not give
     _require_answers(config, train_prompts)
+    val_sets = _val_sets(config, tokenizer, longest, say)
     end = turn_end([*train_prompts.prompts, *val_prompts.prompts], tokenizer)
     own = with_turn_end(own, end)
     if config.algorithm.on_policy_share < 1:
@@ -118,7 +123,26 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         own,
         longest,
         min(model.vocabulary for name, model in models.items() if name != "reference"),
+        val_sets,
     )
+
+
+def _val_sets(config: Config, tokenizer: Any, max_length: int, say: Callable[[str], None]) -> tuple[Questions, ...]:
+    """Read ``data.val_sets``, each as the student is asked it."""
+    found = []
+    for name, settings in config.data.val_sets.items():
+        section, response = f"data.val_sets.{name}", settings.max_response_length or config.rollout.max_response_length
+        if response >= max_length:
+            raise ConfigError(
+                f"{section}.max_response_length={response} leaves no room for a question: the engines take "
+                f"{max_length} tokens (data.max_prompt_length + rollout.max_response_length, at most the model's)"
+            )
+        questions = load_questions(name, settings, tokenizer, max_length - response, section="data.val_sets")
+        reward_settings(config, questions)
+        if questions.n_too_long:
+            say(f"{section}: {questions.n_too_long} questions are too long and left out")
+        found.append(questions)
+    return tuple(found)
 
 
 def _require_known(config: Config) -> None:

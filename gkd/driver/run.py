@@ -180,6 +180,7 @@ def _validate_before(parts: Parts, log: RunLog) -> State:
     """Validate the student as it comes."""
     log.progress.doing("validating")
     before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
+    before |= finite(parts.val_sets.run(0))
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.validated = before
     log.progress.say(

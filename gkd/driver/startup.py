@@ -17,6 +17,7 @@ from gkd.data.stream import PromptStream
 from gkd.driver.inputs import Inputs
 from gkd.driver.scorers import Scorers
 from gkd.driver.trainer import Parts
+from gkd.driver.val_sets import ValSets
 from gkd.driver.validation import Validation
 from gkd.driver.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
@@ -71,10 +72,11 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
         sync.push()
     validation = Validation(config, inputs, rollout_group, actor, teachers)
+    val_sets = ValSets(config, inputs.val_sets, inputs.tokenizer, rollout_group)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     measured = tuple(scorers.groups.values())
-    parts = Parts(stream, rollout_group, actor, sync, validation, measured, n_gpus, inputs.model.vocabulary)
+    parts = Parts(stream, rollout_group, actor, sync, validation, val_sets, measured, n_gpus, inputs.model.vocabulary)
     return System(parts, teachers)
 
 

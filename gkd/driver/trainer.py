@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gkd.actor.group import ActorGroup
@@ -15,6 +16,7 @@ from gkd.driver.checkpoint import State
 from gkd.driver.collect import Batches
 from gkd.driver.saving import Checkpoints
 from gkd.driver.streaming import BatchStream
+from gkd.driver.val_sets import ValSets
 from gkd.driver.validation import Validation
 from gkd.driver.weight_sync import WeightSync
 from gkd.observability import metrics as measured
@@ -34,6 +36,7 @@ class Parts:
     actor: ActorGroup
     sync: WeightSync
     validation: Validation
+    val_sets: ValSets
     scorers: tuple[Group, ...]
     n_gpus: int
     vocab_size: int
@@ -108,8 +111,12 @@ def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: Sta
     """Validate, if it is time, and write the metrics of a step that is trained and pushed."""
     step, row, validated = state.step, dict(state.row or {}), state.validated
     if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
-        validated = measured.finite(parts.validation.run())
-        row |= validated
+        measured_now = measured.finite(parts.validation.run())
+        row |= measured_now
+        validated = {**_of_sets(parts, validated), **measured_now}
+    if of_sets := measured.finite(parts.val_sets.run(step)):
+        validated = {**validated, **of_sets}
+        row |= of_sets
     log.metrics.write({"step": step, "epoch": batches.epoch(step), **row})
     log.progress.step(step, row)
     watcher.look(step, row)
@@ -124,6 +131,12 @@ def actors_time(started: float, sampled: float, updated: float, computed: float 
     overlap = min(max(0.0, (computed or 0.0) - (updated - sampled)), sampled - started)
     times = {"timing_s/wait": sampled - started - overlap, "timing_s/update": updated - sampled + overlap}
     return times if computed is None else {**times, "timing_s/overlap": overlap}
+
+
+def _of_sets(parts: Parts, validated: Mapping[str, float]) -> dict[str, float]:
+    """Return the last figures of validation sets, which have intervals of their own."""
+    begins = tuple(f"val/{questions.name}/" for questions in parts.val_sets.sets)
+    return {name: value for name, value in validated.items() if begins and name.startswith(begins)}
 
 
 def throughput(n_tokens: int, seconds: float, n_gpus: int) -> dict[str, float]:

@@ -75,13 +75,17 @@ class Asking:
             sampling = replace(sampling, temperature=temperature)
         if max_response_length is not None:
             sampling = replace(sampling, max_tokens=max_response_length)
-        digest = hashlib.sha256(self._job.question.key.encode()).digest()
-        seed = seed_of(self._seed, int.from_bytes(digest[:6]), self._job.index, self._n_asked)
+        seed = seed_in_set(self._seed, self._job.question.key, self._job.index, self._n_asked)
         self._n_asked += 1
         reply = await self._source.reply(self._job.question, prompt, sampling, seed)
         self.n_tokens += reply.n_tokens
         self.truncated = reply.truncated
         return reply
+
+
+def seed_in_set(seed: int, question: str, *place: int) -> int:
+    """Return the seed of a reply to a question, by its key and the reply's place: the same in every process."""
+    return seed_of(seed, int.from_bytes(hashlib.sha256(question.encode()).digest()[:6]), *place)
 
 
 def answer_all(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config
-from gkd.config.evaluation import STRATEGIES, EvalSet
+from gkd.config.eval_set import EvalSet
+from gkd.config.evaluation import STRATEGIES
 from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer

@@ -10,12 +10,20 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from gkd.config.evaluation import EvalSet
+from pydantic import ValidationError
+
+from gkd.config import Data
+from gkd.config.eval_set import EvalSet
 from gkd.data.prompts import load_prompts
 from gkd.data.reader import read_rows
 from gkd.errors import ConfigError
 from gkd.evaluation.strategies import Columns
 from gkd.types import Prompt
+
+PROMPT_SETTINGS = (
+    "prompt_key", "answer_key", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_kwargs"
+)  # fmt: skip
+"""Settings that a set has in common with ``data``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,9 @@ def load_questions(
     Raises ConfigError for what is wrong with a file or a row, and for a question whose answer is missing.
     """
     limits = [n for n in (settings.limit, limit) if n is not None]
-    found = load_prompts(settings.files, settings.data(longest), tokenizer, limit=min(limits, default=None))
+    found = load_prompts(
+        settings.files, _data(f"{section}.{name}", settings, longest), tokenizer, limit=min(limits, default=None)
+    )
     last = max(prompt.id for prompt in found.prompts)
     rows = list(islice(chain.from_iterable(map(read_rows, settings.files)), last + 1))
     answered = any(prompt.answer is not None for prompt in found.prompts)
@@ -72,6 +82,17 @@ def load_questions(
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
         questions.append(Question(key, prompt, row.values, difficulty))
     return Questions(name, settings, questions, found.n_too_long)
+
+
+def _data(name: str, settings: EvalSet, longest: int) -> Data:
+    """Return the settings of data that a set stands for. Raises ConfigError where they do not go together."""
+    prompts = {field: getattr(settings, field) for field in PROMPT_SETTINGS}
+    try:
+        return Data(**prompts, max_prompt_length=longest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        setting = ".".join([name, *map(str, first["loc"])])
+        raise ConfigError(f"{setting}: {str(first['msg']).removeprefix('Value error, ')}") from None
 
 
 def _digest(prompt: Prompt, asked: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gkd.config.evaluation import EvalSet
+from gkd.config.eval_set import EvalSet
 from gkd.evaluation.questions import Question
 from gkd.evaluation.statistics import Estimate, estimate, majority_score, pass_at_k
 from gkd.rewards.accuracy import any_agreement

@@ -43,6 +43,7 @@ class Played:
     seeds: list[int] = field(default_factory=list)
     version: int = 0
     step: int = 0
+    sets_at: tuple[int, ...] = ()
 
     def note(self, call: str) -> None:
         self.calls.append((call, self.step))
@@ -81,6 +82,9 @@ class Played:
     def push(self) -> None:
         self.note("push")
 
+    def measure_sets(self, step: int) -> dict[str, float]:
+        return {"val/hard/accuracy": step / 100} if step in self.sets_at else {}
+
     def validate(self) -> dict[str, float]:
         self.note("validate")
         return {"val/accuracy": 0.1 * self.step}
@@ -96,13 +100,21 @@ class Played:
         config = three_steps(self.max_staleness)
         parts: Any = SimpleNamespace(
             prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
-            validation=SimpleNamespace(run=self.validate), memory=lambda: {"memory/actor/process_gb": 1.0},
+            validation=SimpleNamespace(run=self.validate),
+            val_sets=SimpleNamespace(run=self.measure_sets, sets=[SimpleNamespace(name="hard")]),
+            memory=lambda: {"memory/actor/process_gb": 1.0},
         )  # fmt: skip
         samples: Any = SimpleNamespace(write=lambda step, batch: self.note("log samples"))
         progress: Any = SimpleNamespace(step=self.shown)
         checkpoints = Checkpoints(config, self.output, time.monotonic(), {}, start.step)
         with JsonLines(self.output / "metrics.jsonl") as metrics:
             return train(config, parts, RunLog(metrics, samples, progress, checkpoints), start)
+
+
+def test_sets_have_intervals_of_their_own_and_the_last_figures_of_each_stay(tmp_path: Path) -> None:
+    run = Played(tmp_path, sets_at=(1, 2))
+    assert run.run(State()) == pytest.approx({"val/hard/accuracy": 0.02, "val/accuracy": 0.3})
+    assert [row.get("val/hard/accuracy") for row in run.rows()] == [0.01, 0.02, None]
 
 
 def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path) -> None:

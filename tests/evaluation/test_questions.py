@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gkd.config.evaluation import EvalSet
+from gkd.config.eval_set import EvalSet
 from gkd.errors import ConfigError
 from gkd.evaluation.questions import Questions, load_questions
 from tests.data.models import TEMPLATE, word_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gkd.config.evaluation import EvalSet
+from gkd.config.eval_set import EvalSet
 from gkd.evaluation.questions import Question
 from gkd.evaluation.scores import Sampled, by_difficulty, final_answer, scores_of_question
 from gkd.types import Prompt

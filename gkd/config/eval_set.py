@@ -1,0 +1,57 @@
+"""A set of questions, for evaluations and for validation in training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gkd.config.base import Settings
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[list[str], BeforeValidator(_as_list)]
+
+
+class EvalSet(Settings):
+    """A set of questions, and how each is asked."""
+
+    files: Files = Field([], description="the questions, in the formats of data.train_files")
+    prompt_key: str = Field("prompt", description="column of the question; messages go through the chat template")
+    answer_key: str | None = Field(None, description="column of the reference answer; null: as data.answer_key")
+    prompt_template: str | None = Field(None, description="as data.prompt_template")
+    system_prompt: str | None = Field(None, description="as data.system_prompt")
+    apply_chat_template: bool | None = Field(None, description="as data.apply_chat_template")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="as data.chat_template_kwargs")
+    samples: int = Field(
+        1, ge=1, description="answers a question (verl's val_kwargs.n, slime's n_samples_per_eval_prompt)"
+    )
+    temperature: float = Field(0.0, ge=0, le=1e3, description="temperature of the answers; 0: the likeliest token")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus that answers are sampled from")
+    max_response_length: int | None = Field(
+        None, ge=1, description="tokens an answer may have; null: rollout.max_response_length"
+    )
+    limit: int | None = Field(None, ge=1, description="questions used at most, the first ones; null: all")
+    rewards: list[str] = Field(
+        [], description="rewards to measure besides accuracy, as in reward.functions; their settings are in reward.NAME"
+    )
+    pass_k: list[Annotated[int, Field(ge=1)]] = Field(
+        [], description="k of pass@k, each at most samples; empty: samples, where there are several"
+    )
+    every: int | None = Field(
+        None, ge=1, description="of data.val_sets: measured every so many steps; null: as trainer.val_every"
+    )
+    difficulty: str | None = Field(None, description="column to split the scores by")
+
+    @model_validator(mode="after")
+    def _questions_can_be_asked(self) -> EvalSet:
+        if not self.files:
+            raise ValueError("files is empty: where are the questions?")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples={self.samples} at temperature=0 are all alike: set temperature, such as 0.7")
+        if over := [k for k in self.pass_k if k > self.samples]:
+            raise ValueError(f"pass_k={over[0]} needs as many samples, and there are {self.samples} (samples)")
+        return self

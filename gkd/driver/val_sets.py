@@ -1,0 +1,74 @@
+"""val/NAME/*: the student on the sets of ``data.val_sets``, each as often and sampled as its own settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.config import Config
+from gkd.evaluation.answers import Answered
+from gkd.evaluation.asking import seed_in_set
+from gkd.evaluation.questions import Questions
+from gkd.evaluation.rating import Rated, rate, reward_settings
+from gkd.evaluation.scores import Sampled, means, scores_of_question
+from gkd.rollout.group import RolloutGroup
+from gkd.types import SampleRequest, Sampling, ScoredSample
+
+NOT_SHOWN = ("cost", "iterations", "avg@")
+"""How scores begin of strategies, which validation has none of, and of what is the accuracy."""
+SEED = 1  # the same at every validation, so that curves are comparable
+
+
+@dataclass(frozen=True, slots=True)
+class ValSets:
+    """Measures the student on sets of questions."""
+
+    config: Config
+    sets: Sequence[Questions]
+    tokenizer: Any
+    rollout: RolloutGroup
+
+    def run(self, step: int) -> dict[str, float]:
+        """Measure it on the sets that are due at ``step``: all of them at step 0 and at the end."""
+        trainer, metrics = self.config.trainer, dict[str, float]()
+        for questions in self.sets:
+            if step % (questions.settings.every or trainer.val_every) == 0 or step == trainer.total_steps:
+                metrics |= self._measure(questions)
+        return metrics
+
+    def _measure(self, questions: Questions) -> dict[str, float]:
+        settings, n = questions.settings, questions.settings.samples
+        length = settings.max_response_length or self.config.rollout.max_response_length
+        sampling = Sampling(length, settings.temperature, settings.top_p)
+        asked = [(question, index) for question in questions.questions for index in range(n)]
+        requests = [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in asked]
+        samples = self.rollout.fetch(self.rollout.sample(requests, self.config.rollout.timeout_s))
+        answers = [self._answered(sample) for sample in samples]
+        rewards: list[dict[str, float]] = [{} for _ in answers]
+        if (functions := reward_settings(self.config, questions)) is not None:
+            rewards = rate(functions, [Rated(q, a, length) for (q, _), a in zip(asked, answers, strict=True)])
+        sampled = [
+            Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
+            for own, given in zip(answers, rewards, strict=True)
+        ]
+        values = [
+            scores_of_question(question, settings, sampled[place * n : (place + 1) * n])
+            for place, question in enumerate(questions.questions)
+        ]
+        return _metrics(questions.name, values)
+
+    def _answered(self, scored: ScoredSample) -> Answered:
+        ids = scored.sample.sampled_ids.tolist()
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Answered(text, float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0)
+
+
+def _metrics(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return val/NAME/SCORE of a set, and the standard error of its accuracy over questions."""
+    scores = {score: mean for score, mean in means(values).items() if not score.startswith(NOT_SHOWN)}
+    found = {f"val/{name}/{score}": mean.value for score, mean in scores.items()}
+    accuracy = scores.get("accuracy")
+    if accuracy is not None and accuracy.stderr is not None:
+        found[f"val/{name}/stderr"] = accuracy.stderr
+    return found
