@@ -37,7 +37,7 @@ def _main(arguments: Sequence[str]) -> int:
 
     exit_on_signals()
     config = compose_evaluation(options.overrides)
-    if not config.models:
+    if not config.evaluates:
         raise ConfigError("name a model: gkd evaluate models.NAME=DIR +sets=NAME")
     from gkd.cli.compare import show as show_comparisons
     from gkd.evaluation.comparison import compare_all

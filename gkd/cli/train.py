@@ -59,7 +59,7 @@ def _main(arguments: Sequence[str]) -> int:
     if options.config:
         print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), end="")
         return 0
-    if config.models or config.evaluate.sets:
+    if config.evaluates or config.evaluate.sets:
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
     if config.recipe == "none":
         raise ConfigError(f"name a recipe: python -m gkd.main +recipe={{{','.join(groups()['recipe'])}}}")

@@ -164,6 +164,8 @@ def _the_teachers_advantage_is_at_one_temperature(config: Config) -> None:
 def _questions_are_named(config: Config) -> None:
     if config.model.path is not None or config.model.size is not None:
         raise ValueError("model.path names what is trained: a model to evaluate is models.NAME")
+    if twice := sorted(config.models.keys() & config.evaluate.endpoints.keys()):
+        raise ValueError(f"models.{twice[0]} and evaluate.endpoints.{twice[0]} have one name")
     if not config.evaluate.sets:
         raise ValueError("there is nothing to ask: name a set of questions (+sets=NAME or evaluate.sets.NAME.files)")
 

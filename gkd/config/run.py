@@ -79,7 +79,7 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Config:
-        for check in CHECKS_OF_EVALUATIONS if self.models else CHECKS:
+        for check in CHECKS_OF_EVALUATIONS if self.evaluates else CHECKS:
             check(self)
         return self
 
@@ -94,7 +94,7 @@ class Config(Settings):
 
         Where models are evaluated there are only the engines that sample from them.
         """
-        if self.models:
+        if self.evaluates:
             yield "rollout", self.rollout
             return
         yield "trainer", self.trainer
@@ -150,6 +150,11 @@ class Config(Settings):
         return algorithm.model_copy(update={"importance_sampling": decided})
 
     @property
+    def evaluates(self) -> bool:
+        """Whether models are to be measured, and none trained."""
+        return bool(self.models or self.evaluate.endpoints)
+
+    @property
     def asks_reference(self) -> bool:
         """Whether a group of its own says what the reference thinks; with LoRA it is the actor without its adapter."""
         return self.algorithm.needs_reference and self.actor.lora.r is None
@@ -162,4 +167,4 @@ class Config(Settings):
     @property
     def uses_task(self) -> bool:
         """Whether ``data.task`` makes the run's models and data: no model is named."""
-        return self.model.path is None and self.model.size is None and not self.models
+        return self.model.path is None and self.model.size is None and not self.evaluates

@@ -19,6 +19,7 @@ from gkd.data.tokenizer import check_causal_lm, load_tokenizer
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import AnswerKey, AnswerLog, fingerprint
 from gkd.evaluation.asking import Job
+from gkd.evaluation.endpoint import LONGEST, Bytes, EndpointModel
 from gkd.evaluation.engines import LocalModel
 from gkd.evaluation.questions import Question, Questions, load_questions
 from gkd.evaluation.rating import reward_settings
@@ -34,7 +35,7 @@ QUICK = 5
 class Measurement:
     """One model on one set with one strategy, by its name in the settings."""
 
-    model: LocalModel
+    model: LocalModel | EndpointModel
     questions: Questions
     strategy: str
     sampling: Sampling
@@ -113,15 +114,23 @@ def measurements(config: Config, quick: bool, report: Callable[[str], None]) -> 
         end = turn_end([question.prompt for one in sets for question in one.questions], model.tokenizer)
         model = LocalModel(name, model.path, model.fingerprint, model.tokenizer, with_turn_end(model.info, end))
         for questions in sets:
-            reward_settings(config, questions)
             if questions.n_too_long:
                 report(f"{questions.name}: {questions.n_too_long} questions are too long for {name} and are left out")
-            sampling = sampling_of(config, questions.settings)
-            found += [
-                Measurement(model, questions, strategy, sampling, _identity(config, strategy))
-                for strategy in _strategies(config)
-            ]
+            found += _of_strategies(config, model, questions)
+    for name, endpoint in config.evaluate.endpoints.items():
+        for one, settings in config.evaluate.sets.items():
+            questions = load_questions(one, settings, Bytes(), LONGEST, QUICK if quick else None)
+            found += _of_strategies(config, EndpointModel(name, endpoint), questions)
     return found
+
+
+def _of_strategies(config: Config, model: LocalModel | EndpointModel, questions: Questions) -> list[Measurement]:
+    reward_settings(config, questions)
+    sampling = sampling_of(config, questions.settings)
+    return [
+        Measurement(model, questions, strategy, sampling, _identity(config, strategy))
+        for strategy in _strategies(config)
+    ]
 
 
 def _strategies(config: Config) -> Sequence[str]:

@@ -21,6 +21,7 @@ from gkd.config import Config
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import Answered, AnswerLog
 from gkd.evaluation.asking import Asked, Source, answer_all
+from gkd.evaluation.endpoint import EndpointModel, EndpointReplies
 from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
 from gkd.evaluation.modes import gpus_here, same_pool, with_engines
 from gkd.evaluation.plan import Measurement, measurements, strategy_of
@@ -71,9 +72,14 @@ def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, 
     n_missing = sum(map(len, missing.values()))
     if n_missing < n_jobs:
         out.print(f"{n_jobs - n_missing:,} of {n_jobs:,} answers are there already ({log.path})")
+    for m in list(missing):
+        if isinstance(asked := wanted[m].model, EndpointModel):
+            _ask(config, EndpointReplies(asked), wanted[m], log, out)
+            del missing[m]
     if not missing:
         return
-    models = [(model.name, model.path) for model, _ in groupby(wanted[m].model for m in missing)]
+    local = {m: wanted[m].model for m in missing}
+    models = [(model.name, model.path) for model, _ in groupby(local.values())]
     on_gpus = not isinstance(config.cluster.simulate_gpus, int) and installed_device() != "cpu"
     here = [with_engines(config, [gpus_here(config)], model, on_gpus) for model in models]
     out.print("starting Ray and reserving GPUs")
@@ -83,6 +89,7 @@ def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, 
             here = [with_engines(config, free, model, on_gpus) for model in models]
         engines = _Engines(session, out)
         for (model, indices), own in zip(groupby(missing, key=lambda m: wanted[m].model), here, strict=True):
+            assert isinstance(model, LocalModel)
             todo = [wanted[m] for m in indices]
             length = max(one.sampling.max_tokens for one in todo) + config.data.max_prompt_length
             source = engines.load(own, model, min(length, model.info.positions or length))

@@ -1,0 +1,122 @@
+"""A model behind an OpenAI-compatible endpoint, as what questions are put to."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gkd.config.evaluation import Endpoint
+from gkd.errors import RunFailed
+from gkd.evaluation.questions import Question
+from gkd.evaluation.strategies import Messages, Reply
+from gkd.types import Sampling
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+LONGEST = 1 << 24
+"""Bytes of a question: how many tokens it has is the endpoint's to know."""
+
+
+class Bytes:
+    """Stands for the tokenizer that only the endpoint has: the bytes of a text, messages as they are."""
+
+    chat_template = "{{ messages }}"
+    all_special_ids: tuple[int, ...] = ()
+    name_or_path = "an endpoint"
+
+    def __call__(self, texts: str | Sequence[str], **_: Any) -> dict[str, Any]:
+        """Return the bytes of each text as its tokens."""
+        if isinstance(texts, str):
+            return {"input_ids": list(texts.encode())}
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+    def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> str:
+        """Return messages as one text, which is compared and never sent."""
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+@dataclass(frozen=True)
+class EndpointModel:
+    """A model by the name that tables call it; ``fingerprint`` is that of its URL and name there."""
+
+    name: str
+    settings: Endpoint
+
+    @property
+    def path(self) -> str:
+        """Where it is, for results."""
+        return f"{self.settings.url} {self.settings.model}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the URL and the name alone: nothing else is known of what answers there."""
+        return hashlib.sha256(self.path.encode()).hexdigest()[:16]
+
+
+class EndpointReplies:
+    """Replies of an endpoint's chat completions, ``evaluate.endpoints.NAME.concurrency`` at the same time."""
+
+    def __init__(self, model: EndpointModel) -> None:
+        self.model = model
+        self._client: asyncio.Future[AsyncOpenAI] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """The endpoint's concurrency."""
+        return self.model.settings.concurrency
+
+    async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
+        """Ask the endpoint. Raises RunFailed when it does not answer in time, however often it is tried."""
+        from openai import OpenAIError
+
+        assert self._client is not None, "work() runs before anything is asked"
+        settings, client = self.model.settings, await self._client
+        wanted: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
+        try:
+            answer = await client.chat.completions.create(
+                model=settings.model,
+                messages=_messages(question, prompt),
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                **wanted,
+            )
+        except OpenAIError as error:
+            cause = " ".join(str(error.__cause__ or error).split())[:200]
+            raise RunFailed(
+                f"evaluate.endpoints.{self.model.name}: {settings.url} did not answer: {type(error).__name__}: {cause}"
+            ) from None
+        choice, usage = answer.choices[0], answer.usage
+        n_tokens = 0 if usage is None else usage.completion_tokens
+        return Reply(choice.message.content or "", n_tokens, choice.finish_reason == "length")
+
+    async def work(self) -> None:
+        """Hold the connection until this is cancelled."""
+        from openai import AsyncOpenAI
+
+        settings, self._client = self.model.settings, asyncio.get_running_loop().create_future()
+        client = AsyncOpenAI(
+            base_url=settings.url,
+            api_key=os.environ.get(settings.api_key_env, "none"),
+            timeout=settings.timeout_s,
+            max_retries=settings.retries,
+        )
+        async with client:
+            self._client.set_result(client)
+            await asyncio.Event().wait()
+
+
+def _messages(question: Question, prompt: str | Messages | None) -> list[Any]:
+    """Return what is asked as messages: text in place of the question's last message, or as a user's."""
+    if prompt is not None and not isinstance(prompt, str):
+        return [dict(message) for message in prompt]
+    asked = question.prompt
+    if asked.messages is None:
+        return [{"role": "user", "content": asked.text if prompt is None else prompt}]
+    messages = [dict(message) for message in asked.messages]
+    return messages if prompt is None else [*messages[:-1], {**messages[-1], "content": prompt}]

@@ -1,0 +1,99 @@
+"""An endpoint as a model: a server that speaks the protocol, and one that does not answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gkd.cli.evaluate import compose_evaluation
+from gkd.errors import ConfigError, RunFailed
+from gkd.evaluation.run import evaluate
+
+
+class Adder(BaseHTTPRequestHandler):
+    """Answers sums such as "2 + 3 =", and says that the limit cut those of more than two digits."""
+
+    asked: list[dict[str, Any]]
+    broken = False
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(asked | {"path": self.path, "key": self.headers["Authorization"]})
+        if self.broken:
+            self.send_error(400, "no")
+            return
+        text = str(sum(int(word) for word in asked["messages"][-1]["content"].split() if word.isdigit()))
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice]}
+        answer["usage"] = {"prompt_tokens": 1, "completion_tokens": len(text), "total_tokens": 1 + len(text)}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    monkeypatch.setattr(Adder, "asked", [], raising=False)
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Adder)
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread.start()
+    yield found
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+def arguments(tmp_path: Path, server: ThreadingHTTPServer, n: int = 3) -> list[str]:
+    file = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{i} + {i} =", "answer": str(2 * i if i else 7)} for i in range(n)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    one = f"evaluate.sets.sums={{files:[{file}],prompt_key:question,answer_key:answer}}"
+    endpoint = ["evaluate.endpoints.adder.model=m", f"evaluate.endpoints.adder.url={url}"]
+    return [*endpoint, one, f"evaluate.output_dir={tmp_path}/out", "evaluate.endpoints.adder.retries=0"]
+
+
+def test_an_endpoint_is_asked_what_is_missing(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    out = Console(file=StringIO())
+    (found,) = evaluate(compose_evaluation(arguments(tmp_path, server)), out, quick=False)
+    assert found.scores["accuracy"].value == pytest.approx(2 / 3)
+    assert found.scores["length"].value == 1.0
+    assert {asked["path"] for asked in Adder.asked} == {"/v1/chat/completions"}
+    assert {asked["key"] for asked in Adder.asked} == {"Bearer secret"}
+    assert Adder.asked[0]["messages"] == [{"role": "user", "content": "0 + 0 ="}]
+    (again,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=5)), out, quick=False)
+    assert len(Adder.asked) == 5  # and not 8
+    assert (again.n, again.model, again.tokens_per_second is not None) == (5, "adder", True)
+
+
+def test_an_endpoint_that_refuses_is_named(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adder, "broken", True)
+    with pytest.raises(RunFailed, match=r"evaluate.endpoints.adder: http://127.* did not answer: BadRequestError: "):
+        evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))
+
+
+def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+    given = arguments(tmp_path, server)
+    with pytest.raises(ConfigError, match=r"evaluate.endpoints.adder: url, such as http://HOST:8000/v1, and model"):
+        compose_evaluation(given[1:])
+    with pytest.raises(ConfigError, match=r"models.adder and evaluate.endpoints.adder have one name"):
+        compose_evaluation([*given, "models.adder=DIR"])
