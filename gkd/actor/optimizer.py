@@ -9,6 +9,7 @@ from torch import nn
 
 from gkd.config import Actor
 
+FUSED_ON = ("cpu", "cuda")
 FLOOR = 0.1  # share of the peak at which linear and cosine decay end
 
 
@@ -25,7 +26,11 @@ def learning_rate(settings: Actor, step: int, total_steps: int) -> float:
 
 
 def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
-    """Make AdamW, which knows its parameters' names; norms, biases and other vectors are not decayed."""
+    """Make AdamW, which knows its parameters' names; norms, biases and other vectors are not decayed.
+
+    Where torch has it for the parameters' device, a step is one fused kernel: without it there is a loop over them on a
+    CPU, and temporaries of the parameters' size on a GPU.
+    """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in trained if p.ndim > 1]
     vectors = [(name, p) for name, p in trained if p.ndim <= 1]
@@ -35,7 +40,8 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
     ]
     beta1, beta2 = settings.betas
     groups = [group for group in groups if group["params"]]  # an adapter has no vectors
-    return torch.optim.AdamW(groups, lr=learning_rate(settings, 0, 1), betas=(beta1, beta2))
+    fused = all(p.device.type in FUSED_ON and p.is_floating_point() for _, p in trained)
+    return torch.optim.AdamW(groups, lr=learning_rate(settings, 0, 1), betas=(beta1, beta2), fused=fused)
 
 
 def n_updates(optimizer: torch.optim.Optimizer) -> int:

@@ -149,7 +149,7 @@ def _put(p: Tensor, values: Mapping[str, Tensor], state: dict[str, Tensor]) -> N
             state[name] = torch.zeros_like(p)
             _local(state[name]).copy_(value)
         else:
-            state[name] = value
+            state[name] = value.to(_local(p).device)  # where a fused step counts
 
 
 @torch.no_grad()
@@ -158,7 +158,7 @@ def move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
     model.to(device)
     for p in _parameters(optimizer):
         state = optimizer.state.get(p, {})
-        state.update({name: value.to(device) for name, value in state.items() if value.ndim})
+        state.update({name: value.to(device) for name, value in state.items()})
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -23,7 +23,7 @@ from gkd.planning.shapes import Layers, ModelShape, Weight
 NF4 = 0.5 + 0.127 / 8  # with twice quantized scales: 0.127 bits a number (QLoRA, arXiv 2305.14314, section 3)
 NAMES = (
     "weights", "gradients", "optimizer state", "gathered weights", "activations", "logits", "targets",
-    "gradients in flight", "optimizer's temporaries",
+    "gradients in flight",
 )  # fmt: skip
 Phase = Mapping[str, float]
 
@@ -106,8 +106,7 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
             "gradients in flight": _root_gradient(shape, training),
             "targets": forward["targets"],
         },
-        "optimizer": persistent
-        | {"optimizer's temporaries": 0.0 if training.offloaded else 2.0 * F32 * _largest_trained(shape, training)},
+        "optimizer": persistent,
     }  # fmt: skip
 
 
@@ -165,11 +164,6 @@ def _root_gradient(shape: ModelShape, training: Training) -> float:
     c = training.compute
     summed = c * shape.head * (3 if shape.tied else 1)
     return float(max(summed, (c + F32) * shape.n_root) if training.sharded else summed)
-
-
-def _largest_trained(shape: ModelShape, training: Training) -> int:
-    trained = shape.weights() if training.lora.r is None else (w for _, w in adapter_weights(shape, training.lora))
-    return max((w.shard_size(training.world) for w in trained), default=0)
 
 
 def adapter_weights(shape: ModelShape, lora: Lora) -> list[tuple[int, Weight]]:
