@@ -110,6 +110,15 @@ def _the_engine_takes_the_weights(config: Config) -> None:
         )
 
 
+def _the_engine_samples_at_the_temperature(config: Config) -> None:
+    engine, highest = config.rollout.engine, config.rollout.engine_class.max_temperature
+    if highest is not None and config.rollout.temperature > highest:
+        raise ValueError(
+            f"rollout.temperature={config.rollout.temperature:g}: rollout.engine={engine} samples at up to "
+            f"{highest:g}, rollout.engine=hf at any temperature"
+        )
+
+
 def _policy_gradient_is_on_policy(config: Config) -> None:
     loss, rollout = config.algorithm.loss, config.rollout
     if loss.is_policy_gradient and not (rollout.is_plain and loss.temperature == 1.0):
@@ -188,6 +197,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _colocated_groups_fit_on_their_hosts,
     _turns_can_be_taken,
     _the_engine_takes_the_weights,
+    _the_engine_samples_at_the_temperature,
     _policy_gradient_is_on_policy,
     _rewards_can_be_learned_from,
     _own_answers_can_be_learned_from,

@@ -43,14 +43,19 @@ class Validation:
 
     def run(self) -> dict[str, float]:
         """Measure the student as it is."""
-        limit, length = self.config.rollout.timeout_s, self.config.rollout.max_response_length
+        limit = self.config.rollout.timeout_s
         metrics: dict[str, float] = {}
         if self.teachers:
-            scoring, sampling = Scoring(top_k_for_validation(self.config, self.vocabulary)), Sampling(length)
+            scoring, sampling = Scoring(top_k_for_validation(self.config, self.vocabulary)), self._sampling(1.0)
             requests = [SampleRequest(p, 0, SEED + i, sampling, scoring) for i, p in enumerate(self.prompts)]
             samples = self.rollout.sample(requests, limit)
             metrics["val/reverse_kl"] = self.actor.evaluate(samples)["distill/reverse_kl"]
         return metrics | self._greedy()
+
+    def _sampling(self, temperature: float) -> Sampling:
+        """Return how answers are drawn: from the student as it is, ending where responses in training end."""
+        rollout = self.config.rollout
+        return Sampling(rollout.max_response_length, temperature, stop=tuple(rollout.stop))
 
     def _greedy(self) -> dict[str, float]:
         """Measure greedy answers; where a reward compares with answers, those to prompts that have one."""
@@ -59,7 +64,7 @@ class Validation:
         prompts = with_answers if needed else self.prompts
         if not prompts:
             return {}
-        sampling = Sampling(self.config.rollout.max_response_length, temperature=0.0)
+        sampling = self._sampling(0.0)
         requests = [SampleRequest(p, 0, SEED, sampling, Scoring(rewards=self.rewarded)) for p in prompts]
         samples = self.rollout.sample(requests, self.config.rollout.timeout_s)
         metrics = validation_rewards(self.config, samples) if self.rewarded else {}

@@ -111,6 +111,8 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Whether the engine takes ``gpu_memory_utilization`` of a GPU, and captures graphs and keeps a cache in it."""
     quantizes: ClassVar[bool] = False
     """Whether the engine takes ``quantization``, the name of a method of vLLM's."""
+    max_temperature: ClassVar[float | None] = None
+    """The highest temperature that the engine samples at; None for any."""
     gpu_transfers: ClassVar[bool] = False
     """Whether :meth:`receive_weights` takes weights from other processes' GPUs. All engines take them from the host."""
 

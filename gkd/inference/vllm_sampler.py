@@ -27,6 +27,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
     """
 
     can_sample = needs_vllm = tensor_parallel = managed_memory = gpu_transfers = in_flight = True
+    max_temperature = 2.0  # SamplingParams refuses more
 
     def __init__(self, spec: EngineSpec) -> None:
         self.llm = start_llm(_arguments(spec), spec.device)

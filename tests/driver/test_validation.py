@@ -112,3 +112,8 @@ def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with
         assert found["val/reverse_kl"] == 0.5
         (request,) = engines.calls[0]
         assert request.scoring == Scoring(5) and request.sampling.temperature == 1.0
+
+
+def test_answers_end_at_the_texts_that_end_responses_in_training() -> None:
+    _, engines = validated(prompts("a"), rollout={"stop": ["b"]})
+    assert [r.sampling.stop for requests in engines.calls for r in requests] == [("b",)]
