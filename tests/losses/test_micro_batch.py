@@ -162,5 +162,7 @@ def test_packed_attention_refuses_what_it_does_not_compute() -> None:
     bounds = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match="softcap"):
         attention.packed_attention(torch.nn.Module(), x, x, x, None, cu_seq_lens_q=bounds, max_length_q=3, softcap=30.0)
+    with pytest.raises(ValueError, match="attention_mask"):  # of the model's own, which packing would leave out
+        attention.packed_attention(torch.nn.Module(), x, x, x, torch.zeros(3, 3), cu_seq_lens_q=bounds, max_length_q=3)
     with pytest.raises(ValueError, match="bounds"):
         attention.packed_attention(torch.nn.Module(), x, x, x, None)
