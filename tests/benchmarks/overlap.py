@@ -30,7 +30,7 @@ from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
-from gkd.data.prompts import PromptStream
+from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, train
