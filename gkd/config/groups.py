@@ -246,6 +246,12 @@ class Trainer(Pool, OpenSections):
         10.0, gt=0, description="write a checkpoint after so many minutes without one, beside training; null: never"
     )
     save_timeout_s: float = Field(1800.0, gt=0, description="time writing a checkpoint or the student may take")
+    keep_best: str | None = Field(
+        None,
+        pattern=r"^val/.+",
+        description="figure of validation, such as val/accuracy or val/NAME/accuracy of data.val_sets: the student "
+        "that is best by it is kept in best/ (TRL's metric_for_best_model)",
+    )
     keep_checkpoints: int = Field(
         2,
         ge=1,

@@ -250,6 +250,8 @@ RUN: dict[str, str] = {
     "save_steps": "trainer.save_every",
     "save_interval": "trainer.save_every",
     "save_total_limit": "trainer.keep_checkpoints",
+    "metric_for_best_model": "trainer.keep_best",
+    "load_best_model_at_end": "trainer.keep_best, whose best/ is a model",
     "max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
     "max_ckpt_num": "trainer.keep_checkpoints",
     "max_restarts": "trainer.restarts",

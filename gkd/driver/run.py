@@ -17,6 +17,7 @@ from gkd.cluster.session import Session
 from gkd.config import Config
 from gkd.config.learning_rate import doubts
 from gkd.config.schedule import require_possible, staleness_doubts
+from gkd.driver.best import BestModel
 from gkd.driver.checkpoint import Saved, State
 from gkd.driver.inputs import Inputs, with_scoring_engines
 from gkd.driver.restart import restarts
@@ -100,7 +101,8 @@ def _drive(
         with MetricsLog(files[0], trackers, events) as metrics, JsonLines(files[1]) as sampled:
             samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
-            run_log = RunLog(metrics, samples, progress, checkpoints)
+            best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
+            run_log = RunLog(metrics, samples, progress, checkpoints, best)
             state, after = _train_and_save(config, system.parts, run_log, saved, output / "model")
         for client in system.teachers.values():
             client.close()
@@ -181,6 +183,8 @@ def _validate_before(parts: Parts, log: RunLog) -> State:
     log.progress.doing("validating")
     before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
     before |= finite(parts.val_sets.run(0))
+    if log.best is not None:
+        log.best.require(before)
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.validated = before
     log.progress.say(

@@ -12,6 +12,7 @@ from gkd.cluster.group import Group, MemoryReports
 from gkd.config import Config
 from gkd.config.schedule import streams
 from gkd.data.stream import PromptStream
+from gkd.driver.best import BestModel
 from gkd.driver.checkpoint import State
 from gkd.driver.collect import Batches
 from gkd.driver.saving import Checkpoints
@@ -55,6 +56,7 @@ class RunLog:
     samples: SampleLog
     progress: Progress
     checkpoints: Checkpoints
+    best: BestModel | None = None
 
 
 def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, float]:
@@ -118,6 +120,8 @@ def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: Sta
         validated = {**validated, **of_sets}
         row |= of_sets
     log.metrics.write({"step": step, "epoch": batches.epoch(step), **row})
+    if log.best is not None:
+        log.best.look(step, row, parts.actor)
     log.progress.step(step, row)
     watcher.look(step, row)
     return replace(state, validated=validated, row=None)

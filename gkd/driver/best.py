@@ -1,0 +1,54 @@
+"""The student as it was at its best validation: ``best/`` and ``best.json``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from gkd import durable
+from gkd.actor.group import ActorGroup
+from gkd.errors import ConfigError
+
+FALLING = ("reverse_kl", "length", "truncated", "failed")
+"""Last parts of figures that are better the smaller they are."""
+
+
+class BestModel:
+    """Writes the student to ``output/best`` whenever ``metric`` is better than at every validation before.
+
+    ``best.json`` says at which step that was, so that a run that goes on compares with it.
+    """
+
+    def __init__(self, metric: str, output: Path) -> None:
+        self.metric, self.directory, self.file = metric, output / "best", output / "best.json"
+        self.value: float | None = None
+        if self.file.exists():
+            found = json.loads(self.file.read_text(encoding="utf-8"))
+            self.value = found["value"] if found["metric"] == metric else None
+
+    def require(self, measured: Mapping[str, float]) -> None:
+        """Raise ConfigError where the first validation of a run has no such figure."""
+        if self.metric not in measured:
+            raise ConfigError(
+                f"trainer.keep_best={self.metric}: validation measures {', '.join(measured) or 'nothing'}"
+            )
+
+    def look(self, step: int, measured: Mapping[str, float], actor: ActorGroup) -> None:
+        """Write the student if it is better than before; nothing where the figure was not measured now."""
+        value = measured.get(self.metric)
+        if value is None or not self._is_better(value):
+            return
+        new = self.directory.with_name(".best.new")
+        shutil.rmtree(new, ignore_errors=True)
+        actor.save(str(new))
+        durable.replace_directory(new, self.directory)
+        said = {"metric": self.metric, "value": value, "step": step}
+        durable.replace(self.file, (json.dumps(said) + "\n").encode())
+        self.value = value
+
+    def _is_better(self, value: float) -> bool:
+        if self.value is None:
+            return True
+        return value < self.value if self.metric.rpartition("/")[2] in FALLING else value > self.value
