@@ -89,6 +89,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         )
         log.checkpoints.train(state)
         row |= (parts.actor if stream is None else stream).update(batch, step)
+        n_tokens = sum(sample.n_tokens for sample in batch)
+        del collected, batch, stream  # their arrays leave the object store before the next ones come
         updated = drained = time.monotonic()
         row |= actors_time(started, sampled, updated, row.get("timing_s/update"))
         if samples_ahead and not config.schedule.in_flight:  # every step is sampled from one version
@@ -100,7 +102,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         if samples_ahead:
             batches.dispatch(step)
         row |= {"timing_s/sync": done - drained, "timing_s/step": done - started}
-        row |= throughput(sum(sample.n_tokens for sample in batch), done - started, parts.n_gpus)
+        row |= throughput(n_tokens, done - started, parts.n_gpus)
         row |= parts.memory()
         state = replace(state, row=measured.finite(row))
         log.checkpoints.train(state)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,10 @@ def three_steps(max_staleness: int = 0) -> Config:
     return config.model_copy(update={"trainer": trainer, "schedule": schedule})
 
 
+class Arrays:
+    """What stands for the arrays of a sample in the object store."""
+
+
 @dataclass
 class Played:
     """Every group of a run; one of ``fails`` raises, in the step that is named with it."""
@@ -44,6 +49,8 @@ class Played:
     version: int = 0
     step: int = 0
     sets_at: tuple[int, ...] = ()
+    arrays: list[weakref.ref[Arrays]] = field(default_factory=list)
+    held_at_push: list[int] = field(default_factory=list)
 
     def note(self, call: str) -> None:
         self.calls.append((call, self.step))
@@ -62,7 +69,10 @@ class Played:
     def in_order(self, requests: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
         if self.max_staleness:
             self.step += 1
-        yield Engines(lambda request: float(request.index)).finished(requests)
+        found = Engines(lambda request: float(request.index)).finished(requests)
+        held = [replace(sample, ref=Arrays()) for sample in found]
+        self.arrays += [weakref.ref(sample.ref) for sample in held]
+        yield held
 
     def fits(self, lengths: Sequence[int]) -> bool:
         return True
@@ -81,6 +91,7 @@ class Played:
 
     def push(self) -> None:
         self.note("push")
+        self.held_at_push.append(sum(arrays() is not None for arrays in self.arrays))
 
     def measure_sets(self, step: int) -> dict[str, float]:
         return {"val/hard/accuracy": step / 100} if step in self.sets_at else {}
@@ -126,6 +137,13 @@ def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path
         *((call, step) for step in (2, 3) for call in (*every, "validate", "show")),
     ]
     assert len(run.seeds) == len(set(run.seeds)) == 3 * 8
+
+
+def test_the_arrays_of_a_batch_are_let_go_of_with_its_update(tmp_path: Path) -> None:
+    """Otherwise the targets of two steps are in the object store while the second one is sampled."""
+    run = Played(tmp_path)
+    run.run(State())
+    assert len(run.arrays) == 3 * 8 and run.held_at_push == [0, 0, 0]
 
 
 def test_a_row_has_what_every_part_measured(tmp_path: Path) -> None:
