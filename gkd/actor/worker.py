@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -25,7 +26,7 @@ from gkd.actor.training import LogprobsByPlace, RankTrainer
 from gkd.config import Config, Loss
 from gkd.durable import Sum
 from gkd.inference.engine import Device
-from gkd.observability.metrics import memory_here
+from gkd.observability.activity import noted, report_here
 from gkd.types import TrainingSample
 from gkd.weights.transfer import Piece
 
@@ -98,10 +99,12 @@ class ActorWorker:
         self.staging.set(Applied(0))
         return self.n_parameters
 
+    @noted("log-probabilities")
     def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:
         """Compute and keep log-probabilities; as :meth:`gkd.actor.training.RankTrainer.compute_logprobs`."""
         self.trainer.compute_logprobs(samples, old, reference)
 
+    @noted("update")
     def update(
         self,
         samples: Sequence[TrainingSample],
@@ -113,12 +116,14 @@ class ActorWorker:
         """Do one optimizer step; as :meth:`gkd.actor.training.RankTrainer.update`."""
         return self.trainer.update(samples, weights, n_positions, step, final)
 
+    @noted("update")
     def accumulate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int = 1, chunk: int = 0
     ) -> float:
         """Add a chunk's gradient; as :meth:`gkd.actor.training.RankTrainer.accumulate`."""
         return self.trainer.accumulate(samples, weights, n_positions, chunk)
 
+    @noted("update")
     def apply(self, totals: Totals, step: int) -> Metrics:
         """Do one optimizer step on the chunks; as :meth:`gkd.actor.training.RankTrainer.apply`."""
         return self.trainer.apply(totals, step)
@@ -144,6 +149,7 @@ class ActorWorker:
         self.trainer.old, self.trainer.reference = kept.old, kept.reference
         self.staging.set(kept.applied, kept.rows)
 
+    @noted("pack weights")
     def pack_piece(self, version: int, number: int, packs: bool) -> Piece:
         """Gather and pack the next piece of the weights, see :meth:`Publisher.pack`. A collective."""
         return self._publisher.pack(version, number, packs)
@@ -160,6 +166,7 @@ class ActorWorker:
         """Join the engines' processes in a group of ``world`` ranks. On rank 0."""
         self._publisher.sender.join(address, world)
 
+    @noted("send weights")
     def broadcast_piece(self) -> None:
         """Send the packed piece to the group. On rank 0."""
         self._publisher.sender.broadcast()
@@ -169,6 +176,7 @@ class ActorWorker:
         self.trainer.forget_logprobs()
         return self.student.file_tensors(self.dtype)
 
+    @noted("save")
     def save(self, directory: str) -> None:
         """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes.
 
@@ -199,11 +207,13 @@ class ActorWorker:
         load_state(self.student, self.optimizer, [Path(file) for file in files])
         self.staging.set(Applied(step))
 
+    @noted("offload")
     def offload(self) -> None:
         """Move weights and optimizer state to the host, unless they live there."""
         self._move("cpu")
         self.trainer.is_offloaded = True
 
+    @noted("onload")
     def onload(self) -> None:
         """Move them back."""
         self._move(self.device)
@@ -215,9 +225,9 @@ class ActorWorker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def memory(self) -> dict[str, float]:
-        """Return memory of this rank."""
-        return memory_here()
+    def report(self) -> dict[str, Any]:
+        """Return memory and activity of this process, see :func:`gkd.observability.activity.report_here`."""
+        return report_here()
 
 
 def _n_threads(config: Config, world: int, device: Device) -> int:

@@ -22,7 +22,7 @@ from gkd.errors import ControlLost, RunFailed
 from gkd.types import ScoredSample, TrainingSample
 
 LOG = logging.getLogger("gkd")
-MEMORY_TIMEOUT_S = 5.0
+REPORT_TIMEOUT_S = 5.0
 KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
 LOOK_EVERY_S = 1.0
@@ -270,33 +270,41 @@ def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[An
     return f"{what}: not done after {timeout_s:g} s, still waiting for {', '.join(late[:3])}{others}"
 
 
-class MemoryReports:
-    """memory/* of a step, by every worker of a run that answers at once.
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a worker says of itself between two of the driver's times ``sent`` and ``received``, seconds since 1970."""
+
+    worker: Report
+    sent: float
+    received: float
+    said: dict[str, Any]
+
+
+class WorkerReports:
+    """Asks workers of a run what they say of themselves (``report``), whoever of them answers at once.
 
     One that does not is named once, and not waited for again until it has answered.
     """
 
     def __init__(self) -> None:
         self._late: dict[Any, Any] = {}  # what a worker has not answered yet, by worker
-        self._reported: set[Any] = set()
+        self._named: set[Any] = set()
 
-    def read(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
-        reports = {worker: str(r) for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
-        calls = {worker: worker.control.remote("memory") for worker in reports if not self._waits(worker)}
+    def read(self, groups: Sequence[Group]) -> list[WorkerReport]:
+        """Return the report of every worker that answers within :data:`REPORT_TIMEOUT_S`."""
+        reports = {worker: r for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
+        sent = time.time()
+        calls = {worker: worker.control.remote("report") for worker in reports if not self._waits(worker)}
         refs = list(calls.values())
-        ready = set(ray.wait(refs, num_returns=len(refs), timeout=MEMORY_TIMEOUT_S)[0]) if refs else set()
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=REPORT_TIMEOUT_S)[0]) if refs else set()
+        received, answers = time.time(), []
         for worker, ref in calls.items():
             if ref not in ready:
                 self._late[worker] = ref
-                self._report(worker, reports[worker])
-        rows: dict[str, float] = {}
-        for group in groups:
-            for worker in group.workers:
-                for key, value in _answer(calls.get(worker), ready).items():
-                    name = f"memory/{group.name}/{key}"
-                    rows[name] = max(value, rows.get(name, value))
-        return dict(sorted(rows.items()))
+                self._name(worker, reports[worker])
+            elif (said := _answer(ref)) is not None:
+                answers.append(WorkerReport(reports[worker], sent, received, said))
+        return answers
 
     def _waits(self, worker: Any) -> bool:
         """Return whether an earlier call has not been answered."""
@@ -304,21 +312,19 @@ class MemoryReports:
             del self._late[worker]
         return worker in self._late
 
-    def _report(self, worker: Any, who: str) -> None:
-        if worker not in self._reported:
-            self._reported.add(worker)
-            LOG.warning("%s does not say how much memory it has: no answer within %g s", who, MEMORY_TIMEOUT_S)
+    def _name(self, worker: Any, who: Report) -> None:
+        if worker not in self._named:
+            self._named.add(worker)
+            LOG.warning("%s does not say how much memory it has: no answer within %g s", who, REPORT_TIMEOUT_S)
 
 
-def _answer(ref: Any, ready: set[Any]) -> dict[str, float]:
-    """Return what a worker measured; nothing of one that is late or has died."""
-    if ref not in ready:
-        return {}
+def _answer(ref: Any) -> dict[str, Any] | None:
+    """Return what a worker said; None of one that has died."""
     try:
-        figures: dict[str, float] = ray.get(ref, timeout=1.0)
+        said: dict[str, Any] = ray.get(ref, timeout=1.0)
     except RayError:  # it died, which is noticed where it is needed
-        return {}
-    return figures
+        return None
+    return said
 
 
 def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:

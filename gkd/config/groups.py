@@ -281,6 +281,9 @@ class Trainer(Pool, OpenSections):
     )
     run_group: str | None = Field(None, min_length=1, description="runs that trackers list together; null: none")
     n_logged_samples: int = Field(4, ge=0, description="samples a step in samples.jsonl (TRL's log_completions)")
+    n_timeline_steps: int = Field(
+        500, ge=0, description="newest steps in timeline.json, kilobytes a step (cf. verl's profiler.steps); 0: none"
+    )
     n_logged_tokens: int = Field(
         128,
         ge=0,

@@ -32,6 +32,7 @@ from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.page.write import at_the_end
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
+from gkd.observability.timeline import Timeline
 from gkd.observability.trackers.tracker import MetricsLog, Trackers
 from gkd.planning.advice import offload_needed, require_memory
 from gkd.planning.layout import models_of
@@ -102,8 +103,14 @@ def _drive(
             samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
-            run_log = RunLog(metrics, samples, progress, checkpoints, best)
-            state, after = _train_and_save(config, system.parts, run_log, saved, output / "model")
+            timeline = Timeline(output / "timeline.json", config.trainer.n_timeline_steps, first)
+            run_log = RunLog(metrics, samples, progress, checkpoints, timeline, best)
+            try:
+                state, after = _train_and_save(config, system.parts, run_log, saved, output / "model")
+            finally:
+                timeline.write()
+            if pace := timeline.summary():
+                progress.say(pace)
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s

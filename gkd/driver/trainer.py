@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import require_rewards, with_advantages
-from gkd.cluster.group import Group, MemoryReports
+from gkd.cluster.group import Group, WorkerReport, WorkerReports
 from gkd.config import Config
 from gkd.config.schedule import streams
 from gkd.data.stream import PromptStream
@@ -24,6 +24,7 @@ from gkd.observability import metrics as measured
 from gkd.observability.metrics import JsonLines
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
+from gkd.observability.timeline import Stages, Timeline
 from gkd.observability.watch import Watcher
 from gkd.rollout.group import RolloutGroup
 
@@ -41,10 +42,10 @@ class Parts:
     scorers: tuple[Group, ...]
     n_gpus: int
     vocab_size: int
-    reports: MemoryReports = field(default_factory=MemoryReports)
+    reports: WorkerReports = field(default_factory=WorkerReports)
 
-    def memory(self) -> dict[str, float]:
-        """Return memory/* of every group."""
+    def report(self) -> list[WorkerReport]:
+        """Return what the workers of every group say of themselves."""
         return self.reports.read([self.actor.group, self.rollout.living, *self.scorers])
 
 
@@ -56,6 +57,7 @@ class RunLog:
     samples: SampleLog
     progress: Progress
     checkpoints: Checkpoints
+    timeline: Timeline
     best: BestModel | None = None
 
 
@@ -89,7 +91,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         )
         log.checkpoints.train(state)
         row |= (parts.actor if stream is None else stream).update(batch, step)
-        n_tokens = sum(sample.n_tokens for sample in batch)
+        n_tokens, stages = sum(sample.n_tokens for sample in batch), Stages.of_batch(batch, started)
         del collected, batch, stream  # their arrays leave the object store before the next ones come
         updated = drained = time.monotonic()
         row |= actors_time(started, sampled, updated, row.get("timing_s/update"))
@@ -103,7 +105,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
             batches.dispatch(step)
         row |= {"timing_s/sync": done - drained, "timing_s/step": done - started}
         row |= throughput(n_tokens, done - started, parts.n_gpus)
-        row |= parts.memory()
+        reports = parts.report()
+        row |= measured.of_memory(reports) | log.timeline.add(step, stages(updated, done), reports)
         state = replace(state, row=measured.finite(row))
         log.checkpoints.train(state)
         state = _log(config, parts, log, watcher, state, batches)

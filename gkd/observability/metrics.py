@@ -8,11 +8,14 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import numpy as np
 
 from gkd.types import TrainingSample
+
+if TYPE_CHECKING:
+    from gkd.cluster.group import WorkerReport
 
 _NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What some programs take for the end of a line, and halves of surrogate pairs, which no file can hold."""
@@ -69,6 +72,16 @@ def of_stages(requested_s: float, samples: Iterable[TrainingSample]) -> dict[str
     generated = max(sample.generated_s for sample in samples)
     scored = max(sample.scored_s for sample in samples)
     return {"timing_s/generate": generated - requested_s, "timing_s/score": max(0.0, scored - generated)}
+
+
+def of_memory(reports: Iterable[WorkerReport]) -> dict[str, float]:
+    """Return memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
+    rows: dict[str, float] = {}
+    for report in reports:
+        for key, value in report.said["memory"].items():
+            name = f"memory/{report.worker.group}/{key}"
+            rows[name] = max(value, rows.get(name, value))
+    return dict(sorted(rows.items()))
 
 
 def memory_here() -> dict[str, float]:

@@ -15,7 +15,7 @@ from gkd.config import Config, Weights
 from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import EngineSpec, InferenceEngine, Span
 from gkd.inference.requests import Refused
-from gkd.observability.metrics import memory_here
+from gkd.observability.activity import HERE, noted, report_here
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.types import FinishReason, Int32, Sample, SampleRequest, ScoredSample, TrainingSample
 from gkd.weights.transfer import Piece, Receiver
@@ -103,15 +103,16 @@ class RolloutWorker:
         """Return how many of the requests handed over are no longer in the engine, whether they are scored or not."""
         return self._n_sampled
 
-    def memory(self) -> dict[str, float]:
-        """Return memory of this engine's process."""
-        return memory_here()
+    def report(self) -> dict[str, Any]:
+        """Return memory and activity of this process, see :func:`gkd.observability.activity.report_here`."""
+        return report_here()
 
     def serve(self) -> None:
         """Run the engine for as long as this process lives. What it raises also comes out of :meth:`finished`."""
         try:
             while True:
                 busy = self.engine.busy() and self._intact
+                HERE.switch("sample" if busy else None, self.engine.version if busy else None)
                 try:
                     command = self._commands.get(block=not busy, timeout=None if busy else IDLE_POLL_S)
                 except queue.Empty:
@@ -196,6 +197,7 @@ class RolloutWorker:
             self._become_idle()
         self._intact = False
 
+    @noted("load weights")
     def _receive(self, piece: Piece) -> int:
         if piece.number == 0:
             self._pause()

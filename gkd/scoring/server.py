@@ -13,6 +13,7 @@ from gkd.data.rendering import Rendering
 from gkd.errors import RunFailed
 from gkd.inference.engine import InferenceEngine
 from gkd.inference.requests import Code, Refused
+from gkd.observability.activity import HERE
 from gkd.scoring import wire
 from gkd.scoring.address import Key
 from gkd.scoring.clients import QueuedRequest
@@ -126,6 +127,7 @@ class ScoringServer:
             key = next(self._keys)
             self._jobs[key] = job
             self._engine.add(key, job.request)
+        HERE.switch("score" if self._jobs else None)
         if not self._jobs:
             return
         for key, answer in self._engine.step():

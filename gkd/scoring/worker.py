@@ -12,7 +12,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine, Span
-from gkd.observability.metrics import memory_here
+from gkd.observability.activity import report_here
 from gkd.scoring.address import Key
 
 
@@ -62,9 +62,9 @@ class ScoringWorker:
             engine = f"the engine at {self._server.address}"
             raise RunFailed(f"{engine} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
 
-    def memory(self) -> dict[str, float]:
-        """Return memory of this engine's process."""
-        return memory_here()
+    def report(self) -> dict[str, Any]:
+        """Return memory and activity of this process, see :func:`gkd.observability.activity.report_here`."""
+        return report_here()
 
     def serve(self) -> None:
         """Answer requests for as long as this process lives. Raises RunFailed when the engine fails."""

@@ -36,6 +36,7 @@ from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, train
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.observability.metrics import JsonLines
+from gkd.observability.timeline import Timeline
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.group import RolloutGroup
@@ -142,7 +143,7 @@ def run(rollout_group: Group, actor_group: Group, config: Config, times: Times) 
     actor_group.call("impose", times, timeout_s=30)
     parts: Any = SimpleNamespace(
         prompts=PromptStream([Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)], 0),
-        rollout=rollout, actor=actor, vocab_size=50, n_gpus=2, memory=dict, validation=SimpleNamespace(run=dict),
+        rollout=rollout, actor=actor, vocab_size=50, n_gpus=2, report=list, validation=SimpleNamespace(run=dict),
         sync=SimpleNamespace(push=lambda: rollout.tell("load", actor.version, timeout_s=60, what="loading")),
     )  # fmt: skip
     quiet: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)
@@ -150,7 +151,8 @@ def run(rollout_group: Group, actor_group: Group, config: Config, times: Times) 
         file = Path(path, "metrics.jsonl")
         with JsonLines(file) as metrics:
             checkpoints = Checkpoints(config, Path(path), time.monotonic(), {})
-            train(config, parts, RunLog(metrics, quiet, quiet, checkpoints), State())
+            timeline = Timeline(Path(path, "timeline.json"), 0)
+            train(config, parts, RunLog(metrics, quiet, quiet, checkpoints, timeline), State())
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 

@@ -23,7 +23,13 @@ from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, actors_time, train
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
+from gkd.observability.timeline import Timeline
 from tests.driver.test_collect import PROMPTS, Engines, grpo
+
+REPORT = SimpleNamespace(
+    worker=SimpleNamespace(group="actor", rank=0, node="here"), sent=0.0, received=1.0,
+    said={"memory": {"process_gb": 1.0}, "clock": 0.5, "spans": []},
+)  # fmt: skip
 
 
 def three_steps(max_staleness: int = 0) -> Config:
@@ -113,13 +119,18 @@ class Played:
             prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
             validation=SimpleNamespace(run=self.validate),
             val_sets=SimpleNamespace(run=self.measure_sets, sets=[SimpleNamespace(name="hard")]),
-            memory=lambda: {"memory/actor/process_gb": 1.0},
+            report=lambda: [REPORT],
         )  # fmt: skip
         samples: Any = SimpleNamespace(write=lambda step, batch: self.note("log samples"))
         progress: Any = SimpleNamespace(step=self.shown)
         checkpoints = Checkpoints(config, self.output, time.monotonic(), {}, start.step)
         with JsonLines(self.output / "metrics.jsonl") as metrics:
-            return train(config, parts, RunLog(metrics, samples, progress, checkpoints), start)
+            return train(
+                config,
+                parts,
+                RunLog(metrics, samples, progress, checkpoints, Timeline(self.output / "timeline.json", 0)),
+                start,
+            )
 
 
 def test_sets_have_intervals_of_their_own_and_the_last_figures_of_each_stay(tmp_path: Path) -> None:

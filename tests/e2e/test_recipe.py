@@ -27,6 +27,7 @@ ALWAYS = {
     "response/length_mean", "response/length_max", "response/clip_ratio", "staleness/mean", "staleness/max",
     "mismatch/kl", "mismatch/is_ratio_mean", "mismatch/is_ratio_max",
     "perf/tokens_per_second", "perf/tokens_per_second_per_gpu", "step", "epoch",
+    "perf/busy/actor", "perf/busy/rollout", "perf/busy/teacher",
 }  # fmt: skip
 
 
@@ -93,6 +94,10 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "validation"] == [0, 25, STEPS]
     assert [events[0]["kind"], events[-1]["kind"], events[-1]["failed"]] == ["start", "end", False]
+    trace = json.loads((output / "timeline.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {"driver", "actor 0", "rollout 0", "teacher 0"}
+    last = {e["name"] for e in trace if e["ph"] == "X" and e["args"]["step"] == STEPS}
+    assert last >= {"sample", "score", "update", "load weights", "generate", "waits-for-batch", "waits-for-weights"}
     assert (output / "config.yaml").read_text().startswith(f"# gkd {__version__}\n")
     assert json.loads((output / "summary.json").read_text())["version"] == __version__
     config = compose([str(output / "config.yaml")])
@@ -119,6 +124,7 @@ def test_the_saved_student_answers_as_validated(finished: tuple[Path, str]) -> N
 def test_what_it_prints(finished: tuple[Path, str]) -> None:
     text = finished[1]
     assert "before training" in text
+    assert "the pace is set by " in text
     assert f"step {STEPS}/{STEPS}" in text
     assert "tok/s" in text
     assert "left" in text

@@ -25,6 +25,7 @@ from gkd.driver.trainer import RunLog, train
 from gkd.durable import sum_of
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
+from gkd.observability.timeline import Timeline
 from gkd.types import Prompt, SampleRequest, TrainingSample
 from tests.samples import training_sample
 
@@ -111,9 +112,9 @@ class World:
         self.maybe("push")
         self.served = self.version
 
-    def memory(self) -> dict[str, float]:
-        self.maybe("memory")
-        return {}
+    def report(self) -> list[Any]:
+        self.maybe("report")
+        return []
 
     def validate(self) -> dict[str, float]:
         self.maybe("validate")
@@ -126,14 +127,15 @@ class World:
         """The loop, as gkd.driver.run has it."""
         parts: Any = SimpleNamespace(
             prompts=self.prompts, rollout=self, actor=self, sync=SimpleNamespace(push=self.push),
-            validation=SimpleNamespace(run=self.validate), vocab_size=10, n_gpus=1, memory=self.memory,
+            validation=SimpleNamespace(run=self.validate), vocab_size=10, n_gpus=1, report=self.report,
         )  # fmt: skip
         checkpoints = Checkpoints(self.config, self.output, time.monotonic(), {}, start.step)
         with JsonLines(self.output / "metrics.jsonl") as metrics, JsonLines(self.output / "samples.jsonl") as file:
             samples: Any = SimpleNamespace(write=lambda step, records: file.write({"step": step, "n": len(records)}))
             progress: Any = SimpleNamespace(step=self.show)
+            timeline = Timeline(self.output / "timeline.json", 0)
             try:
-                return train(self.config, parts, RunLog(metrics, samples, progress, checkpoints), start)
+                return train(self.config, parts, RunLog(metrics, samples, progress, checkpoints, timeline), start)
             except BaseException:
                 checkpoints.rescue(parts.actor)
                 raise
@@ -164,7 +166,7 @@ def world(output: Path, end: tuple[str, int] = ("", 0)) -> World:
 
 
 @pytest.mark.parametrize("step", [3, 4, STEPS])
-@pytest.mark.parametrize("moment", ["collect", "update", "push", "memory", "validate", "show"])
+@pytest.mark.parametrize("moment", ["collect", "update", "push", "report", "validate", "show"])
 def test_every_step_is_trained_and_logged_once(moment: str, step: int, tmp_path: Path) -> None:
     """Also with batches sampled ahead, which are sampled again; then from other weights, but never older ones."""
     if moment == "validate" and step % 2:

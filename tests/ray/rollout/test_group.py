@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.cluster.group import Group, MemoryReports, gather
+from gkd.cluster.group import Group, WorkerReports, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.errors import RunFailed
+from gkd.observability.metrics import of_memory
 from gkd.rollout.group import RolloutGroup
 from gkd.rollout.stream import SampleStream
 from gkd.types import Prompt, SampleRequest, Sampling, TrainingSample
@@ -65,15 +66,15 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     """One whose process is stopped, one stuck in a pass, one stopped between its arrays and their numbers."""
     rollout = start(engines, 4)
     pids = [report.pid for report in rollout.group.reports]
-    memory = MemoryReports()
-    assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 4.0}
+    reports_of = WorkerReports()
+    assert of_memory(reports_of.read([rollout.living])) == {"memory/rollout/process_gb": 4.0}
     os.kill(pids[3], signal.SIGSTOP)
     rollout.group.only([1]).control("get_stuck", timeout_s=30)
     rollout.group.only([2]).control("send_half", timeout_s=30)
     with caplog.at_level(logging.WARNING, "gkd"):
         for _ in range(2):
-            assert memory.read([rollout.living]) == {"memory/rollout/process_gb": 3.0}
-            assert memory._waits(rollout.group.workers[3])  # for its first answer, without asking at every step
+            assert of_memory(reports_of.read([rollout.living])) == {"memory/rollout/process_gb": 3.0}
+            assert reports_of._waits(rollout.group.workers[3])  # for its first answer, without asking at every step
         assert len(caplog.messages) == 1
         assert caplog.messages[0].startswith("rollout rank 3 (pid ")
         caplog.clear()

@@ -66,8 +66,8 @@ class ToyRollout(rollout_worker.RolloutWorker):
     def get_stuck(self) -> None:
         self.engine.stuck = True
 
-    def memory(self) -> dict[str, float]:
-        return {"process_gb": 1.0 + self.rank}
+    def report(self) -> dict[str, Any]:
+        return {"memory": {"process_gb": 1.0 + self.rank}, "clock": 0.0, "spans": []}
 
     def finished(self) -> Any:
         """Have the process stop where arrays have been sent and their numbers have not, if wanted."""

@@ -1,0 +1,95 @@
+"""What a worker's process does, and since when; the driver fetches it with the worker's memory.
+
+A process has one activity at a time, or none. It is noted at changes alone, so that it costs nothing within an engine's
+or the actor's loops.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+KEPT = 10_000
+"""Spans that a process holds when nobody fetches them."""
+
+
+class Span(NamedTuple):
+    """One activity. ``start`` and ``end`` are seconds since 1970 by the clock of the worker's node."""
+
+    name: str
+    start: float
+    end: float
+    version: int | None = None
+    """Of the weights it was done with, where that is known."""
+
+
+class Activity:
+    """Notes what this process does. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spans: deque[Span] = deque(maxlen=KEPT)
+        self._name: str | None = None
+        self._version: int | None = None
+        self._since = 0.0
+
+    def switch(self, name: str | None, version: int | None = None) -> str | None:
+        """Do ``name`` from now on, None for nothing; returns what was done before."""
+        before = self._name
+        if (name, version) == (before, self._version):  # no lock: only the thread that works switches
+            return before
+        with self._lock:
+            now = time.time()
+            self._finish(now)
+            self._name, self._version, self._since = name, version, now
+        return before
+
+    def take(self) -> tuple[float, list[Span]]:
+        """Return this process' clock and the spans since the last call; what goes on is cut in two."""
+        with self._lock:
+            now = time.time()
+            self._finish(now)
+            self._since = now
+            spans = list(self._spans)
+            self._spans.clear()
+        return now, spans
+
+    def _finish(self, now: float) -> None:
+        if self._name is not None and now > self._since:
+            self._spans.append(Span(self._name, self._since, now, self._version))
+
+
+HERE = Activity()
+"""Of this process."""
+
+
+def noted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function count as the activity ``name`` of the process while it runs."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            before = HERE.switch(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                HERE.switch(before)
+
+        return run
+
+    return decorate
+
+
+def report_here() -> dict[str, Any]:
+    """Return ``memory`` (:func:`gkd.observability.metrics.memory_here`), ``clock`` and ``spans`` of this process."""
+    from gkd.observability.metrics import memory_here
+
+    clock, spans = HERE.take()
+    return {"memory": memory_here(), "clock": clock, "spans": [tuple(span) for span in spans]}

@@ -1,0 +1,203 @@
+"""timeline.json: what every worker did when, with the cause of each wait, as Chrome trace events (ui.perfetto.dev).
+
+A step has four stages, whose bounds the driver knows: ``generate`` until the batch's last sample was finished,
+``score`` until it was scored, ``update`` and ``sync``. A worker that does nothing waits in each of them for the group
+that the stage belongs to, see :data:`CAUSES`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
+
+from gkd.durable import reason, replace
+from gkd.observability.activity import Span
+from gkd.types import TrainingSample
+
+if TYPE_CHECKING:
+    from gkd.cluster.group import WorkerReport
+
+log = logging.getLogger("gkd")
+
+WRITE_EVERY_S = 30.0
+SHORTEST_S = 1e-4
+"""Waits below this are no events of their own."""
+SCORERS = ("teacher", "reference", "reward_model")
+CAUSES = {"generate": "batch", "score": "teacher", "update": "weights", "sync": "weights"}
+"""What a worker waits for in a stage; an engine that is done with its part of a batch, for further ``tickets``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """When the stages of a step ended, seconds since 1970 by the driver's clock."""
+
+    start: float
+    generated: float
+    scored: float
+    updated: float
+    end: float
+
+    @classmethod
+    def of_batch(cls, batch: Sequence[TrainingSample], started: float) -> Callable[[float, float], Self]:
+        """Return what makes those of a step that trained ``batch``, of when it was ``updated`` and ``done``.
+
+        The three times of the step are by ``time.monotonic``.
+        """
+        ahead = time.time() - time.monotonic()
+        generated, scored = (max(getattr(sample, at) for sample in batch) for at in ("generated_s", "scored_s"))
+        return lambda updated, done: cls(started + ahead, generated, scored, updated + ahead, done + ahead)
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Return name, start and end of each; one that lay before the step's start, as sampled ahead, is empty."""
+        bounds = [self.start]
+        for bound in (self.generated, self.scored, self.updated, self.end):
+            bounds.append(min(max(bound, bounds[-1]), self.end))
+        return list(zip(("generate", "score", "update", "sync"), bounds, bounds[1:], strict=False))
+
+
+class Timeline:
+    """Collects the steps of a run, and writes the newest ``n_steps`` of them to ``path``.
+
+    A run that goes on after ``step`` keeps what the file has of steps up to it. With ``n_steps`` 0 nothing is written.
+    """
+
+    def __init__(self, path: Path, n_steps: int, step: int = 0) -> None:
+        self._path, self._n_steps = path, n_steps
+        self._steps: deque[list[dict[str, Any]]] = deque(maxlen=max(1, n_steps))
+        self._lanes: dict[str, int] = {}
+        self._shares: dict[str, list[float]] = defaultdict(list)
+        self._clocks: dict[str, tuple[float, float]] = {}
+        self._written = time.monotonic()
+        if n_steps and step:
+            self._read(step)
+
+    def add(self, step: int, stages: Stages, reports: Iterable[WorkerReport]) -> dict[str, float]:
+        """Add a step, by what the workers say of themselves after it.
+
+        Returns perf/busy/GROUP, the share of the step in which the group's workers did something, and
+        perf/waits_for/GROUP, the share in which workers (of all groups, on average) did nothing because of the group.
+        """
+        spans = {f"{report.worker.group} {report.worker.rank}": self._spans(report) for report in reports}
+        length = max(stages.end - stages.start, 1e-9)
+        events = [self._event("driver", name, a, b, step) for name, a, b in stages.spans() if b - a > SHORTEST_S]
+        busy: dict[str, list[float]] = defaultdict(list)
+        waited: dict[str, float] = defaultdict(float)
+        pace = _slowest_scorer(spans, stages)
+        for lane, its in spans.items():
+            group = lane.rpartition(" ")[0]
+            # What was done before the step, as in a validation, belongs to the one before.
+            events += [self._event(lane, s.name, s.start, s.end, step - (s.end < stages.start), s.version) for s in its]
+            idle = list(_idle(its, stages))
+            busy[group].append(1.0 - sum(b - a for _, a, b in idle) / length)
+            for stage, start, end in idle:
+                waited[_responsible(stage, pace)] += (end - start) / length
+                if end - start > SHORTEST_S:
+                    cause = "tickets" if (stage, group) == ("generate", "rollout") else CAUSES[stage]
+                    events.append(self._event(lane, f"waits-for-{cause}", start, end, step, cause=cause))
+        row = {f"perf/busy/{group}": fmean(shares) for group, shares in busy.items()}
+        row |= {f"perf/waits_for/{group}": waited[group] / len(spans) for group in sorted(waited)}
+        for name, value in row.items():
+            self._shares[name].append(value)
+        self._steps.append(events)
+        if time.monotonic() - self._written > WRITE_EVERY_S:
+            self.write()
+        return row
+
+    def _spans(self, report: WorkerReport) -> list[Span]:
+        """Return a worker's spans by the driver's clock.
+
+        The node's clock was read between two readings of the driver's. The closest two so far tell how far it is
+        ahead; one that may be equal is taken to be.
+        """
+        node, clock, width = report.worker.node, report.said["clock"], report.received - report.sent
+        if node not in self._clocks or width < self._clocks[node][0]:
+            self._clocks[node] = (width, max(0.0, clock - report.received) - max(0.0, report.sent - clock))
+        ahead = self._clocks[node][1]
+        spans = (Span(*said) for said in report.said["spans"])
+        return [span._replace(start=span.start - ahead, end=span.end - ahead) for span in spans]
+
+    def summary(self) -> str:
+        """Return in one line who set the pace and who waited; empty before the first step."""
+        means = {name: fmean(values) for name, values in self._shares.items()}
+        waits = {n.removeprefix("perf/waits_for/"): v for n, v in means.items() if n.startswith("perf/waits_for/")}
+        if not waits:
+            return ""
+        busy = (f"{n.removeprefix('perf/busy/')} {v:.0%}" for n, v in means.items() if n.startswith("perf/busy/"))
+        pace = max(waits, key=lambda group: waits[group])
+        waited = f"all others together waited {waits[pace]:.0%} of their time for it"
+        return f"busy in a step: {', '.join(busy)}; the pace is set by {pace}, {waited}"
+
+    def write(self) -> None:
+        """Write the file, whole; where that fails, with a warning, not again."""
+        self._written = time.monotonic()
+        if self._n_steps:
+            names = [
+                {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}}
+                for lane, pid in self._lanes.items()
+            ]
+            events = [event for step in self._steps for event in step]
+            text = json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
+            try:
+                replace(self._path, text.encode())
+            except OSError as error:
+                self._n_steps = 0
+                log.warning("the timeline is not written any more: %s", reason(error, self._path))
+
+    def _event(self, lane: str, name: str, start: float, end: float, step: int, version: int | None = None,
+               cause: str | None = None) -> dict[str, Any]:  # fmt: skip
+        pid = self._lanes.setdefault(lane, len(self._lanes) + 1)
+        details = {"step": step, "version": version, "cause": cause}
+        about = {key: value for key, value in details.items() if value is not None}
+        kind = "busy" if cause is None else "idle"
+        span = {"ts": round(start * 1e6), "dur": max(0, round((end - start) * 1e6))}
+        return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": 0, **span, "args": about}
+
+    def _read(self, step: int) -> None:
+        """Take over earlier steps from the file, where it can be read."""
+        try:
+            events = json.loads(self._path.read_text(encoding="utf-8"))["traceEvents"]
+            lanes = {e["args"]["name"]: int(e["pid"]) for e in events if e["ph"] == "M"}
+            by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
+            for event in events:
+                if event["ph"] == "X" and event["args"]["step"] <= step:
+                    by_step[event["args"]["step"]].append(event)
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        self._lanes = lanes
+        self._steps.extend(by_step[number] for number in sorted(by_step))
+
+
+def _idle(spans: Iterable[Span], stages: Stages) -> Iterable[tuple[str, float, float]]:
+    """Yield stage, start and end of every time in which none of ``spans`` was."""
+    busy = sorted((span.start, span.end) for span in spans)
+    for stage, begin, until in stages.spans():
+        idle_since = begin
+        for start, end in busy:
+            if end <= idle_since or start >= until:
+                continue
+            if start > idle_since:
+                yield stage, idle_since, start
+            idle_since = min(end, until)
+        if until > idle_since:
+            yield stage, idle_since, until
+
+
+def _slowest_scorer(spans: Mapping[str, Sequence[Span]], stages: Stages) -> str:
+    """Return the group whose workers were busy last before the batch was scored; ``rewards`` without any."""
+    last = {
+        lane.rpartition(" ")[0]: max((s.end for s in its if s.start <= stages.scored), default=0.0)
+        for lane, its in spans.items()
+        if lane.rpartition(" ")[0] in SCORERS
+    }
+    return max(last, key=lambda group: last[group], default="rewards")
+
+
+def _responsible(stage: str, scorer: str) -> str:
+    return {"generate": "rollout", "score": scorer}.get(stage, "actor")

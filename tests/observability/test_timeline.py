@@ -1,0 +1,143 @@
+"""timeline.json, and the shares of a step that it makes of what workers did, by hand-made steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.cluster.group import WorkerReport
+from gkd.observability.activity import Activity, Span, noted
+from gkd.observability.page.run import spans as read_spans
+from gkd.observability.timeline import Stages, Timeline
+from tests.weights.reports import report
+
+STAGES = Stages(start=100.0, generated=104.0, scored=105.0, updated=109.0, end=110.0)
+
+
+Done = tuple[str, float, float]
+
+
+def said(group: str, rank: int, *spans: Done, clock: float = 110.5, node: str = "near") -> WorkerReport:
+    worker = report(group, rank, "GPU-0", node)
+    return WorkerReport(worker, 110.0, 111.0, {"memory": {}, "clock": clock, "spans": [Span(*span) for span in spans]})
+
+
+def step_of_four() -> list[WorkerReport]:
+    return [
+        said("actor", 0, ("update", 105.0, 109.0), ("pack weights", 109.0, 109.5)),
+        said("rollout", 0, ("validate", 90.0, 95.0), ("sample", 100.0, 104.0), ("load weights", 109.0, 110.0)),
+        said("rollout", 1, ("sample", 100.0, 102.0), ("load weights", 109.0, 110.0)),
+        said("teacher", 0, ("score", 101.0, 103.0), ("score", 103.5, 105.0)),
+    ]
+
+
+def test_shares_of_a_step_add_up(tmp_path: Path) -> None:
+    row = Timeline(tmp_path / "timeline.json", 10).add(7, STAGES, step_of_four())
+    assert row["perf/busy/actor"] == pytest.approx(0.45)
+    assert row["perf/busy/rollout"] == pytest.approx((0.5 + 0.3) / 2)
+    assert row["perf/busy/teacher"] == pytest.approx(0.35)
+    # Of 40 worker-seconds: 4 + 2 + 1.5 idle while sampling went on, 1 + 1 + 1 for the teacher, 4 + 4 + 4 for the
+    # update, 0.5 + 0 + 0 + 1 for the push.
+    assert row["perf/waits_for/rollout"] == pytest.approx(7.5 / 40)
+    assert row["perf/waits_for/teacher"] == pytest.approx(3 / 40)
+    assert row["perf/waits_for/actor"] == pytest.approx(13.5 / 40)
+    assert sum(v for k, v in row.items() if "waits_for" in k) == pytest.approx(1 - (4.5 + 5 + 3 + 3.5) / 40)
+
+
+def test_the_file_is_a_trace_with_causes(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    timeline = Timeline(file, 10)
+    timeline.add(7, STAGES, step_of_four())
+    timeline.write()
+    events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    lanes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert list(lanes.values()) == ["driver", "actor 0", "rollout 0", "rollout 1", "teacher 0"]
+    idle = {
+        (lanes[e["pid"]], e["args"]["cause"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("cat") == "idle"
+    }
+    assert ("actor 0", "batch", 100.0, 4.0) in idle
+    assert ("actor 0", "teacher", 104.0, 1.0) in idle
+    assert ("rollout 1", "tickets", 102.0, 2.0) in idle
+    assert ("rollout 0", "weights", 105.0, 4.0) in idle
+    assert ("teacher 0", "batch", 103.0, 0.5) in idle
+    by_name = {e["name"]: e["args"]["step"] for e in events if e["ph"] == "X"}
+    assert (by_name["validate"], by_name["sample"]) == (6, 7)  # it was between two steps
+    assert {span["lane"] for span in read_spans(file)} == set(lanes.values())  # as the report reads it
+    assert timeline.summary() == (
+        "busy in a step: actor 45%, rollout 40%, teacher 35%; the pace is set by actor, "
+        "all others together waited 34% of their time for it"
+    )
+
+
+def test_a_run_that_goes_on_keeps_the_steps_before_and_forgets_those_that_are_done_again(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    first = Timeline(file, 3)
+    for step in (1, 2, 3, 4):
+        first.add(step, STAGES, [said("actor", 0, ("update", 105.0, 109.0))])
+    first.write()
+    assert {e["args"]["step"] for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"} == {2, 3, 4}
+    again = Timeline(file, 3, step=3)
+    again.add(4, STAGES, [said("actor", 0, ("again", 105.0, 109.0))])
+    again.write()
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["args"]["step"] for e in events} == {2, 3, 4}
+    assert {e["name"] for e in events if e["args"]["step"] == 4 and e["cat"] == "busy"} >= {"again", "generate"}
+    assert "update" not in {e["name"] for e in events if e["args"]["step"] == 4 and e["pid"] == 2}
+
+
+def test_a_file_that_cannot_be_written_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    timeline = Timeline(tmp_path / "missing" / "timeline.json", 3)
+    timeline.add(1, STAGES, step_of_four())
+    for _ in range(2):
+        timeline.write()
+    assert [message.startswith("the timeline is not written any more: ") for message in caplog.messages] == [True]
+
+
+def test_a_clock_that_is_ahead_is_put_right(tmp_path: Path) -> None:
+    """The worker's says 120.5 where the driver's is between 110 and 111: it is at least 9.5 s ahead."""
+    row = Timeline(tmp_path / "t.json", 1).add(
+        1, STAGES, [said("actor", 0, ("update", 114.5, 118.5), clock=120.5, node="far")]
+    )
+    assert row["perf/busy/actor"] == pytest.approx(0.4)
+    assert row["perf/waits_for/actor"] == pytest.approx(0.1)  # 105 to 109 are the update's; the push is waited for
+
+
+def test_activity_is_cut_where_it_is_fetched_and_nested_ones_come_back() -> None:
+    activity = Activity()
+    assert activity.switch("sample", 3) is None
+    time.sleep(0.01)
+    clock, (span,) = activity.take()
+    assert (span.name, span.version, span.end) == ("sample", 3, clock)
+    activity.switch("load weights")
+    activity.switch("sample", 4)
+    activity.switch(None)
+    later, spans = activity.take()
+    assert [span.name for span in spans] == ["sample", "load weights", "sample"]
+    assert spans[0].start == clock
+    assert all(a.end == b.start for a, b in pairwise(spans)) and spans[-1].end <= later
+    assert activity.take()[1] == []
+
+
+def test_what_raises_is_noted_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gkd.observability import activity as module
+
+    here = Activity()
+    monkeypatch.setattr(module, "HERE", here)
+
+    @noted("update")
+    def fails() -> None:
+        assert threading.current_thread() is threading.main_thread()
+        time.sleep(0.002)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fails()
+    assert [span.name for span in here.take()[1]] == ["update"]
+    time.sleep(0.002)
+    assert here.take()[1] == []
