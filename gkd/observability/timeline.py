@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
@@ -72,7 +73,8 @@ class Timeline:
         self._path, self._n_steps = path, n_steps
         self._steps: deque[list[dict[str, Any]]] = deque(maxlen=max(1, n_steps))
         self._lanes: dict[str, int] = {}
-        self._shares: dict[str, list[float]] = defaultdict(list)
+        self._busy: dict[str, list[float]] = defaultdict(list)
+        self._waits: list[dict[str, float]] = []
         self._clocks: dict[str, tuple[float, float]] = {}
         self._written = time.monotonic()
         if n_steps and step:
@@ -102,9 +104,11 @@ class Timeline:
                     cause = "tickets" if (stage, group) == ("generate", "rollout") else CAUSES[stage]
                     events.append(self._event(lane, f"waits-for-{cause}", start, end, step, cause=cause))
         row = {f"perf/busy/{group}": fmean(shares) for group, shares in busy.items()}
-        row |= {f"perf/waits_for/{group}": waited[group] / len(spans) for group in sorted(waited)}
-        for name, value in row.items():
-            self._shares[name].append(value)
+        waited = {group: waited[group] / len(spans) for group in sorted(waited)}
+        row |= {f"perf/waits_for/{group}": share for group, share in waited.items()}
+        for group in busy:
+            self._busy[group].append(row[f"perf/busy/{group}"])
+        self._waits.append(waited)
         self._steps.append(events)
         if time.monotonic() - self._written > WRITE_EVERY_S:
             self.write()
@@ -125,12 +129,13 @@ class Timeline:
 
     def summary(self) -> str:
         """Return in one line who set the pace and who waited; empty before the first step."""
-        means = {name: fmean(values) for name, values in self._shares.items()}
-        waits = {n.removeprefix("perf/waits_for/"): v for n, v in means.items() if n.startswith("perf/waits_for/")}
+        waits = {
+            group: fmean(step.get(group, 0.0) for step in self._waits) for group in dict.fromkeys(chain(*self._waits))
+        }
         if not waits:
             return ""
-        busy = (f"{n.removeprefix('perf/busy/')} {v:.0%}" for n, v in means.items() if n.startswith("perf/busy/"))
         pace = max(waits, key=lambda group: waits[group])
+        busy = (f"{group} {fmean(shares):.0%}" for group, shares in self._busy.items())
         waited = f"all others together waited {waits[pace]:.0%} of their time for it"
         return f"busy in a step: {', '.join(busy)}; the pace is set by {pace}, {waited}"
 
