@@ -37,8 +37,6 @@ def _main(arguments: Sequence[str]) -> int:
 
     exit_on_signals()
     config = compose_evaluation(options.overrides)
-    if not config.evaluates:
-        raise ConfigError("name a model: gkd evaluate models.NAME=DIR +sets=NAME")
     from gkd.cli.compare import show as show_comparisons
     from gkd.evaluation.comparison import compare_all
     from gkd.evaluation.run import evaluate
@@ -68,7 +66,10 @@ def compose_evaluation(overrides: Sequence[str]) -> Config:
     wide = given.get("rollout.tensor_parallel_size")
     if wide is not None and "rollout.gpus" not in given:  # as many GPUs as an engine has, before mode makes them more
         overrides = [*overrides, f"rollout.n_gpus_per_node={wide}"]
-    return compose(overrides)
+    config = compose(overrides)
+    if not config.evaluates:
+        raise ConfigError("name a model: gkd evaluate models.NAME=DIR +sets=NAME")
+    return config
 
 
 def _require_effect(key: str, groups: Sequence[str]) -> None:

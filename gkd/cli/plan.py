@@ -21,6 +21,7 @@ from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may 
 if TYPE_CHECKING:
     from gkd.config import Config
     from gkd.planning.layout import Hardware
+    from gkd.planning.report import PlanReport
 
 MOST_GPUS = 65_536  # of which the best splits are found in 6 s; more would take minutes
 
@@ -43,17 +44,9 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on GPUs of other sizes")
     parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
-    from gkd.planning.layout import Layout, models_of, nodes_of
-    from gkd.planning.measured import factors_of
-    from gkd.planning.report import plan, show
+    from gkd.planning.report import show
 
-    config = _place_here(_compose(options.overrides), options.best is not None)
-    layout = Layout(config, models_of(config), _hardware(config, options.best is not None), nodes_of(config))
-    factors = None
-    if options.run is not None:
-        factors = factors_of(options.run, layout)
-        layout = replace(layout, config=factors.lengths(config))
-    result = plan(layout, factors, options.best, options.by_memory)
+    result = make(options.overrides, options.run, options.best, options.by_memory)
     show(result)
     if options.json is not None:
         try:
@@ -61,6 +54,26 @@ def _main(arguments: Sequence[str]) -> int:
         except OSError as error:
             raise ConfigError(f"--json {options.json}: {error.strerror}") from None
     return 0 if all(group.fits for group in result.memory) or result.splits else 1
+
+
+def make(
+    overrides: Sequence[str], run: str | None = None, best: int | None = None, by_memory: bool = False
+) -> PlanReport:
+    """Plan what ``overrides`` say, with the timings of an earlier ``run`` where one is named.
+
+    Raises ConfigError for what cannot be planned.
+    """
+    from gkd.planning.layout import Layout, models_of, nodes_of
+    from gkd.planning.measured import factors_of
+    from gkd.planning.report import plan
+
+    config = _place_here(_compose(overrides), best is not None)
+    layout = Layout(config, models_of(config), _hardware(config, best is not None), nodes_of(config))
+    factors = None
+    if run is not None:
+        factors = factors_of(run, layout)
+        layout = replace(layout, config=factors.lengths(config))
+    return plan(layout, factors, best, by_memory)
 
 
 def _n_gpus(text: str) -> int:

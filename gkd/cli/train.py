@@ -22,6 +22,7 @@ from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, guarded  # i
 
 if TYPE_CHECKING:
     from gkd.config import Config
+    from gkd.observability.trackers.tracker import OnStep
 
 EPILOG = "--settings (or gkd settings) lists every setting, --settings WORD those about something."
 
@@ -36,6 +37,9 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--settings", action="store_true", help="list every setting, or those that the words after it name"
     )
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="one run for each combination of values: actor.lr=1e-5,1e-4"
+    )
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
     options, unknown = parser.parse_known_args(arguments)
@@ -45,7 +49,7 @@ def _main(arguments: Sequence[str]) -> int:
     from omegaconf import OmegaConf
 
     from gkd.config import hint, settings
-    from gkd.config.compose import compose, groups
+    from gkd.config.compose import compose
 
     if unknown:
         meant = hint(unknown[0].partition("=")[0], settings())
@@ -55,23 +59,34 @@ def _main(arguments: Sequence[str]) -> int:
 
         show(options.overrides)
         return 0
-    config = compose(options.overrides)
     if options.config:
-        print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), end="")
+        print(OmegaConf.to_yaml(OmegaConf.create(compose(options.overrides).model_dump())), end="")
         return 0
+    if options.multirun:
+        from gkd.cli.sweep import sweep
+
+        return sweep(options.overrides)
+    run(configure(options.overrides), options.overrides)
+    return 0
+
+
+def configure(overrides: Sequence[str]) -> Config:
+    """Compose the configuration of a run. Raises ConfigError for settings that are none of a run's."""
+    from gkd.config.compose import compose, groups
+
+    config = compose(overrides)
     if config.evaluates or config.evaluate.sets:
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
     if config.recipe == "none":
         raise ConfigError(f"name a recipe: python -m gkd.main +recipe={{{','.join(groups()['recipe'])}}}")
-    run(config, options.overrides)
-    return 0
+    return config
 
 
-def run(config: Config, overrides: Sequence[str] | None = None) -> None:
-    """Do one run, from checked configuration to summary. Raises ConfigError or RunFailed; leaves no process behind.
+def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep | None = None) -> Path:
+    """Do one run, from checked configuration to summary; returns its directory.
 
-    Where it loses workers, this process is replaced by one that goes on, given the ``overrides`` that ``config`` is
-    made of.
+    Raises ConfigError or RunFailed; leaves no process behind. Where it loses workers, this process is replaced by one
+    that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.api.train`.
     """
     from gkd.cluster.session import connect
     from gkd.driver.inputs import find_inputs
@@ -93,7 +108,7 @@ def run(config: Config, overrides: Sequence[str] | None = None) -> None:
         _require_writable(output)
         if config.trainer.resume and (text := finished(config, output)) is not None:
             out.print(text)
-            return
+            return output
         if config.trainer.resume and not starts_over(output):
             saved = find(config, output)
         with uncollected():
@@ -107,7 +122,8 @@ def run(config: Config, overrides: Sequence[str] | None = None) -> None:
             from gkd.driver.run import drive
 
             private = session.directory is not None
-            drive(config, inputs, session, output, out, started, saved)
+            drive(config, inputs, session, output, out, started, saved, on_step)
+        return output
     except ConfigError:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
             output.rmdir()

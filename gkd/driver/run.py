@@ -33,7 +33,7 @@ from gkd.observability.page.write import at_the_end
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
-from gkd.observability.trackers.tracker import MetricsLog, Trackers
+from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
 from gkd.planning.advice import offload_needed, require_memory
 from gkd.planning.layout import models_of
 
@@ -48,6 +48,7 @@ def drive(
     out: Console,
     started_s: float,
     saved: Saved | None = None,
+    on_step: OnStep | None = None,
 ) -> None:
     """Do everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``): when the run began.
 
@@ -61,7 +62,7 @@ def drive(
                 note("resume", f"from {saved.path}", step=saved.state.step)
             if n_restarts := restarts():
                 note("restart", f"{n_restarts} of trainer.restarts={config.trainer.restarts}")
-            summary, checkpoints = _drive(config, inputs, session, output, out, started_s, saved, events)
+            summary, checkpoints = _drive(config, inputs, session, output, out, started_s, saved, events, on_step)
     finally:
         page = at_the_end(output)
     report.show(summary, output, page, _next_command(config, output), out)
@@ -77,6 +78,7 @@ def _drive(
     started_s: float,
     saved: Saved | None,
     events: Events,
+    on_step: OnStep | None,
 ) -> tuple[report.Summary, Checkpoints]:
     """Do the run; returns what it came to, and its checkpoints, of which the last may have failed."""
     requested, config = config, lay_out(with_scoring_engines(config, inputs))
@@ -99,7 +101,7 @@ def _drive(
             cut(files[0], saved.state.logged)
             cut(files[1], first)
             (output / "summary.json").unlink(missing_ok=True)  # of an end that is not the end any more
-        with MetricsLog(files[0], trackers, events) as metrics, JsonLines(files[1]) as sampled:
+        with MetricsLog(files[0], trackers, events, on_step) as metrics, JsonLines(files[1]) as sampled:
             samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -40,6 +40,13 @@ def write(summary: Summary, output_dir: Path) -> None:
     """Write summary.json."""
     text = json.dumps(asdict(summary), indent=2, allow_nan=False)
     (output_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
+
+
+def read(output_dir: Path) -> Summary:
+    """Read summary.json; what only other versions write is left out. Raises OSError."""
+    found = json.loads((output_dir / "summary.json").read_text(encoding="utf-8"))
+    names = {field.name for field in fields(Summary)}
+    return Summary(**{name: value for name, value in found.items() if name in names})
 
 
 def show(summary: Summary, output_dir: Path, page: Path | None, following: str, out: Console) -> None:

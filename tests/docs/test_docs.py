@@ -13,6 +13,7 @@ import yaml
 
 from gkd.cli import serve_teacher
 from gkd.cli.command import PROGRAMS, main
+from gkd.cli.sweep import expand
 from gkd.config import Config, hint, settings
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
@@ -75,7 +76,10 @@ def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.M
         return
     assert command.program in PROGRAMS, f"gkd {command.program}"
     assert all(option in usage_of(command.program) for option in command.options)
-    if (error := error_of(command.program, tuple(command.overrides))) is not None:
+    several = "--multirun" in command.options
+    for overrides in [run.overrides for run in expand(command.overrides)] if several else [tuple(command.overrides)]:
+        if (error := error_of(command.program, overrides)) is None:
+            continue
         assert f"error: {error}" in command.page.read_text(encoding="utf-8")
 
 

@@ -97,15 +97,16 @@ const Charts = (() => {
     return null;
   };
 
-  // `lines`: {label, metric, steps, values, colour, dash, fill, shown}; `shown` are the figures where `values` are sums.
+  // `lines`: {label, metric, steps, values, colour, dash, fill, shown, edge}; `shown` are the figures where `values` are
+  // sums. Two lines with `edge`, the upper one first, are the ends of a band without names or strokes.
   const draw = (parent, title, lines, marks) => {
-    const keys = lines.map((line, i) => {
+    const keys = lines.map(line => {
       const value = el('b', {}, figure(newest(line.shown || line.values)));
       const swatch = el('i');
       const paint = () => { swatch.style.borderTopColor = colour(line.colour); };
       paint();
       if (line.dash % 4) swatch.style.borderTopStyle = line.dash % 4 === 1 ? 'dashed' : 'dotted';
-      const chip = el('span', { 'data-metric': line.metric }, swatch, `${line.label} `, value);
+      const chip = el('span', { 'data-metric': line.metric, hidden: line.edge }, swatch, `${line.label} `, value);
       return { value, chip, paint };
     });
     const box = el('figure', {}, el('h3', {}, title), el('div', { class: 'legend' }, ...keys.map(key => key.chip)));
@@ -114,10 +115,12 @@ const Charts = (() => {
     const data = one ? [lines[0].steps, ...lines.map(line => line.values)]
       : uPlot.join(lines.map(line => [line.steps, line.values]));
     const series = lines.map(line => ({
-      stroke: () => colour(line.colour), width: 1.5, dash: DASHES[line.dash % 4], spanGaps: true,
-      points: { show: line.values.filter(value => value !== null).length < 40, size: 5 },
+      stroke: () => line.edge ? 'transparent' : colour(line.colour), width: 1.5, dash: DASHES[line.dash % 4], spanGaps: true,
+      points: { show: !line.edge && line.values.filter(value => value !== null).length < 40, size: 5 },
       ...(line.fill ? { fill: () => colour(line.colour) } : {}),
     }));
+    const edges = lines.flatMap((line, i) => line.edge ? [i + 1] : []);
+    const bands = edges.length ? [{ series: edges, fill: () => `${colour(lines[edges[0] - 1].colour)}30` }] : [];
     const show = plot => {
       const at = plot.cursor.idx;
       lines.forEach((line, i) => {
@@ -130,7 +133,7 @@ const Charts = (() => {
       width: Math.max(200, box.clientWidth - 22), height: 170, legend: { show: false },
       cursor: { sync: { key: 'steps', scales: ['x', null] }, points: { size: 6 } },
       scales: { x: { time: false } },
-      series: [{}, ...series], axes: [axis(false), axis(true)],
+      series: [{}, ...series], bands, axes: [axis(false), axis(true)],
       hooks: { setCursor: [show], draw: [drawMarks(marks || [])] },
     }, data, box);
     new ResizeObserver(() => {

@@ -43,6 +43,14 @@ const Panels = (() => {
     }];
   }));
 
+  // Ends of the 95 % interval (Wilson) of shares of n answers.
+  const interval = (run, metric) => {
+    const n = run.n_val, values = run.metrics[metric], z2 = 1.959964 ** 2;
+    const end = sign => values.map(p => p === null ? null
+      : (p + z2 / (2 * n) + sign * Math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n)))) / (1 + z2 / n));
+    return [1, -1].map(sign => ({ label: '', metric: null, steps: run.steps, values: end(sign), colour: 0, dash: 0, edge: true }));
+  };
+
   const KINDS = { warning: 'warn', death: 'bad', restart: 'bad' };
   const marks = (runs, metrics) => runs.flatMap(run => run.events
     .filter(event => KINDS[event.kind] && (metrics === null || metrics.includes(event.metric)))
@@ -54,8 +62,11 @@ const Panels = (() => {
       const found = [...left].filter(name => pattern.test(name));
       found.forEach(name => left.delete(name));
       const groups = title === null ? found.map(name => [name, [name]]) : found.length ? [[title, found]] : [];
-      for (const [heading, metrics] of groups)
-        Charts.draw(places[panel], heading, lines(runs, metrics), marks(runs, panel === 'health' ? null : metrics));
+      for (const [heading, metrics] of groups) {
+        const drawn = lines(runs, metrics);
+        if (heading === 'val/accuracy' && runs.length === 1 && runs[0].n_val) drawn.push(...interval(runs[0], heading));
+        Charts.draw(places[panel], heading, drawn, marks(runs, panel === 'health' ? null : metrics));
+      }
     }
     for (const name of left) Charts.draw(places.other, name, lines(runs, [name]), marks(runs, [name]));
   };

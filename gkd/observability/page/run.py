@@ -21,8 +21,8 @@ MAX_ROWS = 10_000
 """Steps in a chart; of more, every so many are taken, and all validations."""
 MAX_SPANS = 5_000
 DIGITS = 7
-OF_THE_RUN = ("trainer.output_dir", "trainer.resume", "data.cache_dir", "weights.transfer", "cluster.offload")
-"""Settings that a run decides, or that say where it is."""
+OF_THE_RUN = ("trainer.output_dir", "trainer.resume", "trainer.run_name", "trainer.run_group", "data.cache_dir")
+"""Settings that say what a run is called and where it is."""
 
 
 def describe(files: RunFiles) -> dict[str, Any]:
@@ -39,6 +39,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "metrics": columns(rows),
         "events": files.events,
         "summary": summary,
+        "n_val": 0 if summary is None else int(summary.get("n_val", 0)),
         "intervals": {} if summary is None else intervals(summary),
         "differs": None if config is None else differences(config),
         "placement": [
@@ -97,7 +98,10 @@ def _config(tree: Mapping[str, Any]) -> Config | None:
 
 
 def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
-    """Return settings with other values than the recipe's: name, there, here; None for a recipe that is not shipped."""
+    """Return settings with other values than the recipe's: name, there, here; None for a recipe that is not shipped.
+
+    Where the recipe has ``auto`` the run has decided, and its config.yaml holds what.
+    """
     try:
         recipe = compose([f"+recipe={config.recipe}"])
     except ConfigError:
@@ -106,7 +110,7 @@ def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
     return [
         (name, there.get(name), here.get(name))
         for name in sorted({*there, *here})
-        if name not in OF_THE_RUN and there.get(name) != here.get(name)
+        if name not in OF_THE_RUN and there.get(name) not in (here.get(name), "auto")
     ]
 
 

@@ -24,6 +24,9 @@ from gkd.observability.report import line
 
 LOG = logging.getLogger("gkd")
 
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""Takes a step and its metrics."""
+
 FINISH_S = 300.0
 """Time that what is left has to reach a tracker's server when a run ends; files stay in the output directory."""
 
@@ -146,11 +149,16 @@ def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[
 
 
 class MetricsLog(JsonLines):
-    """metrics.jsonl, and trackers beside it; ``events`` learns which step is under way, and of validations."""
+    """metrics.jsonl, and trackers beside it; ``events`` learns which step is under way, and of validations.
 
-    def __init__(self, path: Path, trackers: Trackers, events: Events | None = None) -> None:
+    ``on_step`` is called last; what it raises is not caught.
+    """
+
+    def __init__(
+        self, path: Path, trackers: Trackers, events: Events | None = None, on_step: OnStep | None = None
+    ) -> None:
         super().__init__(path)
-        self.trackers, self.events = trackers, events
+        self.trackers, self.events, self.on_step = trackers, events, on_step
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
@@ -159,7 +167,10 @@ class MetricsLog(JsonLines):
             note("validation", line(validated), step=row["step"], metrics=validated)
         if self.events is not None:
             self.events.step = row["step"] + 1
-        self.trackers.log(row["step"], {name: value for name, value in row.items() if name != "step"})
+        metrics = {name: value for name, value in row.items() if name != "step"}
+        self.trackers.log(row["step"], metrics)
+        if self.on_step is not None:
+            self.on_step(row["step"], metrics)
 
 
 def require_trackers(config: Config) -> None:

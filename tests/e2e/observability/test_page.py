@@ -81,6 +81,9 @@ def test_charts_draw_the_figures_of_the_run(run: Path, tmp_path: Path) -> None:
         assert steps == list(range(21))
         for value, known in zip(values, expected, strict=True):
             assert value == (None if known is None else pytest.approx(known, rel=1e-6)), name
+    # The band around the accuracy after 20 steps, 45 of 100: its ends are those of the verdict's interval.
+    upper, lower = (values for metric, label, _, values in seen.page["lines"] if (metric, label) == (None, ""))
+    assert (lower[20], upper[20]) == (pytest.approx(0.35615, abs=1e-5), pytest.approx(0.54756, abs=1e-5))
     # Stages lie on each other: sync over update over generate.
     generate, update, sync = (drawn[f"timing_s/{stage}"][1][7] for stage in ("generate", "update", "sync"))
     assert (generate, update, sync) == pytest.approx((1.0, 1.507, 1.757))

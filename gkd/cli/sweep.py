@@ -1,0 +1,140 @@
+"""``gkd train --multirun +recipe=grpo actor.lr=1e-5,1e-4 trainer.seed=0,1``: one run for each combination of values.
+
+The runs go one after the other, each in a process and a directory of its own; at the end their validations are in one
+table and their curves over each other in one report. All settings are checked before the first run begins.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gkd.cli.train import configure
+from gkd.config import Config, user_path
+from gkd.errors import ConfigError
+from gkd.observability.page.write import NAME, write_page
+from gkd.observability.progress import console
+from gkd.observability.report import read
+from gkd.observability.run_files import RunFiles
+
+MAX_RUNS = 1_000
+MAX_NAME = 200
+"""Characters of a run's directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweptRun:
+    """One run of a sweep: its directory's name, and its overrides without the directory."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def sweep(overrides: Sequence[str]) -> int:
+    """Do all runs; returns the exit code: 1 where one has failed, after the others were done.
+
+    Raises ConfigError, before the first run, where one of them could not begin.
+    """
+    runs = list(expand(overrides))
+    configs = [configure(run.overrides) for run in runs]
+    directory = _directory(configs[0])
+    out = console()
+    codes: list[int] = []
+    for number, (run, config) in enumerate(zip(runs, configs, strict=True), 1):
+        out.print(f"\nrun {number} of {len(runs)}: {run.name}", soft_wrap=True)
+        codes.append(_run(run, config, directory))
+    show(runs, codes, directory, out)
+    return 1 if any(codes) else 0
+
+
+def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
+    """Yield a run for each combination of the values that overrides list, the last override changing fastest.
+
+    Raises ConfigError where no override lists any, for a file that is no override, and for too many runs.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    choices: list[list[tuple[str, str]]] = []  # of each override: what a run is named for it, and what it is written as
+    for override in overrides:
+        try:
+            (parsed,) = OverridesParser.create().parse_overrides([override]) if "=" in override else (None,)
+        except HydraException as error:
+            reason = str(error).splitlines()[0].split(":", 1)[-1].strip()
+            raise ConfigError(f"cannot read the overrides (quote what has spaces or commas): {reason}") from None
+        if parsed is None or not parsed.is_sweep_override():
+            choices.append([("", override)])
+            continue
+        key = parsed.get_key_element()
+        choices.append([(f"{key.lstrip('+')}={value}", f"{key}={value}") for value in parsed.sweep_string_iterator()])
+    n = 1
+    for values in choices:
+        n *= len(values)
+    if n == 1:
+        raise ConfigError("--multirun: no setting has several values, such as actor.lr=1e-5,1e-4")
+    if n > MAX_RUNS:
+        raise ConfigError(f"--multirun: {n:,} runs are more than {MAX_RUNS:,}")
+    for combination in itertools.product(*choices):
+        name = ",".join(name for name, _ in combination if name)
+        yield SweptRun(_as_name(name), tuple(text for _, text in combination))
+
+
+def _as_name(text: str) -> str:
+    """Return a text as the name of a directory."""
+    plain = "".join(c if c.isalnum() or c in "=.,-_+" else "_" for c in text)
+    if len(plain) > MAX_NAME:
+        raise ConfigError(f"--multirun: a run's name would have {len(plain)} characters: {plain[:60]}...")
+    return plain
+
+
+def _directory(config: Config) -> Path:
+    """Return where the runs' directories are."""
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return user_path(config.trainer.output_dir or f"outputs/{config.recipe}/sweep_{stamp}").absolute()
+
+
+def _run(run: SweptRun, config: Config, directory: Path) -> int:
+    """Do one run in a process of its own; returns its exit code. A signal that ends this program ends the run first."""
+    path = directory / run.name
+    quoted = str(path).replace("'", "\\'")
+    further = [f"trainer.output_dir='{quoted}'"]
+    if config.trainer.resume:  # what an interrupted sweep has not begun has nothing to go on with
+        further.append(f"trainer.resume={str(path.is_dir()).lower()}")
+    if config.trainer.run_group is None:
+        further.append(f"trainer.run_group='{directory.name}'")
+    with subprocess.Popen([sys.executable, "-m", "gkd.main", *run.overrides, *further]) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def show(runs: Sequence[SweptRun], codes: Sequence[int], directory: Path, out: Console) -> None:
+    """Print the last validation of each run in one table, and write one report of all."""
+    summaries = [read(directory / run.name) if code == 0 else None for run, code in zip(runs, codes, strict=True)]
+    names = list(dict.fromkeys(name for summary in summaries if summary for name in summary.after))
+    table = Table(box=None, pad_edge=False)
+    for number, title in enumerate(["run", *names, "seconds"]):
+        table.add_column(title, justify="right" if number else "left", no_wrap=not number)
+    for run, code, summary in zip(runs, codes, summaries, strict=True):
+        if summary is None:
+            table.add_row(run.name, *([""] * len(names)), f"failed, exit code {code}")
+        else:
+            after = (f"{summary.after[name]:.4f}" if name in summary.after else "" for name in names)
+            table.add_row(run.name, *after, f"{summary.wall_s:.0f}")
+    out.print()
+    out.print(table)
+    there = [directory / run.name for run in runs if (directory / run.name / "metrics.jsonl").exists()]
+    if there:
+        write_page([RunFiles(path) for path in there], directory / NAME)
+        out.print(f"\nall runs over each other: {directory / NAME}", soft_wrap=True)

@@ -1,0 +1,87 @@
+"""Sweeps: which runs there are, what is refused before the first, and what is shown of those that were done."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gkd.cli import sweep
+from gkd.cli.sweep import SweptRun, expand, show
+from gkd.cli.train import main
+from tests.observability.runs import make_run
+
+
+def test_a_run_for_each_combination() -> None:
+    runs = list(expand(["+recipe=grpo,gspo", "actor.lr=1e-5,1e-4", "data.train_files=['a,b']", "rollout.n=4"]))
+    assert [run.name for run in runs] == [
+        f"recipe={recipe},actor.lr={lr}" for recipe in ("grpo", "gspo") for lr in ("1e-05", "0.0001")
+    ]
+    assert runs[3].overrides == ("+recipe=gspo", "actor.lr=0.0001", "data.train_files=['a,b']", "rollout.n=4")
+    (one, other) = expand(["model.path='/m/a b','/m/c'"])
+    assert one == SweptRun("model.path=__m_a_b_", ("model.path='/m/a b'",)) and other.name == "model.path=__m_c_"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+recipe=grpo"], "no setting has several values"),
+        (["+recipe=grpo", "actor.lr=1e-5,fast"], "actor.lr"),
+        (["+recipe=grpo", "actor.lr=1e-5,1e-4", "trainer.total_step=1"], "did you mean trainer.total_steps"),
+        (["+recipe=grpo", "trainer.seed=range(0,2000)"], "2,000 runs are more than 1,000"),
+        (["actor.lr=1,2", "a b=[1"], "cannot read the overrides"),
+    ],
+)
+def test_a_sweep_of_which_one_run_cannot_begin_is_refused(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gkd.cluster.shutdown.exit_on_signals", lambda: None)
+    assert main(["--multirun", *overrides]) == 2  # and no process was started, which would fail here
+    (line,) = capfd.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_an_interrupted_sweep_goes_on_with_the_runs_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    class Process:
+        def __init__(self, command: list[str]) -> None:
+            commands.append(command)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def wait(self) -> int:
+            return 1
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    (tmp_path / "actor.lr=0.1").mkdir()
+    resumed = ["+recipe=grpo", "actor.lr=0.1,0.2", f"trainer.output_dir={tmp_path}", "trainer.resume=true"]
+    assert sweep.sweep(resumed) == 1
+    ends = [command[-3:] for command in commands]
+    group = f"trainer.run_group='{tmp_path.name}'"
+    assert ends == [
+        [f"trainer.output_dir='{tmp_path}/actor.lr=0.1'", "trainer.resume=true", group],
+        [f"trainer.output_dir='{tmp_path}/actor.lr=0.2'", "trainer.resume=false", group],
+    ]
+
+
+def test_all_runs_are_in_one_table_and_one_report(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", 5)
+    (tmp_path / "b" / "summary.json").unlink()
+    file = io.StringIO()
+    show([SweptRun("a", ()), SweptRun("b", ())], [0, 1], tmp_path, Console(file=file, width=200))
+    head, one, other = (line.split() for line in file.getvalue().splitlines()[1:4])
+    assert (head, one) == (["run", "val/accuracy", "seconds"], ["a", "0.4500", "75"])
+    assert other == ["b", "failed,", "exit", "code", "1"]
+    data = (tmp_path / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0]
+    assert [run["name"] for run in json.loads(data)["runs"]] == ["a", "b"]

@@ -1,0 +1,90 @@
+"""Settings given as Python values are those of the command line."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import gkd
+from gkd.api import overrides_of, plan
+from gkd.config.compose import compose
+from gkd.errors import ConfigError
+from tests.docs.pages import ROOT, python_files
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1)
+
+
+@given(st.one_of(TEXT, st.text("\\'\"{}[]$:,= ", min_size=1)))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_every_text_arrives_as_it_is(text: str) -> None:
+    if "${" in text:
+        return  # an interpolation, here as there
+    given = {"recipe": "grpo", "reward": {"functions": ["format"], "format": {"pattern": "x"}}, "data.prompt_key": text}
+    assert compose(overrides_of(given)).data.prompt_key == text
+
+
+def test_values_of_all_kinds() -> None:
+    settings: dict[str, Any] = {
+        "recipe": "grpo",
+        "placement": "cpu",
+        "actor": {"lr": 1e-5, "lora": {"r": 4}},
+        "trainer.val_every": 7,
+        "rollout.n": 3,
+        "algorithm.importance_sampling.level": None,
+        "trainer.resume": False,
+        "trainer.output_dir": Path("/a b/c"),
+        "watch.distill_kl": (0, 2.5),
+        "model.path": "m",
+        "data.answer_key": "answer",
+        "data": {
+            "train_files": ["a,b.jsonl", "it's.jsonl"],
+            "val_files": ["v.jsonl"],
+            "chat_template_kwargs": {"x": True},
+        },
+    }
+    config = compose(overrides_of(settings))
+    assert (config.actor.lr, config.actor.lora.r, config.trainer.val_every, config.rollout.n) == (1e-5, 4, 7, 3)
+    assert config.algorithm.importance_sampling.level is None and config.trainer.resume is False
+    assert config.trainer.output_dir == "/a b/c" and config.watch.distill_kl == [0, 2.5]
+    assert config.data.train_files == ["a,b.jsonl", "it's.jsonl"]
+    assert config.data.chat_template_kwargs == {"x": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recipe": "grpo", "actor.lr": object()}, r"actor\.lr=<object .* is no value of a setting"),
+        ({"recipe": "gpo"}, r"recipe=gpo: no such choice .*grpo"),
+        ({"actor": {"learning_rate": 1.0}}, r"actor\.learning_rate.*actor\.lr"),
+    ],
+)
+def test_bad_settings_are_those_of_the_command_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(settings)
+
+
+def test_a_plan_is_returned(capfd: pytest.CaptureFixture[str]) -> None:
+    report = plan({"recipe": "grpo", "model.size": "7b", "plan.gpu_type": "h100-80gb", "placement": "8gpu"})
+    assert [group.group for group in report.memory][:2] == ["actor", "rollout"]
+    assert report.steps and capfd.readouterr().out == ""
+
+
+def test_the_settings_of_the_page_are_accepted() -> None:
+    ((_, code),) = python_files(ROOT / "docs" / "python.md")
+    (node,) = (
+        n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Assign) and ast.unparse(n.targets) == "settings"
+    )
+    config = compose(overrides_of(ast.literal_eval(node.value)))
+    assert (config.actor.lr, config.actor.lora.r, config.data.train_files) == (1e-6, 16, ["train.jsonl"])
+
+
+def test_names_of_the_package() -> None:
+    assert callable(gkd.train)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        gkd.trian  # noqa: B018
