@@ -17,6 +17,8 @@ from gkd.evaluation.statistics import Estimate, estimate
 EXACT = 14
 """Questions that differ up to which all 2 ** n signs are tried."""
 FLIPS = 20_000
+FEWEST = 6
+"""Questions below which no difference has a p-value under 5 %: 2 / 2 ** 5 is 0.0625."""
 SEED = 0
 Z_POWER = 1.959963984540054 + 0.8416212335729143
 """Sum of the normal quantiles of a two-sided level of 5 % and a power of 80 %."""
@@ -75,7 +77,7 @@ def questions_needed(differences: Sequence[float]) -> int | None:
     if mean == 0.0 or len(differences) < 2:
         return None
     deviation = float(np.std(np.asarray(differences, dtype=np.float64), ddof=1))
-    return max(2, math.ceil((Z_POWER * deviation / mean) ** 2))
+    return max(FEWEST, math.ceil((Z_POWER * deviation / mean) ** 2))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -64,6 +64,8 @@ def test_as_many_questions_as_needed_find_the_difference_in_four_of_five_cases()
     found = [sign_flip_p(random.normal(0.3, 1.0, needed).tolist()) < 0.05 for _ in range(150)]
     assert 0.7 <= np.mean(found) <= 0.9
     assert questions_needed([0.0, 1.0, -1.0]) is None
+    assert sign_flip_p([1.0] * 5) > 0.05 > sign_flip_p([1.0] * 6)
+    assert questions_needed([1.0] * 5) == 6  # no test of fewer can say it
 
 
 def test_holm() -> None:
