@@ -64,11 +64,11 @@ def chunked(hidden: Tensor, head: Head, of: Callable[[Tensor, int], Values], chu
 
     Raises ValueError where ``chunk`` is not positive.
     """
-    parts: list[Values] = []
+    kept: Values = {}
     for start, rows in _chunks(hidden, chunk):
         for first, block in _blocks(head(rows), start):
-            parts.append(of(block, first))
-    return _joined(parts)
+            _keep(kept, of(block, first), first, len(hidden))
+    return kept
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def chunked_with_gradients(
     Raises ValueError where ``chunk`` is not positive.
     """
     source, through = hidden.detach(), head_pass(head)
-    slope, parts = torch.empty_like(source), list[Values]()
+    slope, kept = torch.empty_like(source), Values()
     for start, rows in _chunks(source, chunk):
 
         def differentiate(logits: Tensor, into: Tensor, start: int = start) -> None:
@@ -100,12 +100,12 @@ def chunked_with_gradients(
                     leaf = block.detach().requires_grad_()
                     share, values = of(leaf, first)
                 place.copy_(torch.autograd.grad(share, leaf)[0])
-                parts.append({name: value.detach() for name, value in values.items()})
+                _keep(kept, values, first, len(source))
 
         slope[start : start + len(rows)] = through(rows, differentiate)
     slopes: dict[Tensor, Tensor] = {hidden: slope} if hidden.requires_grad else {}
     slopes |= through.slopes
-    return _joined(parts), Gradients(tuple(slopes), list(slopes.values()))
+    return kept, Gradients(tuple(slopes), list(slopes.values()))
 
 
 def _chunks(hidden: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
@@ -121,5 +121,12 @@ def _blocks(logits: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
     return zip(starts, torch.split(logits, rows), strict=True)
 
 
-def _joined(parts: list[Values]) -> Values:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def _keep(kept: Values, values: Values, start: int, n: int) -> None:
+    """Copy the values of some positions into those of all ``n``.
+
+    Small tensors that outlive their block would each take a place in the heap that the next block then does not fit in.
+    """
+    for name, value in values.items():
+        if name not in kept:
+            kept[name] = value.detach().new_empty(n)
+        kept[name][start : start + len(value)] = value.detach()
