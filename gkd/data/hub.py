@@ -66,7 +66,7 @@ def _load(source: str, part: str, what: str) -> Any:
     """Return the one split of ``source`` that ``part`` names, a ``datasets.Dataset``."""
     import datasets
 
-    with _offline(), _failures(f"{what} cannot be read", source):
+    with _offline(), _failures(f"{what} cannot be read", source, part):
         subsets = datasets.get_dataset_config_names(source)
         subset, split = _subset_and_split(part, subsets, what)
         if split is None:
@@ -100,15 +100,16 @@ def _rows(table: Any, place: str) -> Iterator[Row]:
 
 
 @contextmanager
-def _failures(what: str, source: str = "") -> Iterator[None]:
+def _failures(what: str, source: str = "", part: str = "") -> Iterator[None]:
     """Turn whatever ``datasets`` meets in its own files into one line."""
     try:
         yield
     except ConfigError:
         raise
     except ConnectionError:
+        named = f"{source}:{part}" if part else source
         raise ConfigError(
-            f"data file {source} does not exist, and no data set of that name is in the local Hugging Face cache; "
+            f"data file {named} does not exist, and no data set of that name is in the local Hugging Face cache; "
             f"this gets it: hf download --repo-type dataset {source}"
         ) from None
     except Exception as error:

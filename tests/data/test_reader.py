@@ -255,7 +255,7 @@ def test_parts_that_a_name_does_not_have(cached: Path, part: str, message: str) 
 
 def test_a_name_that_is_not_in_the_cache(cached: Path) -> None:
     assert error_of(Path("someone/none:train")) == (
-        "data file someone/none does not exist, and no data set of that name is in the local Hugging Face cache; "
+        "data file someone/none:train does not exist, and no data set of that name is in the local Hugging Face cache; "
         "this gets it: hf download --repo-type dataset someone/none"
     )
 
