@@ -17,6 +17,7 @@ import pytest
 
 from gkd.driver.checkpoint import complete
 from tests.e2e.conftest import Run, run_here
+from tests.ray.cluster.conftest import eventually
 
 LONG = "trainer.total_steps=100000"
 
@@ -25,7 +26,7 @@ def _the_monitor_shows(run: Run, workers: dict[str, int]) -> None:
     command = [sys.executable, "-m", "gkd.monitor", str(run.output)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     for group, n in workers.items():
-        (row,) = (line.split() for line in shown.splitlines() if line.startswith(group))
+        (row,) = (line.split() for line in shown.splitlines() if line.startswith(f"{group} "))
         assert row[1:4] == [str(n), "of", str(n)]
         assert float(row[4]) > 0.1  # GB
         assert abs(float(row[4]) / n - float(row[6])) < 1
@@ -113,14 +114,12 @@ def test_a_run_goes_on_by_itself_whatever_it_loses(start: Any) -> None:
     """Its actor, before there is a checkpoint and after, its only engine, and then more than it may."""
     small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "rollout.engine=hf", "trainer.restarts=3")
     run = start(LONG, *small, "trainer.save_every=3", "trainer.save_minutes=null", recipe="grpo")
-    step = 1
-    for lost in ("actor", "rollout", "actor", "rollout"):
-        run.wait_for_step(step)
-        began = run.workers()
-        os.kill(began[lost, 0], signal.SIGKILL)
-        step = max(run.metrics()[-1]["step"], 3) + 2
-        if lost == "rollout":  # the actor lives, so nothing of what it had learned is lost
-            step += 1
+    last = 0
+    for number, lost in enumerate(("actor", "rollout", "actor", "rollout")):
+        assert not number or eventually(lambda n=number: f"(restart {n} of" in run.text(), 90), run.text()
+        run.wait_for_step(last + 1 if not number else last + 4)  # which nobody but the workers begun again can reach
+        os.kill(run.workers()[lost, 0], signal.SIGKILL)
+        last = run.metrics()[-1]["step"]
     assert run.end() == 1
     (line,) = (line for line in run.errors() if line)
     assert line.startswith("failed: rollout rank 0 ")
@@ -140,8 +139,10 @@ def test_without_rays_control_service_a_run_saves_what_it_has_and_begins_again_o
     """In a Ray of its own, as the others need theirs."""
     small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "trainer.restarts=1")
     run = start(LONG, "cluster.address=local", "rollout.engine=hf", *small, recipe="grpo")
-    for step in (2, 6):
-        run.wait_for_step(step)
+    for again in (False, True):
+        if again:
+            assert eventually(lambda: "going on after step " in run.text(), 90), run.text()
+        run.wait_for_step(run.metrics()[-1]["step"] + 2 if again else 2)
         (service,) = (
             process.pid
             for process in psutil.Process(run.process.pid).children(recursive=True)

@@ -128,6 +128,7 @@ class World:
         parts: Any = SimpleNamespace(
             prompts=self.prompts, rollout=self, actor=self, sync=SimpleNamespace(push=self.push),
             validation=SimpleNamespace(run=self.validate), vocab_size=10, n_gpus=1, report=self.report,
+            val_sets=SimpleNamespace(run=lambda step: {}, sets=[]),
         )  # fmt: skip
         checkpoints = Checkpoints(self.config, self.output, time.monotonic(), {}, start.step)
         with JsonLines(self.output / "metrics.jsonl") as metrics, JsonLines(self.output / "samples.jsonl") as file:
