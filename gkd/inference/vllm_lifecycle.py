@@ -65,6 +65,9 @@ def engine_arguments(
         # Rewinding a request's generator after a part of its prompt is something only CUDA generators can do.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(max_model_len or 0, batched_tokens or 4096)
+    if on_cpu and spec.dtype == "float32":
+        # Latent attention's kernels for AMX, which vLLM prefers, take no float32; other attention is not concerned.
+        arguments["attention_backend"] = "CPU_MLA"
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_gb * GIB
     return arguments

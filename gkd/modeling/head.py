@@ -27,6 +27,7 @@ class Head:
         self._view: Any = copy.copy(lm)
         self._view._modules = {name: self._below if part is below else part for name, part in lm._modules.items()}
         self._view.training = False
+        self._layer = lm.get_output_embeddings()
         self._linear: bool | None = None
 
     @torch.no_grad()
@@ -36,7 +37,7 @@ class Head:
         It is tried once, on a row like those of ``hidden`` [n, D]: whether the layer is a plain one, is given hidden
         states as they are, and its result leaves the model untouched.
         """
-        layer = self._view.get_output_embeddings()
+        layer = self._layer
         if type(layer) is not nn.Linear:
             return None
         if self._linear is None:

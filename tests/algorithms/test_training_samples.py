@@ -122,7 +122,6 @@ def test_a_sample_without_a_reward_is_left_out_of_the_loss_on_rewards(name: str)
 def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
     batch = [scored(0, 1.0), scored(1, "ValueError: no"), scored(2, 0.0), scored(3, 0.0)]
     caplog.set_level(logging.WARNING, "gkd")
-    logging.getLogger("gkd").propagate = True
     _, metrics = with_advantages(config(), batch)
     assert metrics["reward/accuracy/mean"] == pytest.approx(1 / 3)
     assert metrics["reward/accuracy/failed"] == 0.25

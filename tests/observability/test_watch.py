@@ -45,7 +45,6 @@ def test_what_is_right_is_not_mentioned() -> None:
 
 def test_a_warning_is_not_repeated_at_every_step(caplog: pytest.LogCaptureFixture) -> None:
     watcher = Watcher(Config())
-    logging.getLogger("gkd").propagate = True
     with caplog.at_level(logging.WARNING, logger="gkd"):
         for step in range(1, AGAIN_AFTER + 2):
             watcher.look(step, {"response/clip_ratio": 1.0})

@@ -165,7 +165,7 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     system.rollout.group.only([1]).control("submit", [], timeout_s=30)
     with pytest.raises(RunFailed, match=r"rollout rank 1 was asked to sample from weights that are only half there"):
         while True:
-            system.rollout._collect(time.monotonic() + 30)
+            system.rollout._collect(time.monotonic() + 30, ())
     end(engines)
 
 

@@ -168,20 +168,6 @@ def test_a_prompt_that_is_too_long_is_refused_and_the_engine_lives_on(pair) -> N
         assert len(run(pair[name], requests(Sampling(3), n=2))) == 2
 
 
-@pytest.mark.parametrize("name", ["vllm", "hf"])
-def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
-    wanted = requests(Sampling(12))
-    run(pair[name], wanted)  # fills the prefix cache with the old weights
-    for version, seed in ((1, 7), (2, 8)):
-        pushed = make(pair["tied"], seed)
-        state = {n: t for n, t in pushed.state_dict().items() if not (pair["tied"] and n == "lm_head.weight")}
-        load_in_pieces(pair[name], state.items(), version)
-        found = run(pair[name], wanted)
-        assert {span.version for sample in found for span in sample.versions} == {version}
-        assert worst_difference(pushed, wanted, found) < 2e-4
-        assert worst_difference(pair["model"], wanted, found) > 0.1  # the old weights would not have passed
-
-
 def test_an_engine_holds_what_was_planned(pair) -> None:
     """The weights that it reads, its cache, and the sequences that vLLM's own blocks hold, within 15 %."""
     planned_for = layout_of(
@@ -235,6 +221,21 @@ def test_truncation_and_penalty_are_those_of_the_trainer(pair, name: str, how: d
     own = token_logprobs(logits, 0, micro, Rollout(n=2, temperature=0.8, **how))
     assert (own - micro.sampler_logprobs).abs().max() < 2e-4
     assert (token_logprobs(logits, 0, micro) - micro.sampler_logprobs).abs().max() > 1e-2  # it does change them
+
+
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
+    """Which the engines stay: the last test of them."""
+    wanted = requests(Sampling(12))
+    run(pair[name], wanted)  # fills the prefix cache with the old weights
+    for version, seed in ((1, 7), (2, 8)):
+        pushed = make(pair["tied"], seed)
+        state = {n: t for n, t in pushed.state_dict().items() if not (pair["tied"] and n == "lm_head.weight")}
+        load_in_pieces(pair[name], state.items(), version)
+        found = run(pair[name], wanted)
+        assert {span.version for sample in found for span in sample.versions} == {version}
+        assert worst_difference(pushed, wanted, found) < 2e-4
+        assert worst_difference(pair["model"], wanted, found) > 0.1  # the old weights would not have passed
 
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])
