@@ -41,7 +41,8 @@ class Heartbeat:
     def hanging(self, busy: Iterable[int]) -> list[int]:
         """Return those of the ``busy`` engines that hang. To be called every second or so while engines have work."""
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, LONGEST_TURN_S), now
+        longest = min(LONGEST_TURN_S, self._timeout_s / 5)  # so that an engine is asked several times
+        passed, self._looked = min(now - self._looked, longest), now
         hanging = []
         for engine in busy:
             beat = self._beats[engine]

@@ -120,6 +120,7 @@ class ScoringServer:
         return True
 
     def _work(self) -> None:
+        HERE.switch("score" if self._jobs else None)
         if not self._jobs and (self._command() or self._asleep):
             return
         room = self._engine.limits.capacity - len(self._jobs)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gkd.errors import ConfigError, RunFailed
+from gkd.observability.activity import Activity
 from gkd.scoring import wire
 from gkd.scoring.address import secure_client
 from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, ScorerRefused, ScoringClient
@@ -74,6 +75,21 @@ def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -
     assert not during.done()
     server.wake().result(30)
     assert_same(during.result(30), expected(a_score(2, 4)))
+
+
+def test_a_server_that_waits_for_requests_is_not_busy(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Activity()
+    monkeypatch.setattr("gkd.scoring.server.HERE", here)
+    client = connect(serve(TableEngine(0.3)).server.address, top_k=4)
+    began = time.time()
+    client.submit(a_score(1, 4)).result(30)
+    answered = time.time()
+    time.sleep(1.0)
+    spans = here.take()[1]
+    assert {span.name for span in spans} == {"score"}
+    assert 0.25 < sum(span.end - span.start for span in spans) < answered - began + 0.5
 
 
 def test_generation_is_the_tables(serve: Serve, connect: Connect) -> None:

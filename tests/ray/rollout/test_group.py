@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from gkd.config import Config, load
 from gkd.errors import RunFailed
 from gkd.observability.metrics import of_memory
 from gkd.rollout.group import RolloutGroup
+from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import SampleStream
 from gkd.types import Prompt, SampleRequest, Sampling, TrainingSample
 from tests.ray.cluster.conftest import alive, eventually
@@ -90,6 +92,16 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     rollout.living.control("get_stuck", timeout_s=30)
     with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .* has done nothing for 5 s"):
         rollout.sample(wanted(2), timeout_s=120)
+
+
+def test_a_driver_that_stood_still_takes_nobody_for_hanging(engines: list[Group]) -> None:
+    """Longer than engines have, between each two looks: they are asked before it is held against them."""
+    rollout = start(engines, 1)
+    heartbeat = Heartbeat(rollout.group, 0.5)
+    heartbeat.begin()
+    for _ in range(3):
+        time.sleep(0.6)
+        assert heartbeat.hanging([0]) == []
 
 
 def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
