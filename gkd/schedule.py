@@ -21,7 +21,7 @@ class Ticket:
     prompt: int
 
 
-class Schedule:
+class TicketSchedule:
     """Admits the steps after ``trained`` up to ``total_steps``, ``batch_size`` prompts each.
 
     ``draw(n)`` takes the next ``n`` prompts in their order and returns their indices. ``ahead`` are steps that were

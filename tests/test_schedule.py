@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.schedule import Schedule, Ticket
+from gkd.schedule import Ticket, TicketSchedule
 
 
 class Prompts:
@@ -32,7 +32,7 @@ def test_every_step_trains_its_tickets_within_the_bound_however_often_a_run_is_k
     while checkpoint[0] < total:
         done, drawn, ahead = checkpoint
         prompts = Prompts(drawn)
-        schedule = Schedule(batch, staleness, total, prompts.draw, done, ahead)
+        schedule = TicketSchedule(batch, staleness, total, prompts.draw, done, ahead)
         sampled_by: dict[int, int] = {}
         tickets: dict[int, list[Ticket]] = {}
         for step in range(done + 1, total + 1):
@@ -61,7 +61,7 @@ def test_replacements_are_for_the_same_step_and_no_prompt_is_another_ones(
     batch: int, staleness: int, wanted: list[int], resumed_after: int
 ) -> None:
     prompts = Prompts()
-    schedule = Schedule(batch, staleness, len(wanted), prompts.draw)
+    schedule = TicketSchedule(batch, staleness, len(wanted), prompts.draw)
     seen: Counter[int] = Counter()
     for step, n in enumerate(wanted, 1):
         for admitted in schedule.admit(step - 1):
@@ -70,14 +70,14 @@ def test_replacements_are_for_the_same_step_and_no_prompt_is_another_ones(
         assert all(ticket.step == step and batch <= ticket.place < 2 * batch for ticket in further)
         seen.update(ticket.prompt for ticket in further)
         if step == resumed_after:  # what was admitted and not trained is admitted again, with the same prompts
-            schedule = Schedule(batch, staleness, len(wanted), prompts.draw, step, schedule.ahead(step))
+            schedule = TicketSchedule(batch, staleness, len(wanted), prompts.draw, step, schedule.ahead(step))
     assert set(seen.values()) == {1}
     assert sorted(seen) == list(range(prompts.drawn))
 
 
 def test_a_resume_admits_no_more_than_the_bound_lets_it() -> None:
     prompts = Prompts(70)
-    schedule = Schedule(10, 2, 100, prompts.draw, trained=5, ahead={6: [*range(50, 60)], 7: [*range(60, 70)]})
+    schedule = TicketSchedule(10, 2, 100, prompts.draw, trained=5, ahead={6: [*range(50, 60)], 7: [*range(60, 70)]})
     batches = schedule.admit(5)
     assert [(b[0].step, b[0].prompt) for b in batches] == [(6, 50), (7, 60), (8, 70)]
     assert schedule.admit(5) == []

@@ -16,7 +16,7 @@ from gkd.config import Config, Rollout
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.rollout.group import RolloutGroup
-from gkd.schedule import Schedule, Ticket
+from gkd.schedule import Ticket, TicketSchedule
 from gkd.types import Prompt, SampleRequest, Sampling, Scoring, TrainingSample, seed_of
 
 Item = TypeVar("Item")
@@ -49,7 +49,7 @@ class Batches:
         self, config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_size: int, start: State
     ) -> None:
         self.config, self.prompts, self.rollout = config, prompts, rollout
-        self.schedule = Schedule(
+        self.schedule = TicketSchedule(
             config.trainer.batch_size,
             config.schedule.max_staleness,
             config.trainer.total_steps,
@@ -74,7 +74,7 @@ class Batches:
         return self.rollout.submit(requests_of(self.config, prompts, self._scoring, step, first=place), order=step)
 
     def ahead(self, step: int) -> list[tuple[int, list[int]]]:
-        """Return what a checkpoint of ``step`` needs of the steps after it (:meth:`gkd.schedule.Schedule.ahead`)."""
+        """Return what a checkpoint of ``step`` needs of the steps after it (:class:`gkd.schedule.TicketSchedule`)."""
         return list(self.schedule.ahead(step).items())
 
     def epoch(self, step: int) -> float:

@@ -24,7 +24,7 @@ from gkd.observability import metrics as measured
 from gkd.observability.metrics import JsonLines
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
-from gkd.observability.timeline import Stages, Timeline
+from gkd.observability.timeline import StepStages, Timeline
 from gkd.observability.watch import Watcher
 from gkd.rollout.group import RolloutGroup
 
@@ -91,7 +91,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         )
         log.checkpoints.train(state)
         row |= (parts.actor if stream is None else stream).update(batch, step)
-        n_tokens, stages = sum(sample.n_tokens for sample in batch), Stages.of_batch(batch, started)
+        n_tokens, stages = sum(sample.n_tokens for sample in batch), StepStages.of_batch(batch, started)
         del collected, batch, stream  # their arrays leave the object store before the next ones come
         updated = drained = time.monotonic()
         row |= actors_time(started, sampled, updated, row.get("timing_s/update"))

@@ -10,7 +10,7 @@ from gkd.config import Config
 from gkd.evaluation.answers import Answered
 from gkd.evaluation.asking import seed_in_set
 from gkd.evaluation.questions import Questions
-from gkd.evaluation.rating import Rated, rate, reward_settings
+from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.scores import Sampled, means, scores_of_question
 from gkd.rollout.group import RolloutGroup
 from gkd.types import SampleRequest, Sampling, ScoredSample
@@ -47,7 +47,7 @@ class ValSets:
         answers = [self._answered(sample) for sample in samples]
         rewards: list[dict[str, float]] = [{} for _ in answers]
         if (functions := reward_settings(self.config, questions)) is not None:
-            rewards = rate(functions, [Rated(q, a, length) for (q, _), a in zip(asked, answers, strict=True)])
+            rewards = rate(functions, [RatedAnswer(q, a, length) for (q, _), a in zip(asked, answers, strict=True)])
         sampled = [
             Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
             for own, given in zip(answers, rewards, strict=True)

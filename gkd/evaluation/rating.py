@@ -14,7 +14,7 @@ from gkd.rewards.pool import RewardError, RewardPool
 
 
 @dataclass(frozen=True, slots=True)
-class Rated:
+class RatedAnswer:
     """An answer to be rated: ``max_tokens`` is what it could have had."""
 
     question: Question
@@ -45,7 +45,7 @@ def reward_settings(config: Config, questions: Questions) -> Reward | None:
     return settings
 
 
-def rate(settings: Reward, rated: Sequence[Rated]) -> list[dict[str, float]]:
+def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float]]:
     """Return the rewards of every answer, by their labels. Raises RunFailed for the first that gives none."""
     labels, pool = settings.labels(), RewardPool(settings)
     try:
@@ -61,7 +61,7 @@ def rate(settings: Reward, rated: Sequence[Rated]) -> list[dict[str, float]]:
         pool.close()
 
 
-def _completion(own: Rated) -> Completion:
+def _completion(own: RatedAnswer) -> Completion:
     return Completion(
         prompt=own.question.prompt.text,
         response=own.answered.text,

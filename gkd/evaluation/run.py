@@ -25,7 +25,7 @@ from gkd.evaluation.endpoint import EndpointModel, EndpointReplies
 from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
 from gkd.evaluation.modes import gpus_here, same_pool, with_engines
 from gkd.evaluation.plan import Measurement, measurements, strategy_of
-from gkd.evaluation.rating import Rated, rate, reward_settings
+from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.results import PLAIN, Results
 from gkd.evaluation.scores import Sampled, by_difficulty, means, scores_of_question
 from gkd.inference.vllm_environment import installed_device
@@ -178,7 +178,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
     answers = [log.answers[measurement.key(job, config.trainer.seed)] for job in jobs]
     rewards: list[dict[str, float]] = [{} for _ in jobs]
     if (functions := reward_settings(config, questions)) is not None:
-        rated = [Rated(job.question, own, sampling.max_tokens) for job, own in zip(jobs, answers, strict=True)]
+        rated = [RatedAnswer(job.question, own, sampling.max_tokens) for job, own in zip(jobs, answers, strict=True)]
         rewards = rate(functions, rated)
     of_question: dict[str, list[Sampled]] = {question.key: [] for question in questions.questions}
     for job, own, given in zip(jobs, answers, rewards, strict=True):

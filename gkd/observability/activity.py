@@ -20,7 +20,7 @@ KEPT = 10_000
 """Spans that a process holds when nobody fetches them."""
 
 
-class Span(NamedTuple):
+class ActivitySpan(NamedTuple):
     """One activity. ``start`` and ``end`` are seconds since 1970 by the clock of the worker's node."""
 
     name: str
@@ -35,7 +35,7 @@ class Activity:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._spans: deque[Span] = deque(maxlen=KEPT)
+        self._spans: deque[ActivitySpan] = deque(maxlen=KEPT)
         self._name: str | None = None
         self._version: int | None = None
         self._since = 0.0
@@ -51,7 +51,7 @@ class Activity:
             self._name, self._version, self._since = name, version, now
         return before
 
-    def take(self) -> tuple[float, list[Span]]:
+    def take(self) -> tuple[float, list[ActivitySpan]]:
         """Return this process' clock and the spans since the last call; what goes on is cut in two."""
         with self._lock:
             now = time.time()
@@ -63,7 +63,7 @@ class Activity:
 
     def _finish(self, now: float) -> None:
         if self._name is not None and now > self._since:
-            self._spans.append(Span(self._name, self._since, now, self._version))
+            self._spans.append(ActivitySpan(self._name, self._since, now, self._version))
 
 
 HERE = Activity()

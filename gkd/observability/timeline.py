@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from gkd.durable import reason, replace
-from gkd.observability.activity import Span
+from gkd.observability.activity import ActivitySpan
 from gkd.types import TrainingSample
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ CAUSES = {"generate": "batch", "score": "teacher", "update": "weights", "sync": 
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class StepStages:
     """When the stages of a step ended, seconds since 1970 by the driver's clock."""
 
     start: float
@@ -80,7 +80,7 @@ class Timeline:
         if n_steps and step:
             self._read(step)
 
-    def add(self, step: int, stages: Stages, reports: Iterable[WorkerReport]) -> dict[str, float]:
+    def add(self, step: int, stages: StepStages, reports: Iterable[WorkerReport]) -> dict[str, float]:
         """Add a step, by what the workers say of themselves after it.
 
         Returns perf/busy/GROUP, the share of the step in which the group's workers did something, and
@@ -114,7 +114,7 @@ class Timeline:
             self.write()
         return row
 
-    def _spans(self, report: WorkerReport) -> list[Span]:
+    def _spans(self, report: WorkerReport) -> list[ActivitySpan]:
         """Return a worker's spans by the driver's clock.
 
         The node's clock was read between two readings of the driver's. The closest two so far tell how far it is
@@ -124,7 +124,7 @@ class Timeline:
         if node not in self._clocks or width < self._clocks[node][0]:
             self._clocks[node] = (width, max(0.0, clock - report.received) - max(0.0, report.sent - clock))
         ahead = self._clocks[node][1]
-        spans = (Span(*said) for said in report.said["spans"])
+        spans = (ActivitySpan(*said) for said in report.said["spans"])
         return [span._replace(start=span.start - ahead, end=span.end - ahead) for span in spans]
 
     def summary(self) -> str:
@@ -179,7 +179,7 @@ class Timeline:
         self._steps.extend(by_step[number] for number in sorted(by_step))
 
 
-def _idle(spans: Iterable[Span], stages: Stages) -> Iterable[tuple[str, float, float]]:
+def _idle(spans: Iterable[ActivitySpan], stages: StepStages) -> Iterable[tuple[str, float, float]]:
     """Yield stage, start and end of every time in which none of ``spans`` was."""
     busy = sorted((span.start, span.end) for span in spans)
     for stage, begin, until in stages.spans():
@@ -194,7 +194,7 @@ def _idle(spans: Iterable[Span], stages: Stages) -> Iterable[tuple[str, float, f
             yield stage, idle_since, until
 
 
-def _slowest_scorer(spans: Mapping[str, Sequence[Span]], stages: Stages) -> str:
+def _slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepStages) -> str:
     """Return the group whose workers were busy last before the batch was scored; ``rewards`` without any."""
     last = {
         lane.rpartition(" ")[0]: max((s.end for s in its if s.start <= stages.scored), default=0.0)

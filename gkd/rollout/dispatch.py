@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from gkd.types import SampleRequest
 
 
-class Dispatcher:
+class RequestDispatcher:
     """Keeps what waits and what each of ``engines`` is at work on, at most ``capacity`` requests each.
 
     Requests go out in the order of their ``order``, then of their keys. All samples of a prompt go to one engine, which

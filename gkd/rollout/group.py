@@ -18,7 +18,7 @@ from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.group import Group, Pending, fetch_samples, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
-from gkd.rollout.dispatch import Dispatcher
+from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import SampleStream
 from gkd.types import SampleRequest, ScoredSample, TrainingSample
@@ -63,7 +63,7 @@ class RolloutGroup:
         }
         self.alive = list(range(len(group)))
         self._next_key = 0
-        self._dispatcher = Dispatcher(self.alive, config.rollout.max_num_seqs, config.rollout.n)
+        self._dispatcher = RequestDispatcher(self.alive, config.rollout.max_num_seqs, config.rollout.n)
         self._given = dict.fromkeys(self.alive, 0)  # requests so far, by engine
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._serving = group.submit("serve")  # what it raises comes out of the streams

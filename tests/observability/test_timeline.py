@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from gkd.cluster.group import WorkerReport
-from gkd.observability.activity import Activity, Span, noted
+from gkd.observability.activity import Activity, ActivitySpan, noted
 from gkd.observability.page.run import spans as read_spans
-from gkd.observability.timeline import Stages, Timeline
+from gkd.observability.timeline import StepStages, Timeline
 from tests.weights.reports import report
 
-STAGES = Stages(start=100.0, generated=104.0, scored=105.0, updated=109.0, end=110.0)
+STAGES = StepStages(start=100.0, generated=104.0, scored=105.0, updated=109.0, end=110.0)
 
 
 Done = tuple[str, float, float]
@@ -25,7 +25,9 @@ Done = tuple[str, float, float]
 
 def said(group: str, rank: int, *spans: Done, clock: float = 110.5, node: str = "near") -> WorkerReport:
     worker = report(group, rank, "GPU-0", node)
-    return WorkerReport(worker, 110.0, 111.0, {"memory": {}, "clock": clock, "spans": [Span(*span) for span in spans]})
+    return WorkerReport(
+        worker, 110.0, 111.0, {"memory": {}, "clock": clock, "spans": [ActivitySpan(*span) for span in spans]}
+    )
 
 
 def step_of_four() -> list[WorkerReport]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.rollout.dispatch import Dispatcher
+from gkd.rollout.dispatch import RequestDispatcher
 from gkd.types import Prompt, SampleRequest, Sampling
 
 
@@ -26,7 +26,7 @@ def test_every_request_is_done_once_whatever_ends_in_between(
     engines: int, capacity: int, n: int, n_prompts: int, events: list[tuple[str, int]]
 ) -> None:
     requests = wanted(n_prompts, n)
-    dispatcher = Dispatcher(range(engines), capacity, spill=n)
+    dispatcher = RequestDispatcher(range(engines), capacity, spill=n)
     dispatcher.add(requests, order=1)
     done: list[int] = []
 
@@ -51,7 +51,7 @@ def test_every_request_is_done_once_whatever_ends_in_between(
 
 
 def test_a_prompts_samples_are_on_one_engine_and_loads_are_even() -> None:
-    dispatcher = Dispatcher(range(3), capacity=100, spill=8)
+    dispatcher = RequestDispatcher(range(3), capacity=100, spill=8)
     dispatcher.add(wanted(6, 8), order=1)
     given_now = dispatcher.hand_out()
     assert {engine: len(its) for engine, its in given_now.items()} == {0: 16, 1: 16, 2: 16}
@@ -59,13 +59,13 @@ def test_a_prompts_samples_are_on_one_engine_and_loads_are_even() -> None:
 
 
 def test_a_prompt_goes_elsewhere_where_its_engine_is_full() -> None:
-    dispatcher = Dispatcher(range(2), capacity=6, spill=8)
+    dispatcher = RequestDispatcher(range(2), capacity=6, spill=8)
     dispatcher.add(wanted(1, 8), order=1)
     assert {engine: len(its) for engine, its in dispatcher.hand_out().items()} == {0: 6, 1: 2}
 
 
 def test_earlier_orders_go_first_and_what_an_engine_lost_keeps_its_place() -> None:
-    dispatcher = Dispatcher(range(2), capacity=1, spill=1)
+    dispatcher = RequestDispatcher(range(2), capacity=1, spill=1)
     late, early = wanted(2, 1), wanted(2, 1, first=10)
     dispatcher.add(late, order=7)
     dispatcher.add(early, order=3)
