@@ -6,12 +6,12 @@ command line refuses is a :class:`gkd.errors.ConfigError`, a run that fails a :c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gkd.config import quoted
 from gkd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ def _text(name: str, value: Any) -> str:
         case int() | float():
             return repr(value)
         case str() | Path():
-            # Within quotes a backslash stands for itself, but before a quote, and where it is the last character.
-            return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
+            return quoted(str(value))
         case list() | tuple():
             return f"[{','.join(_text(name, item) for item in value)}]"
         case Mapping():

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.cli.train import configure
-from gkd.config import Config, user_path
+from gkd.config import Config, quoted, user_path
 from gkd.errors import ConfigError
 from gkd.observability.page.write import NAME, write_page
 from gkd.observability.progress import console
@@ -104,12 +104,11 @@ def _directory(config: Config) -> Path:
 def _run(run: SweptRun, config: Config, directory: Path) -> int:
     """Do one run in a process of its own; returns its exit code. A signal that ends this program ends the run first."""
     path = directory / run.name
-    quoted = str(path).replace("'", "\\'")
-    further = [f"trainer.output_dir='{quoted}'"]
+    further = [f"trainer.output_dir={quoted(str(path))}"]
     if config.trainer.resume:  # what an interrupted sweep has not begun has nothing to go on with
         further.append(f"trainer.resume={str(path.is_dir()).lower()}")
     if config.trainer.run_group is None:
-        further.append(f"trainer.run_group='{directory.name}'")
+        further.append(f"trainer.run_group={quoted(directory.name)}")
     with subprocess.Popen([sys.executable, "-m", "gkd.main", *run.overrides, *further]) as process:
         try:
             return process.wait()

@@ -90,7 +90,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     """
     from gkd.cluster.session import connect
     from gkd.driver.inputs import find_inputs
-    from gkd.driver.restart import begin_again, may_begin_again, starts_over
+    from gkd.driver.restart import begin_again, may_begin_again, start_over
     from gkd.driver.resume import differences, find, finished, require_same_data
     from gkd.garbage import uncollected
     from gkd.observability.progress import console, log_to
@@ -109,7 +109,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         if config.trainer.resume and (text := finished(config, output)) is not None:
             out.print(text)
             return output
-        if config.trainer.resume and not starts_over(output):
+        if config.trainer.resume and not start_over(output):
             saved = find(config, output)
         with uncollected():
             inputs = find_inputs(config, out.print)

@@ -6,7 +6,7 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 
 from __future__ import annotations
 
-from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, user_path
+from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, quoted, user_path
 from gkd.config.cluster import MAX_AUTO_SIMULATED_GPUS, TRANSFERS, Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.groups import (
@@ -60,6 +60,7 @@ __all__ = [
     "load",
     "nearest",
     "parse_gpus",
+    "quoted",
     "settings",
     "user_path",
 ]

@@ -18,6 +18,14 @@ def user_path(text: str) -> Path:
         return Path(text)
 
 
+def quoted(text: str) -> str:
+    """Return ``text`` as the value of an override: in quotes, as Hydra's grammar has them.
+
+    Within them a backslash stands for itself, but before a quote, and where it is the last character.
+    """
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
+
+
 def parse_gpus(value: Any) -> list[int] | None:
     """Parse GPU indices on each node from a range ``0-1``, a list ``'4,5,6,7'`` or ``[4, 5]``, or a number ``7``.
 

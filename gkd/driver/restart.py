@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gkd.cluster.failure import WorkerDied
-from gkd.config import Config
+from gkd.config import Config, quoted
 from gkd.driver.checkpoint import complete
 from gkd.errors import ControlLost, RunFailed
 from gkd.observability.run_files import RunFiles
@@ -46,18 +46,17 @@ def begin_again(config: Config, arguments: Sequence[str], output: Path) -> NoRet
     number = restarts() + 1
     os.environ[COUNT] = str(number)
     print(f"beginning again in new processes (restart {number} of trainer.restarts={config.trainer.restarts})")
-    quoted = str(output).replace("\\", "\\\\").replace("'", "\\'")
-    command = [sys.executable, "-m", "gkd.main", *arguments, f"trainer.output_dir='{quoted}'", "trainer.resume=true"]
+    resume = [f"trainer.output_dir={quoted(str(output))}", "trainer.resume=true"]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with contextlib.suppress(ChildProcessError):  # what ended and was never waited for would stay, as a zombie
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-m", "gkd.main", *arguments, *resume])
 
 
-def starts_over(output: Path) -> bool:
-    """Return whether the run begins again without any checkpoint; what it had logged is removed then."""
+def start_over(output: Path) -> bool:
+    """Forget what a run had logged that begins again without any checkpoint; returns whether that is so."""
     if not restarts() or complete(output / "checkpoints"):
         return False
     for name in ("metrics.jsonl", "samples.jsonl"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gkd.config import Config, user_path
+from gkd.config import Config, quoted, user_path
 from gkd.errors import ConfigError
 from gkd.launch.package import is_packed
 from gkd.registry import file_of, short
@@ -91,8 +91,4 @@ def _absolute(name: str, value: str, here: Path) -> str:
 
 
 def _override(name: str, value: str | list[str]) -> str:
-    def quoted(text: str) -> str:
-        escaped = text.replace("'", "\\'")
-        return f"'{escaped}'"
-
     return f"{name}={quoted(value) if isinstance(value, str) else '[' + ','.join(map(quoted, value)) + ']'}"
