@@ -93,6 +93,8 @@ def _serve(config: Config, stop: _Stop) -> int:
     print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
     engine = teacher.engine_class(EngineSpec(directory, model, teacher, device, config.model.dtype_on(device)))
     try:
+        if stop.event.is_set():  # libraries that load a model swallow a SystemExit that finds them in a cleanup
+            return stop.code
         server = ScoringServer(engine, digest, host, port, key, rendering=Rendering.of(tokenizer))
         limits = engine.limits
         print(

@@ -35,6 +35,28 @@ def test_ctrl_c_while_the_model_loads(model: Path) -> None:
     assert process.stderr.readline() == f"loading the teacher in {model} ...\n"
     time.sleep(1.0)
     os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and out == "" and "Traceback" not in err
+
+
+SWALLOWS_A_SIGNAL = '''
+import os, signal, time
+from gkd.inference.torch_scorer import TorchScorer
+
+class Deaf(TorchScorer):
+    def __init__(self, spec):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        except SystemExit:
+            super().__init__(spec)
+'''
+
+
+def test_ctrl_c_that_a_library_swallows_while_the_model_loads(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "deaf.py").write_text(SWALLOWS_A_SIGNAL)
+    settings = [f"teacher.model.path={model}", f"teacher.server_port={free_port()}"]
+    process = serve(*settings, f"teacher.engine={tmp_path}/deaf.py:Deaf")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out == "" and "Traceback" not in err
 
