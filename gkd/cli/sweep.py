@@ -10,14 +10,13 @@ import datetime
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from gkd.cli.train import configure
 from gkd.config import Config, quoted, user_path
 from gkd.errors import ConfigError
 from gkd.observability.page.write import NAME, write_page
@@ -38,8 +37,10 @@ class SweptRun:
     overrides: tuple[str, ...]
 
 
-def sweep(overrides: Sequence[str]) -> int:
+def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]) -> int:
     """Do all runs; returns the exit code: 1 where one has failed, after the others were done.
+
+    ``configure`` composes and checks the configuration of one.
 
     Raises ConfigError, before the first run, where one of them could not begin.
     """

@@ -65,7 +65,7 @@ def _main(arguments: Sequence[str]) -> int:
     if options.multirun:
         from gkd.cli.sweep import sweep
 
-        return sweep(options.overrides)
+        return sweep(options.overrides, configure)
     run(configure(options.overrides), options.overrides)
     return 0
 

@@ -1,7 +1,7 @@
 """Divergences with their gradients by formula, worked out beside the values: few passes over [..., V], few copies.
 
 The gradients are with respect to logarithms of probabilities. Where one of those is below
-:data:`gkd.losses.divergence.MIN_LOGPROB` it counts as that, and has a gradient of 0.
+:data:`gkd.losses.MIN_LOGPROB` it counts as that, and has a gradient of 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from gkd.losses.divergence import MIN_LOGPROB
+from gkd.losses import MIN_LOGPROB
 
 
 class _Summed(torch.autograd.Function):

@@ -10,13 +10,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gkd.config.base import Settings
+from gkd.losses import MIN_LOGPROB
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MIN_LOGPROB = -1000.0
-"""Log-probabilities below this, -inf among them, count as this: an outcome that one side rules out costs the other
-side 1000 nats for certain instead of infinity, and no NaN reaches a gradient. Its probability is exactly 0 still."""
 
 BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
 """Logits that a loss works on at a time: as many as a processor's cache holds, or keep a GPU busy."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gkd.config import Algorithm, Rollout
+from gkd.losses import MIN_LOGPROB
 from gkd.losses import policy_gradient as pg
 from gkd.losses.chunked import Values
-from gkd.losses.divergence import MIN_LOGPROB
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import Importance
 from gkd.losses.outcomes import outcomes

@@ -15,12 +15,26 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gkd.config.rewards import REWARDS, Reward
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.row import Row
-from gkd.rewards.completion import Completion
+from gkd.rewards.completion import Completion, Mark
 
 Scored = Any
 """A number, or an awaitable of one."""
+
+
+def resolve(name: str, settings: Reward) -> Mark:
+    """Return the reward ``name``: a plain function (:func:`adapted`), or an object of the class with its settings.
+
+    Raises ConfigError where there is none.
+    """
+    mark = REWARDS.load(name)
+    config = settings.settings_of(name)
+    if isinstance(mark, type):
+        reward: Mark = mark() if config is None else mark(config)
+        return reward
+    return adapted(mark, {} if config is None else {name: getattr(config, name) for name in type(config).model_fields})
 
 
 def adapted(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[Completion], Scored]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from gkd.config.base import GroupName, Settings
-from gkd.config.rewards import REWARDS, Reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +59,3 @@ class RewardFunction:
     def __call__(self, completion: Completion) -> float:
         """Return the reward of a completion."""
         raise NotImplementedError(f"{type(self).__name__} marks nothing")
-
-
-def resolve(name: str, settings: Reward) -> Mark:
-    """Return the reward ``name``: a plain function (:func:`adapted`), or an object of the class with its settings.
-
-    Raises ConfigError where there is none.
-    """
-    mark = REWARDS.load(name)
-    config = settings.settings_of(name)
-    if isinstance(mark, type):
-        reward: Mark = mark() if config is None else mark(config)
-        return reward
-    from gkd.rewards.adapters import adapted
-
-    return adapted(mark, {} if config is None else {name: getattr(config, name) for name in type(config).model_fields})

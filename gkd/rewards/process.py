@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection, wait
 from typing import TypeAlias
 
 from gkd.config import Reward
-from gkd.rewards.completion import Completion, Mark, resolve
+from gkd.rewards.adapters import resolve
+from gkd.rewards.completion import Completion, Mark
 
 START_TIMEOUT_S = 300
 """Time a new process has to import the functions: a user's may import torch, on a busy machine."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
-from gkd.losses.divergence import MIN_LOGPROB, Divergence, kl
+from gkd.losses import MIN_LOGPROB
+from gkd.losses.divergence import Divergence, kl
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gkd.cli import sweep
 from gkd.cli.sweep import SweptRun, expand, show
-from gkd.cli.train import main
+from gkd.cli.train import configure, main
 from tests.observability.runs import make_run
 
 
@@ -65,7 +65,7 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_there_are(
     monkeypatch.setattr(sweep.subprocess, "Popen", Process)
     (tmp_path / "actor.lr=0.1").mkdir()
     resumed = ["+recipe=grpo", "actor.lr=0.1,0.2", f"trainer.output_dir={tmp_path}", "trainer.resume=true"]
-    assert sweep.sweep(resumed) == 1
+    assert sweep.sweep(resumed, configure) == 1
     ends = [command[-3:] for command in commands]
     group = f"trainer.run_group='{tmp_path.name}'"
     assert ends == [

@@ -12,7 +12,8 @@ import pytest
 from gkd.config import load
 from gkd.driver.validation import Validation
 from gkd.errors import RunFailed
-from gkd.rewards.completion import Completion, resolve
+from gkd.rewards.adapters import resolve
+from gkd.rewards.completion import Completion
 from gkd.types import Prompt, Sample, SampleRequest, ScoredSample, Scoring, TrainingSample
 from tests.data.models import word_tokenizer
 from tests.samples import training_sample

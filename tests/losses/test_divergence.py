@@ -3,7 +3,7 @@ import pytest
 import torch
 from brute_force import probabilities
 
-from gkd.losses.divergence import MIN_LOGPROB
+from gkd.losses import MIN_LOGPROB
 from gkd.losses.forward_kl import ForwardKL
 from gkd.losses.jsd import JSD
 from gkd.losses.reverse_kl import ReverseKL

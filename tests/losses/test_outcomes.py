@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gkd.losses.divergence import MIN_LOGPROB
+from gkd.losses import MIN_LOGPROB
 from gkd.losses.outcomes import outcomes
 
 INF = float("inf")

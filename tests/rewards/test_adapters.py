@@ -9,7 +9,8 @@ import pytest
 
 from gkd.config import Reward, load
 from gkd.errors import ConfigError
-from gkd.rewards.completion import Completion, resolve
+from gkd.rewards.adapters import resolve
+from gkd.rewards.completion import Completion
 from gkd.rewards.process import _together
 
 HERE = "tests.rewards.functions:"

@@ -10,7 +10,8 @@ import pytest
 
 from gkd.config import Reward, load
 from gkd.errors import ConfigError
-from gkd.rewards.completion import Completion, resolve
+from gkd.rewards.adapters import resolve
+from gkd.rewards.completion import Completion
 
 MODULE = "tests.rewards.functions"
 

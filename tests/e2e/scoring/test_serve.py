@@ -39,7 +39,7 @@ def test_ctrl_c_while_the_model_loads(model: Path) -> None:
     assert process.returncode == 130 and out == "" and "Traceback" not in err
 
 
-SWALLOWS_A_SIGNAL = '''
+SWALLOWS_A_SIGNAL = """
 import os, signal, time
 from gkd.inference.torch_scorer import TorchScorer
 
@@ -50,7 +50,7 @@ class Deaf(TorchScorer):
             time.sleep(30)
         except SystemExit:
             super().__init__(spec)
-'''
+"""
 
 
 def test_ctrl_c_that_a_library_swallows_while_the_model_loads(model: Path, tmp_path: Path) -> None:
