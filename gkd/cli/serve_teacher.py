@@ -43,7 +43,7 @@ def _main(arguments: Sequence[str]) -> int:
 def compose_server(overrides: Sequence[str]) -> Config:
     """Compose the configuration of a server, whose own defaults come below those of a file among the overrides."""
     from gkd.config.compose import compose
-    from gkd.config.file import read_yaml
+    from gkd.config.loading import read_yaml
 
     sections = [read_yaml(o).get("teacher") for o in overrides if "=" not in o and o.endswith((".yaml", ".yml"))]
     has_address = any(isinstance(teacher, dict) and teacher.get("server_ip") for teacher in sections)

@@ -15,7 +15,7 @@ from typing import Any
 
 from gkd.cluster.layout import GroupRequest, Node, requests_of, solve
 from gkd.config import Config, Engine, load, parse_gpus
-from gkd.config.file import CONF_DIR, read_yaml
+from gkd.config.loading import CONF_DIR, read_yaml
 from gkd.errors import ConfigError
 
 MOST_MIXES = 100_000  # of smaller groups, looked at in half a second

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from gkd.config.base import OWN_CLASS, Settings
 from gkd.config.open import OpenSettings
-from gkd.registry import Registry, absolute
+from gkd.config.registry import Registry, absolute
 
 MAX_AUTO_SIMULATED_GPUS = 8
 

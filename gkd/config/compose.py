@@ -21,11 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.base import GROUP_OF
 from gkd.config.data import TASKS
-from gkd.config.file import CONF_DIR, read_yaml
-from gkd.config.loading import is_text, open_sections, plain_name, unknown
+from gkd.config.loading import CONF_DIR, is_text, open_sections, plain_name, read_yaml, unknown
 from gkd.config.open import OpenSections
+from gkd.config.registry import absolute, short
 from gkd.errors import ConfigError, one_line
-from gkd.registry import absolute, short
 
 BASE: Mapping[str, Any] = {
     **{name: {"n_gpus_per_node": None, "nnodes": None} for name in GROUP_OF},  # so that ranges alone say how many

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from gkd.config.eval_set import EvalSet, Files
 from gkd.config.open import OpenSections
-from gkd.registry import Registry, absolute
+from gkd.config.registry import Registry, absolute
 
 TASKS = Registry("data.task", {"sort_digits": "gkd.recipes.sort_digits.task:SortDigits"})
 

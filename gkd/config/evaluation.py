@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from gkd.config.base import Settings
 from gkd.config.eval_set import EvalSet
 from gkd.config.open import OpenSections
-from gkd.registry import Registry, absolute
+from gkd.config.registry import Registry, absolute
 
 STRATEGIES = Registry(
     "evaluate.strategies",

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from gkd.config.base import OWN_CLASS, Engine, Pool, Settings
 from gkd.config.open import OpenSections, OpenSettings
+from gkd.config.registry import Registry, absolute
 from gkd.config.sampling import StudentSampling
-from gkd.registry import Registry, absolute
 
 TRACKERS = Registry(
     "trainer.trackers",

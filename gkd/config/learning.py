@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSettings
-from gkd.registry import Registry, absolute
+from gkd.config.registry import Registry, absolute
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 Estimator = Literal["k1", "k2", "k3"]

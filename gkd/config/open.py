@@ -9,8 +9,8 @@ from pydantic import ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
+from gkd.config.registry import Registry, short
 from gkd.errors import one_line
-from gkd.registry import Registry, short
 
 OWN = "own_setting"
 """Type of the error of a setting that a named class does not take; ``ctx`` has its key within the section and why."""

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, create_model, model_val
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSections
-from gkd.registry import Registry, absolute, short
+from gkd.config.registry import Registry, absolute, short
 
 OWN_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions")
 """What a plain function of verl's or TRL's kind is given; :mod:`gkd.rewards.adapters` says when."""

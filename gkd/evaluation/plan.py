@@ -13,6 +13,7 @@ from typing import Any
 from gkd.config import Config
 from gkd.config.eval_set import EvalSet
 from gkd.config.evaluation import STRATEGIES
+from gkd.config.registry import short
 from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer
@@ -24,7 +25,6 @@ from gkd.evaluation.engines import LocalModel
 from gkd.evaluation.questions import Question, Questions, load_questions
 from gkd.evaluation.rating import reward_settings
 from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs
-from gkd.registry import short
 from gkd.types import Sampling
 
 QUICK = 5

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config, quoted, user_path
+from gkd.config.registry import file_of, short
 from gkd.errors import ConfigError
 from gkd.launch.package import is_packed
-from gkd.registry import file_of, short
 
 
 def settle(config: Config, here: Path, output: Path) -> list[str]:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from gkd.config import Config
+from gkd.config.registry import short
 from gkd.config.rewards import REWARDS
-from gkd.registry import short
 
 log = logging.getLogger("gkd")
 

@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from gkd.config import Config, load
-from gkd.config.file import read_yaml
+from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, models_of, with_settings
 from gkd.planning.pipeline import Stages, stages_of

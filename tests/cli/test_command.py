@@ -16,8 +16,8 @@ from gkd.config import settings
 from gkd.config.base import Settings
 from gkd.config.describe import describe, describe_all, search
 from gkd.config.open import OpenSettings
+from gkd.config.registry import Registry
 from gkd.errors import ConfigError
-from gkd.registry import Registry
 
 ROOT = Path(gkd.__file__).parents[1]
 

@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError
 from gkd.config.base import Settings
 from gkd.config.compose import compose
 from gkd.config.open import OWN, OpenSettings
+from gkd.config.registry import Registry, absolute
 from gkd.errors import ConfigError
-from gkd.registry import Registry, absolute
 
 
 class Plain:

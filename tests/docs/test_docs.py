@@ -16,8 +16,8 @@ from gkd.cli.command import PROGRAMS, main
 from gkd.cli.sweep import expand
 from gkd.config import Config, hint, settings
 from gkd.config.compose import compose, groups
+from gkd.config.registry import Registry
 from gkd.errors import ConfigError
-from gkd.registry import Registry
 from gkd.rewards.completion import Completion
 from tests.docs.pages import PAGES, ROOT, anchors, commands, links, python_files, spans, tables
 

@@ -13,11 +13,11 @@ import torch
 from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.config.loading import settings
+from gkd.config.registry import Registry
 from gkd.errors import ConfigError
 from gkd.losses.position import position_losses
 from gkd.losses.targets import PositionTargets
 from gkd.planning.actor_memory import logit_copies
-from gkd.registry import Registry
 from gkd.rewards.completion import Completion
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "your_own"

@@ -10,7 +10,7 @@ from typing import Any
 
 from gkd.config import Config, load
 from gkd.config.compose import compose
-from gkd.config.file import read_yaml
+from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
 from gkd.observability.hardware import GB
 from gkd.observability.run_files import RunFiles
