@@ -263,6 +263,12 @@ class TrainingSample:
         return self.ref, self.slot
 
 
+class Generated(NamedTuple):
+    """The sample of request ``key`` is generated and is scored now: its slot in the engine is free."""
+
+    key: int
+
+
 def seed_of(*place: int) -> int:
     """Return a 31-bit seed from a place in the run, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=4).digest()) >> 1

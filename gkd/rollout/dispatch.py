@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gkd.types import SampleRequest
 
 
 class RequestDispatcher:
-    """Keeps what waits and what each of ``engines`` is at work on, at most ``capacity`` requests each.
+    """Keeps what waits and what each of ``engines`` is at work on.
 
+    Each samples at most ``capacity`` requests at a time; what it has generated, and is being scored, takes no place.
     Requests go out in the order of their ``order``, then of their keys. All samples of a prompt go to one engine, which
     computes the prompt once for all of them, unless that engine has ``spill`` requests more than the emptiest one.
     """
@@ -19,6 +20,7 @@ class RequestDispatcher:
     def __init__(self, engines: Iterable[int], capacity: int, spill: int) -> None:
         self.capacity, self.spill = capacity, spill
         self.at_work: dict[int, dict[int, SampleRequest]] = {engine: {} for engine in engines}
+        self._generated: dict[int, set[int]] = {engine: set() for engine in self.at_work}  # keys, while they are scored
         self._waiting: list[tuple[int, int, SampleRequest]] = []
         self._orders: dict[int, int] = {}  # of every unfinished request, by key
         self._homes: dict[int, int] = {}  # engine by prompt, while samples of it are unfinished
@@ -43,29 +45,45 @@ class RequestDispatcher:
     def hand_out(self) -> dict[int, list[SampleRequest]]:
         """Fill the engines' free places, and return what each is to be given now."""
         chosen: dict[int, list[SampleRequest]] = {}
-        while self._waiting and self.at_work:
-            emptiest = min(self.at_work, key=lambda engine: len(self.at_work[engine]))
-            if len(self.at_work[emptiest]) >= self.capacity:
+        loads = {engine: self.load(engine) for engine in self.at_work} if self._waiting else {}
+        by_load = [(load, engine) for engine, load in loads.items()]
+        heapq.heapify(by_load)
+        while self._waiting and by_load:
+            load, emptiest = by_load[0]
+            if load < loads[emptiest]:  # it was given something as the home of a prompt
+                heapq.heapreplace(by_load, (loads[emptiest], emptiest))
+                continue
+            if load >= self.capacity:
                 break
             _, key, request = heapq.heappop(self._waiting)
-            engine = self._engine_for(request, emptiest)
+            engine = self._engine_for(request, emptiest, loads)
             self.at_work[engine][key] = request
+            loads[engine] += 1
             chosen.setdefault(engine, []).append(request)
         return chosen
 
-    def _engine_for(self, request: SampleRequest, emptiest: int) -> int:
+    def load(self, engine: int) -> int:
+        """Return how many requests an engine has that it has not generated."""
+        return len(self.at_work[engine]) - len(self._generated[engine])
+
+    def _engine_for(self, request: SampleRequest, emptiest: int, loads: Mapping[int, int]) -> int:
         home = self._homes.get(request.prompt.id, emptiest)
-        held = len(self.at_work.get(home, ()))
-        if home not in self.at_work or held >= min(self.capacity, len(self.at_work[emptiest]) + self.spill):
+        if home not in loads or loads[home] >= min(self.capacity, loads[emptiest] + self.spill):
             home = emptiest
         self._homes[request.prompt.id] = home
         return home
+
+    def generated(self, engine: int, key: int) -> None:
+        """Note that ``engine`` has generated a request, which is scored now: its place is free."""
+        if key in self.at_work.get(engine, ()):
+            self._generated[engine].add(key)
 
     def finish(self, engine: int, key: int) -> bool:
         """Note that ``engine`` has finished a request; False where it was not at work on it."""
         request = self.at_work.get(engine, {}).pop(key, None)
         if request is None:
             return False
+        self._generated[engine].discard(key)
         del self._orders[key]
         self._unfinished[request.prompt.id] -= 1
         if not self._unfinished[request.prompt.id]:
@@ -75,5 +93,6 @@ class RequestDispatcher:
 
     def remove(self, engine: int) -> None:
         """Take an engine out; what it was at work on waits again, in its old place."""
+        del self._generated[engine]
         for key, request in self.at_work.pop(engine).items():
             heapq.heappush(self._waiting, (self._orders[key], key, request))

@@ -21,7 +21,7 @@ from gkd.errors import RunFailed
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import SampleStream
-from gkd.types import SampleRequest, ScoredSample, TrainingSample
+from gkd.types import Generated, SampleRequest, ScoredSample, TrainingSample
 
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
@@ -148,7 +148,9 @@ class RolloutGroup:
         self._hand_out()
         for engine, samples in self._collect(deadline, calls):
             for sample in samples:
-                if self._dispatcher.finish(engine, sample.key):
+                if isinstance(sample, Generated):
+                    self._dispatcher.generated(engine, sample.key)
+                elif self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample
         self._end_hanging()
 
@@ -157,7 +159,7 @@ class RolloutGroup:
             self._given[engine] += len(requests)
             self.group.workers[engine].control.remote("submit", requests)
 
-    def _collect(self, deadline: float, calls: Sequence[Any]) -> list[tuple[int, list[TrainingSample]]]:
+    def _collect(self, deadline: float, calls: Sequence[Any]) -> list[tuple[int, list[TrainingSample | Generated]]]:
         """Samples that have come within a second or so, by engine; none when one of ``calls`` was done before."""
         self._require()
         late = [engine for engine, stream in self._streams.items() if stream.is_late]
@@ -175,7 +177,7 @@ class RolloutGroup:
                 self._lose_scorer(ref)
             elif ref in self._followers:
                 self._warn_of_followers()
-        collected: list[tuple[int, list[TrainingSample]]] = []
+        collected: list[tuple[int, list[TrainingSample | Generated]]] = []
         for engine in [*late, *(engines[ref] for ref in ready if ref in engines)]:
             try:
                 collected.append((engine, self._next(engine)))
@@ -185,7 +187,7 @@ class RolloutGroup:
                 self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
         return collected
 
-    def _next(self, engine: int) -> list[TrainingSample]:
+    def _next(self, engine: int) -> list[TrainingSample | Generated]:
         """Samples that an engine has finished."""
         try:
             return self._streams[engine].take()

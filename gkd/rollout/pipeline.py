@@ -19,7 +19,7 @@ from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
 from gkd.rewards.reward_model import tokens_of
 from gkd.scoring.client import Rate, Score, ScoringClient
-from gkd.types import Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
+from gkd.types import Generated, Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
 
 Result: TypeAlias = tuple[TrainingSample, ScoredSample]
 
@@ -37,13 +37,14 @@ class _Pending:
 class ScoringPipeline:
     """Has each sample scored by the scorers of its request, and puts it into ``scored`` when all of them are done.
 
-    ``scored`` also holds the errors of models that could not score, each in place of its sample. The student's
+    ``scored`` also holds the errors of models that could not score, each in place of its sample, and what the worker
+    has to say of samples that are being scored. The student's
     tokenizer, in ``model_path``, decodes responses for the reward functions. ``rank`` is that of the engine.
     """
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:
         self._config, self.rank = config, rank
-        self.scored: queue.Queue[Result | BaseException] = queue.Queue()
+        self.scored: queue.Queue[Result | Generated | BaseException] = queue.Queue()
         self._clients: dict[str, ScoringClient] = {}
         self._tokenizer = load_tokenizer(model_path)
         self._rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from gkd.types import TrainingSample
+from gkd.types import Generated, TrainingSample
 
 GET_TIMEOUT_S = 30.0
 """For what is on this node already."""
@@ -18,21 +18,22 @@ class SampleStream:
     """Ray's generator ``items`` of what an engine has finished: a list of ScoredSample, one of TrainingSample, again.
 
     The second list is a few numbers a sample and comes with the message that it is there, unless it is large and of
-    another node: then the stream :attr:`is_late` until it has come as well.
+    another node: then the stream :attr:`is_late` until it has come as well. What is generated and not scored yet may be
+    announced in it.
     """
 
     def __init__(self, items: Any) -> None:
         self.items = items
         """What ``ray.wait`` is to wait for before :meth:`take`, unless the stream is late."""
         self._arrays: Any = None  # reference to ScoredSamples whose TrainingSamples have not come
-        self._late: Future[list[TrainingSample]] | None = None  # those, on their way
+        self._late: Future[list[TrainingSample | Generated]] | None = None  # those, on their way
 
     @property
     def is_late(self) -> bool:
         """Whether samples are on their way; :meth:`take` is then to be called without anything to wait for."""
         return self._late is not None
 
-    def take(self) -> list[TrainingSample]:
+    def take(self) -> list[TrainingSample | Generated]:
         """Return what the engine has finished, often nothing yet; never waits.
 
         The arrays come first, so that samples are whole ones. Raises what ended the stream, or StopIteration.
@@ -53,6 +54,6 @@ class SampleStream:
         self._late = item.future()
         return []
 
-    def _complete(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+    def _complete(self, samples: list[TrainingSample | Generated]) -> list[TrainingSample | Generated]:
         arrays, self._arrays, self._late = self._arrays, None, None
-        return [replace(sample, ref=arrays) for sample in samples]
+        return [sample if isinstance(sample, Generated) else replace(sample, ref=arrays) for sample in samples]

@@ -17,7 +17,8 @@ from gkd.inference.engine import EngineSpec, InferenceEngine, Span
 from gkd.inference.requests import Refused
 from gkd.observability.activity import HERE, noted, report_here
 from gkd.rollout.pipeline import ScoringPipeline
-from gkd.types import FinishReason, Int32, Sample, SampleRequest, ScoredSample, TrainingSample
+from gkd.rollout.slots import Slots
+from gkd.types import FinishReason, Generated, Int32, Sample, SampleRequest, ScoredSample, TrainingSample
 from gkd.weights.transfer import Piece, Receiver
 
 IDLE_POLL_S = 0.5
@@ -33,6 +34,7 @@ class RolloutWorker:
         self._receiver = _receiver(config.weights)
         self._eos_ids = spec.model.eos_ids
         self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank)
+        self._slots = Slots(config.rollout.max_num_seqs)
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._unfinished = 0  # requests in the engine
         self._n_sampled = 0
@@ -125,10 +127,11 @@ class RolloutWorker:
         finally:
             self.pipeline.close()
 
-    def finished(self) -> Iterator[list[ScoredSample] | list[TrainingSample]]:
+    def finished(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Generated]]:
         """Yield scored samples as they come, all that are there at a time: a list of their arrays, then their numbers.
 
-        Being streamed, they belong to the driver, not to this process: they outlive it.
+        Being streamed, they belong to the driver, not to this process: they outlive it. Samples that are generated and
+        not scored yet are among the latter where the driver may have others for their slots.
         """
         scored = self.pipeline.scored
         while True:
@@ -136,12 +139,16 @@ class RolloutWorker:
             while not scored.empty():
                 batch.append(scored.get_nowait())
             arrays: list[ScoredSample] = []
-            samples: list[TrainingSample] = []
+            samples: list[TrainingSample | Generated] = []
             for item in batch:
                 if isinstance(item, BaseException):
                     raise item
+                if isinstance(item, Generated):
+                    samples.append(item)
+                    continue
                 samples.append(replace(item[0], slot=len(arrays)))
                 arrays.append(item[1])
+            self._slots.deliver(sample.key for sample in samples)
             yield arrays
             yield samples
 
@@ -150,8 +157,10 @@ class RolloutWorker:
             raise RunFailed(f"rollout rank {self.rank} was asked to sample from weights that are only half there")
         if self._asleep:
             raise RunFailed(f"rollout rank {self.rank} was asked to sample while its memory was others'")
+        self._announce(self._slots.take([request.key for request in requests]))
         for request in requests:
             if request.own_answer and request.prompt.answer_ids is not None:
+                self._announce(self._slots.generate([request.key]))
                 self.pipeline.submit(self._own_answer(request, request.prompt.answer_ids))
                 self._n_sampled += 1
                 continue
@@ -167,8 +176,14 @@ class RolloutWorker:
         reason: FinishReason = "stop" if int(answer_ids[-1]) in self._eos_ids else "length"
         return Sample.single_turn(request, answer_ids, unknown, self.engine.version, reason)
 
+    def _announce(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self.pipeline.scored.put(Generated(key))
+
     def _step(self) -> None:
-        for _, sample in self.engine.step():
+        finished = self.engine.step()
+        self._announce(self._slots.generate([key for key, _ in finished]))
+        for _, sample in finished:
             if isinstance(sample, Refused):
                 raise RunFailed(f"rollout rank {self.rank} cannot sample: {sample.message}")
             self._unfinished -= 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.types import Prompt, SampleRequest, Sampling
+
+KINDS = ["finish", "finish", "finish", "generate", "generate", "die"]
 
 
 def wanted(n_prompts: int, n: int, first: int = 0) -> list[SampleRequest]:
@@ -20,7 +24,7 @@ def wanted(n_prompts: int, n: int, first: int = 0) -> list[SampleRequest]:
 
 @given(
     st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 12),
-    st.lists(st.tuples(st.sampled_from(["finish", "finish", "finish", "die"]), st.integers(0, 100)), max_size=80),
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100)), max_size=80),
 )  # fmt: skip
 def test_every_request_is_done_once_whatever_ends_in_between(
     engines: int, capacity: int, n: int, n_prompts: int, events: list[tuple[str, int]]
@@ -40,14 +44,20 @@ def test_every_request_is_done_once_whatever_ends_in_between(
     for kind, which in [*events, *[("finish", 0)] * len(requests)]:
         given_now = dispatcher.hand_out()
         assert all(request.key in dispatcher.at_work[engine] for engine, its in given_now.items() for request in its)
-        assert max(map(len, dispatcher.at_work.values())) <= capacity
-        if kind == "die" and len(dispatcher.at_work) > 1:
+        assert max(map(dispatcher.load, dispatcher.at_work)) <= capacity
+        assert not dispatcher.n_waiting or min(map(dispatcher.load, dispatcher.at_work)) == capacity
+        if kind == "generate":
+            for engine, held in dispatcher.at_work.items():
+                dispatcher.generated(engine, next(iter(held), -1))
+        elif kind == "die" and len(dispatcher.at_work) > 1:
             dispatcher.remove(sorted(dispatcher.at_work)[which % len(dispatcher.at_work)])
         else:
             finish(which)
     assert sorted(done) == [request.key for request in requests]
     assert len(dispatcher) == dispatcher.n_waiting == 0
-    assert not dispatcher._homes and not dispatcher._unfinished  # nothing grows over a run
+    assert (
+        not dispatcher._homes and not dispatcher._unfinished and not any(dispatcher._generated.values())
+    )  # nothing grows over a run
 
 
 def test_a_prompts_samples_are_on_one_engine_and_loads_are_even() -> None:
@@ -56,6 +66,33 @@ def test_a_prompts_samples_are_on_one_engine_and_loads_are_even() -> None:
     given_now = dispatcher.hand_out()
     assert {engine: len(its) for engine, its in given_now.items()} == {0: 16, 1: 16, 2: 16}
     assert [len({request.prompt.id for request in its}) for its in given_now.values()] == [2, 2, 2]
+
+
+def test_the_choice_is_the_emptiest_engine_of_all() -> None:
+    """Against a search through all engines at every request, for samples that come together and for single ones."""
+    rng = np.random.default_rng(0)
+    for n, spill in ((1, 1), (4, 4), (8, 2)):
+        dispatcher, loads, homes = RequestDispatcher(range(7), 9, spill), [0] * 7, dict[int, int]()
+        for engine in range(7):  # what is there already
+            for _ in range(int(rng.integers(0, 9))):
+                one = replace(wanted(1, 1)[0], key=10_000 + len(dispatcher.at_work[engine]) + 100 * engine)
+                dispatcher.at_work[engine][one.key] = one
+            loads[engine] = len(dispatcher.at_work[engine])
+        requests = wanted(40 // n, n, first=1)
+        dispatcher.add(requests, order=0)
+        expected: list[int] = []
+        for request in requests:
+            emptiest = loads.index(min(loads))
+            if loads[emptiest] >= 9:
+                break
+            home = homes.get(request.prompt.id, emptiest)
+            home = emptiest if loads[home] >= min(9, loads[emptiest] + spill) else home
+            homes[request.prompt.id] = home
+            loads[home] += 1
+            expected.append(home)
+        engine_of = {request.key: engine for engine, its in dispatcher.hand_out().items() for request in its}
+        assert [engine_of[request.key] for request in requests[: len(expected)]] == expected
+        assert len(engine_of) == len(expected)
 
 
 def test_a_prompt_goes_elsewhere_where_its_engine_is_full() -> None:

@@ -1,0 +1,48 @@
+"""Which slots of an engine the driver takes for occupied, and which of them hold samples that are generated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+
+class Slots:
+    """Decides which generated samples the driver has to hear of before they are scored.
+
+    An engine has ``capacity`` slots; the driver gives it no more requests than it has free ones. A sample that is
+    scored comes with its arrays, and frees its slot by that. One that is still being scored is worth a message only
+    where the engine has no slot free: every method returns the keys to announce now. Of no use twice: a key is
+    announced once. Called from the engine's thread and from the one that delivers.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._occupied: set[int] = set()  # keys, as far as the driver knows
+        self._generated: set[int] = set()  # of these, those being scored
+
+    def take(self, keys: Iterable[int]) -> tuple[int, ...]:
+        """Note new requests."""
+        with self._lock:
+            self._occupied.update(keys)
+            return self._announced()
+
+    def generate(self, keys: Iterable[int]) -> tuple[int, ...]:
+        """Note samples that are to be scored now."""
+        with self._lock:
+            self._generated.update(keys)
+            return self._announced()
+
+    def deliver(self, keys: Iterable[int]) -> None:
+        """Note samples that go to the driver, scored."""
+        with self._lock:
+            self._occupied.difference_update(keys)
+            self._generated.difference_update(keys)
+
+    def _announced(self) -> tuple[int, ...]:
+        if len(self._occupied) < self._capacity or not self._generated:
+            return ()
+        keys = tuple(sorted(self._generated))
+        self._occupied -= self._generated
+        self._generated.clear()
+        return keys

@@ -1,0 +1,113 @@
+"""A slot is free as soon as its sample is generated: a slow scorer keeps no engine from sampling."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config import load
+from gkd.data.model_info import ModelInfo
+from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.rollout.dispatch import RequestDispatcher
+from gkd.rollout.slots import Slots
+from gkd.rollout.worker import RolloutWorker
+from gkd.types import Generated, Sample, SampleRequest
+from tests.data.models import word_tokenizer
+from tests.rollout.test_dispatch import wanted
+
+CAPACITY, N = 3, 10
+
+
+def test_what_is_generated_is_announced_once_and_only_by_an_engine_that_is_full() -> None:
+    slots = Slots(capacity=3)
+    assert slots.take([1, 2]) == slots.generate([1]) == ()  # the driver knows of a free slot
+    assert slots.take([3]) == (1,)  # now it does not
+    assert slots.generate([2]) == ()
+    assert slots.take([4]) == (2,)
+    slots.deliver([1, 2, 3])
+    assert slots.take([5, 6]) == ()
+    assert slots.generate([4, 5]) == (4, 5)
+    assert slots.generate([6]) == ()
+
+
+class OneAStep(InferenceEngine[SampleRequest, Sample]):
+    """Finishes the oldest request in every step, and keeps how many it had at a time."""
+
+    can_sample = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.requests: dict[int, SampleRequest] = {}
+        self.most = 0
+
+    def add(self, key: int, request: SampleRequest) -> None:
+        self.requests[key] = request
+        self.most = max(self.most, len(self.requests))
+
+    def busy(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[tuple[int, Sample]]:
+        key = next(iter(self.requests))
+        request = self.requests.pop(key)
+        return [(key, Sample.single_turn(request, np.ones(2, np.int32), np.zeros(2, np.float32), 0, "stop"))]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
+    word_tokenizer().save_pretrained(tmp_path)
+    config = load({"rollout": {"engine": "tests.rollout.test_slots:OneAStep", "max_num_seqs": CAPACITY}})
+    made = RolloutWorker(config, EngineSpec.for_rollout(config, str(tmp_path), ModelInfo(1, 1, [], 1), 1, 0, "cpu"))
+
+    class Over(Exception):
+        """The test is."""
+
+    def end() -> None:
+        raise Over
+
+    def serve() -> None:
+        with contextlib.suppress(Over):
+            made.serve()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    yield made
+    made._commands.put(end)
+    serving.join(60)
+    assert not serving.is_alive()
+
+
+def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit: Any = worker.pipeline.submit
+    held: list[Sample] = []
+    monkeypatch.setattr(worker.pipeline, "submit", held.append)
+    dispatcher, stream = RequestDispatcher([0], CAPACITY, 1), worker.finished()
+    dispatcher.add(wanted(N, 1), order=0)
+    while dispatcher.n_waiting:
+        for requests in dispatcher.hand_out().values():
+            worker.submit(requests)
+        if dispatcher.n_waiting:
+            assert next(stream) == []
+            for item in next(stream):
+                assert isinstance(item, Generated)
+                dispatcher.generated(0, item.key)
+    assert len(dispatcher) == N
+    while worker.n_sampled() < N:
+        time.sleep(0.01)
+    assert worker.engine.most <= CAPACITY
+    for sample in held:  # it is scored at last
+        submit(sample)
+    while len(dispatcher):
+        next(stream)
+        for item in next(stream):
+            if not isinstance(item, Generated):
+                assert dispatcher.finish(0, item.key)
+    assert [sample.request.key for sample in held] == list(range(N))
