@@ -13,7 +13,7 @@ from gkd.actor.batches import Applied, over_mini_batches, share
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.colocation import Colocation
 from gkd.cluster.group import Group, Pending, any_done, gather, settle
-from gkd.config import Config, Loss
+from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_environment import environment
 from gkd.types import TrainingSample
@@ -156,7 +156,11 @@ class ActorGroup:
 
     def evaluate(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Measure distillation of a batch under the current weights, at temperature 1, without training on it."""
-        return self._run("evaluate", samples, Loss(name="reverse_kl", tail=True))
+        return self._run("evaluate", samples, Algorithm(loss=Loss(name="reverse_kl", tail=True)))
+
+    def cross_entropy(self, samples: Sequence[TrainingSample]) -> float:
+        """Return the cross-entropy of a batch under the current weights, nats, aggregated as the loss of training."""
+        return self._run("evaluate", samples, Algorithm(name="sft"))["actor/supervised_loss"]
 
     def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""

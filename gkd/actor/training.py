@@ -22,7 +22,7 @@ from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
 from gkd.actor.sums import Sums, Totals
 from gkd.cluster.group import fetch_samples
-from gkd.config import Algorithm, Config, Loss
+from gkd.config import Algorithm, Config
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import logprobs, objective
@@ -167,11 +167,10 @@ class RankTrainer:
         return self.config.algorithm_on("cpu" if self.device.type == "cpu" else "cuda")
 
     def evaluate(
-        self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, loss: Loss
+        self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, algorithm: Algorithm
     ) -> Metrics:
-        """Return the distillation metrics of a batch without training on it; arguments as for :meth:`update`."""
+        """Return the metrics of ``algorithm`` on a batch without training on it; arguments as for :meth:`update`."""
         self.student.eval()
-        algorithm = Algorithm(loss=loss)
         try:
             with torch.no_grad():
                 sums = self._fitting(

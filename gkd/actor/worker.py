@@ -23,7 +23,7 @@ from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.actor.sums import Totals
 from gkd.actor.training import LogprobsByPlace, RankTrainer
-from gkd.config import Config, Loss
+from gkd.config import Algorithm, Config
 from gkd.durable import Sum
 from gkd.inference.engine import Device
 from gkd.observability.activity import noted, report_here
@@ -129,10 +129,10 @@ class ActorWorker:
         return self.trainer.apply(totals, step)
 
     def evaluate(
-        self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, loss: Loss
+        self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, algorithm: Algorithm
     ) -> Metrics:
-        """Return distillation metrics; as :meth:`gkd.actor.training.RankTrainer.evaluate`."""
-        return self.trainer.evaluate(samples, weights, n_positions, loss)
+        """Return the metrics of ``algorithm``; as :meth:`gkd.actor.training.RankTrainer.evaluate`."""
+        return self.trainer.evaluate(samples, weights, n_positions, algorithm)
 
     def take_at_most(self, budget: int) -> None:
         """Give micro-batches at most so many tokens from now on, where several sequences would share one."""

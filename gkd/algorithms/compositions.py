@@ -15,14 +15,16 @@ class Composition:
     """Describes an algorithm.
 
     ``distils``: whether the divergence from a teacher is its loss, beside which ``algorithm.reward_weight`` may put a
-    policy gradient on rewards; otherwise that policy gradient is all there is. ``ratio``: what
-    ``algorithm.policy.ratio`` is by default.
+    policy gradient on rewards; otherwise that policy gradient is all there is, or, where it is ``supervised``, the
+    cross-entropy on the data's own answers, for which nothing is sampled. ``ratio``: what ``algorithm.policy.ratio`` is
+    by default.
 
     One of the user's own is an object of this class: ``algorithm.name=FILE.py:NAME``.
     """
 
     distils: bool
     ratio: Literal["token", "sequence"] = "token"
+    supervised: bool = False
 
 
 ON_POLICY_DISTILL = Composition(distils=True)
@@ -33,3 +35,6 @@ GRPO = Composition(distils=False)
 
 GSPO = Composition(distils=False, ratio="sequence")
 """GSPO (Zheng et al., arXiv 2507.18071): the same with one importance ratio a response, and a narrow clip range."""
+
+SFT = Composition(distils=False, supervised=True)
+"""Supervised fine-tuning: cross-entropy on the tokens of the data's own answers, the prompts' left out."""

@@ -160,6 +160,24 @@ def _own_answers_can_be_learned_from(config: Config) -> None:
         raise ValueError(f"{why}, which no policy gradient can: the student did not sample them")
 
 
+def _supervised_training_samples_nothing(config: Config) -> None:
+    if not config.algorithm.supervised:
+        return
+    rollout, schedule = config.rollout, config.schedule
+    settings = {
+        "rollout.n": (rollout.n, 1),
+        "rollout.horizon.start": (rollout.horizon.start, None),
+        "schedule.max_staleness": (schedule.max_staleness, 0),
+    }
+    for name, (value, only) in settings.items():
+        if value != only:
+            only_value = "null" if only is None else only
+            raise ValueError(
+                f"{name}={value} is about samples: algorithm.name={config.algorithm.name} learns from one answer of "
+                f"the data a prompt; {name}={only_value} would do"
+            )
+
+
 def _the_teachers_advantage_is_at_one_temperature(config: Config) -> None:
     algorithm, sampled = config.algorithm, config.rollout.temperature
     if algorithm.distils and algorithm.advantage.teacher_kl and algorithm.loss.temperature != sampled:
@@ -201,6 +219,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _policy_gradient_is_on_policy,
     _rewards_can_be_learned_from,
     _own_answers_can_be_learned_from,
+    _supervised_training_samples_nothing,
     _the_teachers_advantage_is_at_one_temperature,
     require_possible,
     _early_cuts_are_learned_from,

@@ -66,7 +66,8 @@ def compose(overrides: Sequence[str]) -> Config:
     config = composed({})
     if config.uses_task and "task" not in below:
         task = config.data.task or TASKS.names()[0]
-        variants = [task] if config.algorithm.distils else [f"{task}_rewards", task]
+        by_token = config.algorithm.distils or config.algorithm.supervised
+        variants = [task] if by_token else [f"{task}_rewards", task]
         for variant in [name for name in variants if name in groups()["task"]][:1]:
             config = composed({"task": variant})
     return config

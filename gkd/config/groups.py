@@ -366,8 +366,8 @@ class Actor(Settings):
     lr: float | None = Field(
         None,
         gt=0,
-        description="peak learning rate of AdamW; null: 2e-5 where a teacher's divergence is learned from, 1e-6 where "
-        "rewards alone are, ten times that with actor.lora.r",
+        description="peak learning rate of AdamW; null: 2e-5 where a teacher or answers of the data are learned from, "
+        "1e-6 where rewards alone are, ten times that with actor.lora.r",
     )
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to its peak")
     lr_decay: Literal["constant", "linear", "cosine"] = Field(

@@ -20,6 +20,7 @@ ALGORITHMS = Registry(
         "on_policy_distill": "gkd.algorithms.compositions:ON_POLICY_DISTILL",
         "grpo": "gkd.algorithms.compositions:GRPO",
         "gspo": "gkd.algorithms.compositions:GSPO",
+        "sft": "gkd.algorithms.compositions:SFT",
     },
     "gkd.algorithms.compositions:Composition",
 )
@@ -210,6 +211,7 @@ class Algorithm(Settings):
             )
         if self.policy_weight:
             return self
+        self._require_nothing_of_samples()
         unused = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
         sampling = [] if self.weighs_samples else ["importance_sampling"]
         for section in ("advantage", "policy", *sampling, "dynamic_sampling"):
@@ -220,15 +222,43 @@ class Algorithm(Settings):
             )
         return self
 
+    def _require_nothing_of_samples(self) -> None:
+        """Raise ValueError for what is about samples or a teacher where the data's answers alone are learned from."""
+        if not self.supervised:
+            return
+        unused = {name: getattr(self, name) for name in ("on_policy_share", "supervised_weight")}
+        unused = {name: value for name, value in unused.items() if value != type(self).model_fields[name].default}
+        unused |= {f"{part}.{name}": value for part in ("loss", "kl")
+                   for name, value in _changed(getattr(self, part)).items()}  # fmt: skip
+        for name, value in unused.items():
+            raise ValueError(
+                f"{name}={value}: name={self.name} learns from the data's own answers alone, with the cross-entropy"
+            )
+
     @property
     def distils(self) -> bool:
         """Whether a divergence from the teacher is part of the loss."""
         return bool(ALGORITHMS.load(self.name).distils)
 
     @property
+    def supervised(self) -> bool:
+        """Whether the cross-entropy on the data's own answers is the loss, for which nothing is sampled."""
+        return bool(ALGORITHMS.load(self.name).supervised)
+
+    @property
+    def learns_answers(self) -> bool:
+        """Whether the data's own answers are learned from."""
+        return self.supervised or self.on_policy_share < 1
+
+    @property
+    def cross_entropy_weight(self) -> float:
+        """Weight of the cross-entropy on the data's own answers; 0 where there is none."""
+        return 1.0 if self.supervised else self.supervised_weight
+
+    @property
     def policy_weight(self) -> float:
         """Weight of the policy-gradient loss on rewards; 0 where there is none."""
-        return self.reward_weight if self.distils else 1.0
+        return self.reward_weight if self.distils else 0.0 if self.supervised else 1.0
 
     @property
     def ratio(self) -> Literal["token", "sequence"]:

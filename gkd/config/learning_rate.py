@@ -31,12 +31,12 @@ _RATES = {
     (False, False): Rates(1e-6, 1e-3),
     (False, True): Rates(1e-5, 1e-2),
 }
-"""By whether a teacher's divergence is learned from, and whether adapters are trained."""
+"""By whether a teacher's divergence or the data's answers are learned from, and whether adapters are trained."""
 
 
 def rates(config: Config) -> Rates:
     """Return the rates that are usual for a run."""
-    return _RATES[config.algorithm.distils, config.actor.lora.r is not None]
+    return _RATES[not config.algorithm.policy_weight or config.algorithm.distils, config.actor.lora.r is not None]
 
 
 def doubts(config: Config) -> str | None:
@@ -48,7 +48,8 @@ def doubts(config: Config) -> str | None:
     if lr is None or config.uses_task or found.usual / 10 < lr < found.most:
         return None
     what = "LoRA adapters" if config.actor.lora.r is not None else "all weights"
-    source = "a teacher" if config.algorithm.distils else "rewards"
+    algorithm = config.algorithm
+    source = "a teacher" if algorithm.distils else "answers" if algorithm.supervised else "rewards"
     why = (
         "so little teaches next to nothing in hundreds of steps"
         if lr < found.usual

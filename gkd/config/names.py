@@ -13,6 +13,7 @@ SECTIONS: dict[str, str] = {
     "distillation.teacher_models": "teacher.model.path and other settings of teacher, such as "
     "teacher.tensor_parallel_size; several teachers are teacher.models",
     "distillation.teacher_model": "teacher.model.path and other settings of teacher",
+    "response_template": "nothing: +recipe=sft learns the answer (data.answer_key), the prompt is left out",
     "data.image_key": "models are trained on text alone",
     "vllm_server": "no server: the rollout's engines are the run's own, on rollout.n_gpus_per_node GPUs a machine",
     "algorithm.kl_ctrl": "algorithm.kl.coef, which stays as it is",
@@ -75,6 +76,8 @@ SAMPLING: dict[str, str] = {
     "rollout_n": "rollout.n",
     "group_size": "rollout.n",
     "rollouts_per_example": "rollout.n",
+    "max_length": "data.max_prompt_length and rollout.max_response_length, where answers are cut",
+    "max_seq_length": "data.max_prompt_length and rollout.max_response_length, where answers are cut",
     "max_completion_length": "rollout.max_response_length",
     "max_completion_tokens": "rollout.max_response_length",
     "max_new_tokens": "rollout.max_response_length",
@@ -140,6 +143,7 @@ OPTIMISATION: dict[str, str] = {
     "generation_batch_size": "trainer.batch_size, in prompts; TRL's is in samples",
     "per_device_train_batch_size": "trainer.batch_size, prompts a step over all devices; memory is bounded by "
     "actor.max_tokens_per_micro_batch",
+    "packing": "actor.max_tokens_per_micro_batch: sequences are always laid end to end, without padding",
     "gradient_accumulation_steps": "actor.max_tokens_per_micro_batch: a batch is cut into micro-batches by tokens, "
     "with the gradient of the whole",
     "ppo_micro_batch_size": "actor.max_tokens_per_micro_batch, in tokens",
@@ -167,6 +171,8 @@ ALGORITHM: dict[str, str] = {
     "algorithm.kl.coef for TRL's GRPO (the KL penalty)",
     "lmbda": "algorithm.on_policy_share",
     "seq_kd": "algorithm.supervised_weight with algorithm.on_policy_share below 1",
+    "completion_only_loss": "algorithm.name=sft: the loss is always on the answer (data.answer_key) alone",
+    "assistant_only_loss": "algorithm.name=sft with data.answer_key=messages: the assistant's last turn is learned",
     "loss_top_k": "algorithm.loss.top_k",
     "distillation_topk": "algorithm.loss.top_k",
     "loss_add_tail": "algorithm.loss.tail",

@@ -61,7 +61,8 @@ def streaming_obstacle(config: Config) -> str | None:
 def streams(config: Config) -> bool:
     """Return whether the actor adds up gradients while a batch is being sampled; ``cluster.offload`` is decided."""
     if config.schedule.streaming == "auto":
-        return streaming_obstacle(config) is None and not config.on_the_actors_gpus()
+        samples = not config.algorithm.supervised  # otherwise a whole batch is there at once
+        return samples and streaming_obstacle(config) is None and not config.on_the_actors_gpus()
     return config.schedule.streaming
 
 

@@ -52,16 +52,19 @@ def with_turn_end(model: ModelInfo, end: int | None) -> ModelInfo:
 def with_answers(
     prompts: Sequence[Prompt], tokenizer: Any, model: ModelInfo, end: int | None, max_tokens: int
 ) -> list[Prompt]:
-    """Return prompts with answers as responses of at most ``max_tokens``: the text as it is, and the end token.
+    """Return prompts with their answers as responses of at most ``max_tokens``: the text as it is, and the end token.
 
     That is ``end`` after a prompt that went through the chat template, else the tokenizer's own. An answer that is cut
-    has no end. Raises ConfigError where there is no end token.
+    has no end; a prompt without an answer stays as it is. Raises ConfigError where there is no end token.
     """
     if not model.eos_ids:
-        raise ConfigError("algorithm.on_policy_share: the model has no end token, so the data's answers have no end")
+        raise ConfigError("the model has no end token, so the data's answers, which are learned from, have no end")
     plain = model.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     answered = []
     for prompt in prompts:
+        if prompt.answer is None:
+            answered.append(prompt)
+            continue
         ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
         ids = [*ids, plain if end is None or prompt.messages is None else end][:max_tokens]
         answered.append(replace(prompt, answer_ids=np.asarray(ids, dtype=np.int32)))

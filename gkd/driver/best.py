@@ -11,7 +11,7 @@ from gkd import durable
 from gkd.actor.group import ActorGroup
 from gkd.errors import ConfigError
 
-FALLING = ("reverse_kl", "length", "truncated", "failed")
+FALLING = ("loss", "reverse_kl", "length", "truncated", "failed")
 """Last parts of figures that are better the smaller they are."""
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from gkd.algorithms.advantages import groups_that_differ
 from gkd.algorithms.top_k import top_k_wanted
@@ -15,7 +15,6 @@ from gkd.algorithms.training_samples import groups_of, rewards_of
 from gkd.config import Config, Rollout
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
-from gkd.rollout.group import RolloutGroup
 from gkd.schedule import Ticket, TicketSchedule
 from gkd.types import Prompt, SampleRequest, Sampling, Scoring, TrainingSample, seed_of
 
@@ -39,16 +38,26 @@ class Collected:
         return self.batch + self.left_out
 
 
+class SampleSource(Protocol):
+    """What samples come from: engines (:class:`gkd.rollout.group.RolloutGroup`), or the data's own answers."""
+
+    def submit(self, requests: Sequence[SampleRequest], order: int = 0) -> list[int]:
+        """Queue requests for step ``order``; returns their keys."""
+
+    def in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
+        """Yield the samples of ``keys`` in this order, as they come."""
+
+
 class Batches:
     """Has the engines sample what the schedule admits, and collects it step by step.
 
-    ``start`` is where the run begins or goes on.
+    ``source`` gives the samples; ``start`` is where the run begins or goes on.
     """
 
     def __init__(
-        self, config: Config, prompts: PromptStream, rollout: RolloutGroup, vocab_size: int, start: State
+        self, config: Config, prompts: PromptStream, source: SampleSource, vocab_size: int, start: State
     ) -> None:
-        self.config, self.prompts, self.rollout = config, prompts, rollout
+        self.config, self.prompts, self.source = config, prompts, source
         self.schedule = TicketSchedule(
             config.trainer.batch_size,
             config.schedule.max_staleness,
@@ -71,7 +80,7 @@ class Batches:
     def _submit(self, tickets: Sequence[Ticket]) -> list[int]:
         step, place = tickets[0].step, tickets[0].place
         prompts = [self.prompts.at(ticket.prompt) for ticket in tickets]
-        return self.rollout.submit(requests_of(self.config, prompts, self._scoring, step, first=place), order=step)
+        return self.source.submit(requests_of(self.config, prompts, self._scoring, step, first=place), order=step)
 
     def ahead(self, step: int) -> list[tuple[int, list[int]]]:
         """Return what a checkpoint of ``step`` needs of the steps after it (:class:`gkd.schedule.TicketSchedule`)."""
@@ -96,7 +105,7 @@ class Batches:
         keys = self._keys.pop(step)
         while True:
             samples = []
-            for arrived in self.rollout.in_order(keys, config.rollout.timeout_s):
+            for arrived in self.source.in_order(keys, config.rollout.timeout_s):
                 take(arrived)
                 samples += arrived
             rounds -= 1
@@ -157,7 +166,7 @@ def requests_of(
     the student is rounded over the steps together, so that it holds for small batches as well. Those come first; where
     the batch is cut into mini-batches they are spread, so that every update learns from both kinds.
     """
-    share = len(prompts) * (1 - config.algorithm.on_policy_share)
+    share = len(prompts) * (1.0 if config.algorithm.supervised else 1 - config.algorithm.on_policy_share)
     n_own = int(step * share + 0.5) - int((step - 1) * share + 0.5)
     size = config.actor.mini_batch_size or len(prompts) * config.rollout.n
     by_student, own = [False] * (len(prompts) - n_own), [True] * n_own

@@ -110,9 +110,13 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     val_sets = _val_sets(config, tokenizer, longest, say)
     end = turn_end([*train_prompts.prompts, *val_prompts.prompts], tokenizer)
     own = with_turn_end(own, end)
-    if config.algorithm.on_policy_share < 1:
-        answered = with_answers(train_prompts.prompts, tokenizer, own, end, config.rollout.max_response_length)
+    if config.algorithm.learns_answers:
+        limit = config.rollout.max_response_length
+        answered = with_answers(train_prompts.prompts, tokenizer, own, end, limit)
         train_prompts = replace(train_prompts, prompts=answered)
+        if config.algorithm.supervised:
+            answered = with_answers(val_prompts.prompts, tokenizer, own, end, limit)
+            val_prompts = replace(val_prompts, prompts=answered)
     return Inputs(
         student,
         scorers,
@@ -219,7 +223,7 @@ def _require_answers(config: Config, train: PromptSet) -> None:
     """Raise ConfigError where a prompt that is trained on lacks the answer that is compared with or learned from."""
     comparing = config.reward.needing_answers() if config.algorithm.policy_weight else []
     why = f"reward.functions={comparing[0]} compares with it" if comparing else "it is to be learned from"
-    if not comparing and config.algorithm.on_policy_share == 1:
+    if not comparing and not config.algorithm.learns_answers:
         return
     lacking = [prompt for prompt in train.prompts if not (prompt.answer or "").strip()]
     if len(lacking) == len(train.prompts) and config.data.answer_key is None:

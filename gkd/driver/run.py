@@ -152,10 +152,11 @@ def _train_and_save(
 def step_text(config: Config) -> str:
     """Say what one step is made of, and the settings that memory depends on, in one line."""
     actor, prompts, n = config.actor, config.trainer.batch_size, config.rollout.n
+    what = "their own answers" if config.algorithm.supervised else f"{n} = {prompts * n:,} samples"
     samples = prompts * n
     updates = actor.epochs * -(-samples // (actor.mini_batch_size or samples))
     parts = [
-        f"a step: {prompts:,} prompts x {n} = {samples:,} samples, {updates} update{'s' * (updates != 1)}",
+        f"a step: {prompts:,} prompts x {what}, {updates} update{'s' * (updates != 1)}",
         f"prompts up to {config.data.max_prompt_length:,} and responses up to {config.rollout.max_response_length:,} "
         "tokens",
         f"micro-batches of {actor.max_tokens_per_micro_batch:,} tokens",

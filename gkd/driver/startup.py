@@ -23,6 +23,7 @@ from gkd.driver.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import environment, require_device
 from gkd.rollout.group import RolloutGroup
+from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import ScoringClient
 from gkd.weights.choice import choose
 
@@ -71,12 +72,16 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     actor.load()
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
         sync.push()
-    validation = Validation(config, inputs, rollout_group, actor, teachers)
+    answers = OwnAnswers(inputs.model.eos_ids) if config.algorithm.supervised else None
+    validation = Validation(config, inputs, rollout_group, actor, teachers, answers)
     val_sets = ValSets(config, inputs.val_sets, inputs.tokenizer, rollout_group)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     measured = tuple(scorers.groups.values())
-    parts = Parts(stream, rollout_group, actor, sync, validation, val_sets, measured, n_gpus, inputs.model.vocabulary)
+    parts = Parts(
+        stream, rollout_group, actor, sync, validation, val_sets, measured, n_gpus, inputs.model.vocabulary,
+        answers=answers,
+    )  # fmt: skip
     return System(parts, teachers)
 
 

@@ -27,6 +27,7 @@ from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import StepStages, Timeline
 from gkd.observability.watch import Watcher
 from gkd.rollout.group import RolloutGroup
+from gkd.rollout.own_answers import OwnAnswers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Parts:
     n_gpus: int
     vocab_size: int
     reports: WorkerReports = field(default_factory=WorkerReports)
+    answers: OwnAnswers | None = None
+    """What is learned from in place of samples; the engines are then for validation alone."""
 
     def report(self) -> list[WorkerReport]:
         """Return what the workers of every group say of themselves."""
@@ -65,10 +68,11 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
     """Run the steps up to ``trainer.total_steps`` after ``start`` and the validations; returns the last validation.
 
     A step is counted, logged, validated and saved only after the actor has been updated and the engines serve its
-    weights. Where the run ends after the update and before that, a checkpoint has what is left to do.
+    weights; where nothing is sampled they get them for validations alone. Where the run ends after the update and
+    before that, a checkpoint has what is left to do.
     """
     watcher = Watcher(config)
-    batches = Batches(config, parts.prompts, parts.rollout, parts.vocab_size, start)
+    batches = Batches(config, parts.prompts, parts.answers or parts.rollout, parts.vocab_size, start)
     samples_ahead = config.schedule.max_staleness > 0
     if samples_ahead:
         parts.actor.meanwhile = parts.rollout.attend
@@ -99,7 +103,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
             parts.rollout.drain(config.rollout.timeout_s)
             drained = time.monotonic()
             row["timing_s/drain"] = drained - updated
-        parts.sync.push()
+        if parts.answers is None:
+            parts.sync.push()
         done = time.monotonic()
         if samples_ahead:
             batches.dispatch(step)
@@ -117,7 +122,10 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
 def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: State, batches: Batches) -> State:
     """Validate, if it is time, and write the metrics of a step that is trained and pushed."""
     step, row, validated = state.step, dict(state.row or {}), state.validated
-    if step % config.trainer.val_every == 0 or step == config.trainer.total_steps:
+    due = step % config.trainer.val_every == 0 or step == config.trainer.total_steps
+    if parts.answers is not None and (due or parts.val_sets.due(step)):
+        parts.sync.push()
+    if due:
         measured_now = measured.finite(parts.validation.run())
         row |= measured_now
         validated = {**_of_sets(parts, validated), **measured_now}

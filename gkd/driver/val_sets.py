@@ -30,12 +30,13 @@ class ValSets:
     rollout: RolloutGroup
 
     def run(self, step: int) -> dict[str, float]:
-        """Measure it on the sets that are due at ``step``: all of them at step 0 and at the end."""
-        trainer, metrics = self.config.trainer, dict[str, float]()
-        for questions in self.sets:
-            if step % (questions.settings.every or trainer.val_every) == 0 or step == trainer.total_steps:
-                metrics |= self._measure(questions)
-        return metrics
+        """Measure it on the sets that are due at ``step``."""
+        return {name: value for questions in self.due(step) for name, value in self._measure(questions).items()}
+
+    def due(self, step: int) -> list[Questions]:
+        """Return the sets that are asked at ``step``: all of them at step 0 and at the end."""
+        every, last = self.config.trainer.val_every, step == self.config.trainer.total_steps
+        return [questions for questions in self.sets if last or step % (questions.settings.every or every) == 0]
 
     def _measure(self, questions: Questions) -> dict[str, float]:
         settings, n = questions.settings, questions.settings.samples

@@ -13,6 +13,7 @@ from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed
 from gkd.rewards.accuracy import any_agreement
 from gkd.rollout.group import RolloutGroup
+from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import Generate, ScoringClient
 from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, teacher_of
 
@@ -25,7 +26,8 @@ class Validation:
     ``val/accuracy`` is the share of greedy answers that are right, measured where the data has answers;
     ``val/reward/*`` the run's own rewards of the greedy answers, measured where it has rewards;
     ``val/reverse_kl`` the mean over response tokens of KL(student || teacher), in nats, on one response a prompt
-    sampled from the student at temperature 1, measured where there is a teacher.
+    sampled from the student at temperature 1, measured where there is a teacher; ``val/loss`` the cross-entropy of the
+    data's own answers, where ``answers`` are what is learned from.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Validation:
         rollout: RolloutGroup,
         actor: ActorGroup,
         teachers: Mapping[str, ScoringClient],
+        answers: OwnAnswers | None = None,
     ) -> None:
         self.config, self.prompts, self.tokenizer = config, inputs.val.prompts, inputs.tokenizer
-        self.rollout, self.actor, self.teachers = rollout, actor, teachers
+        self.rollout, self.actor, self.teachers, self.answers = rollout, actor, teachers, answers
         self.vocabulary = inputs.model.vocabulary
         self.rewarded = config.algorithm.policy_weight > 0 and bool(config.reward.functions)
 
@@ -45,6 +48,8 @@ class Validation:
         """Measure the student as it is."""
         limit = self.config.rollout.timeout_s
         metrics: dict[str, float] = {}
+        if self.answers is not None and (own := self.answers.of_prompts(self.prompts)):
+            metrics["val/loss"] = self.actor.cross_entropy(own)
         if self.teachers:
             scoring, sampling = Scoring(top_k_for_validation(self.config, self.vocabulary)), self._sampling(1.0)
             requests = [SampleRequest(p, 0, SEED + i, sampling, scoring) for i, p in enumerate(self.prompts)]

@@ -36,7 +36,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
     loss is at temperature 1, and everything that looks at tokens that the student sampled is under the distribution
     that they were sampled from, weighted as :mod:`gkd.losses.off_policy` says.
     """
-    as_sampled = not algorithm.needs_policy and not rollout.is_plain
+    as_sampled = algorithm.distils and not algorithm.needs_policy and not rollout.is_plain
 
     def values_at(logits: Tensor, start: int) -> Values:
         values: Values = {}
@@ -46,7 +46,10 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             values |= {"distill": losses.loss, **losses.diagnostics()}
         if algorithm.needs_policy:
             values |= policy.values_at(logits, start, micro, rollout)
-        if algorithm.supervised_weight:
+        if algorithm.supervised:
+            values |= policy.plain_values_at(logits, start, micro)
+            values["supervised"] = -values["token_logprobs"]
+        elif algorithm.supervised_weight:
             values["supervised"] = -policy.token_logprobs(logits, start, micro)
         if as_sampled:
             with torch.no_grad():
@@ -72,8 +75,9 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             parts = {name: (loss * micro.weights).sum() for name, loss in losses.items()}
             total = sum(parts.values(), start=hidden.new_zeros(()))
             measured = Measured({"actor/loss": total, **parts}, sums)
-            known = trainers if micro.old_logprobs is None else micro.old_logprobs
-            add_mismatch(measured, known, micro.sampler_logprobs)
+            if not algorithm.supervised:  # nobody sampled
+                known = trainers if micro.old_logprobs is None else micro.old_logprobs
+                add_mismatch(measured, known, micro.sampler_logprobs)
         return total if gradients is None else gradients.carried_by(total), measured
 
     return evaluate
@@ -99,7 +103,7 @@ def _share(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Te
     values = chunked(hidden, head, logprobs_at, chunk)
     zeros = torch.zeros_like(values["token_logprobs"])
     values |= {"entropy": zeros, "distill": zeros.clone(), "supervised": zeros.clone()}  # the loss is linear in these
-    if not algorithm.supervised_weight:
+    if not algorithm.cross_entropy_weight:
         del values["supervised"]
     with torch.enable_grad():
         leaves = {name: value.requires_grad_() for name, value in values.items() if name != "entropy"}
@@ -158,7 +162,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
         sums |= watched
     if supervised is not None:
         own = micro.sampler_logprobs.isnan()  # the data's own answers, which nobody sampled
-        losses["actor/supervised_loss"] = algorithm.supervised_weight * supervised * own
+        losses["actor/supervised_loss"] = algorithm.cross_entropy_weight * supervised * own
     if algorithm.needs_reference:
         assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
         assert weights is not None

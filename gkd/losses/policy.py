@@ -33,6 +33,12 @@ def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -
     return {"token_logprobs": _truncated(log_q, tokens, rollout), "entropy": entropy}
 
 
+def plain_values_at(logits: Tensor, start: int, micro: MicroBatch) -> Values:
+    """Compute the same under the plain model, softmax(logits)."""
+    found = outcomes(logits, _tokens(logits, start, micro))
+    return {"token_logprobs": found.chosen[:, 0], "entropy": found.entropy}
+
+
 def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None) -> Tensor:
     """Compute log-probabilities [n] of the response tokens from ``start`` on, differentiable; logits [n, V].
 

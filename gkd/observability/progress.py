@@ -116,6 +116,7 @@ class Progress:
             ("reward", "reward/mean", ".3f"),
             ("loss", "distill/loss", ".4f"),
             ("kl", "distill/reverse_kl", ".4f"),
+            ("cross-entropy", "actor/supervised_loss", ".4f"),
             ("length", "response/length_mean", ".1f"),
             ("tok/s", "perf/tokens_per_second", ",.0f"),
             ("s/step", "timing_s/step", ".2f"),

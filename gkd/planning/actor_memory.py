@@ -280,7 +280,7 @@ def logit_copies(algorithm: Algorithm, vocabulary: int, nucleus: int = 0) -> int
     has is its own (:attr:`gkd.losses.divergence.Divergence.logit_copies`). Finding the nucleus takes ``nucleus`` copies
     beside a log-softmax, while the softmaxes of what came before wait.
     """
-    n_token_losses = algorithm.needs_policy + (algorithm.supervised_weight > 0)
+    n_token_losses = algorithm.needs_policy + (algorithm.cross_entropy_weight > 0)
     waiting = n_token_losses if algorithm.distils else n_token_losses - 1
     copies = 3 + waiting
     if algorithm.distils:

@@ -106,6 +106,8 @@ def stages_of(layout: Layout) -> Stages:
         reward, reward_tail = reward_s(layout, config.reward_model)
         tail = max(tail, reward_tail)
     world = config.trainer.n_workers
+    if config.algorithm.supervised:  # engines validate alone
+        return Stages(0.0, 0.0, 0.0, update_s(layout, world, config.trainer.nnodes), 0.0, 0.0)
     return Stages(
         generate_s(layout, config.rollout),
         score,

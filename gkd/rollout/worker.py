@@ -8,17 +8,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from gkd.cluster.failure import WorkerHangs
 from gkd.config import Config, Weights
 from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import EngineSpec, InferenceEngine, Span
 from gkd.inference.requests import Refused
 from gkd.observability.activity import HERE, noted, report_here
+from gkd.rollout.own_answers import own_answer
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.rollout.slots import Slots
-from gkd.types import FinishReason, Generated, Int32, Sample, SampleRequest, ScoredSample, TrainingSample
+from gkd.types import Generated, Sample, SampleRequest, ScoredSample, TrainingSample
 from gkd.weights.transfer import Piece, Receiver
 
 IDLE_POLL_S = 0.5
@@ -161,7 +160,8 @@ class RolloutWorker:
         for request in requests:
             if request.own_answer and request.prompt.answer_ids is not None:
                 self._announce(self._slots.generate([request.key]))
-                self.pipeline.submit(self._own_answer(request, request.prompt.answer_ids))
+                answer = own_answer(request, request.prompt.answer_ids, self._eos_ids, self.engine.version)
+                self.pipeline.submit(answer)
                 self._n_sampled += 1
                 continue
             try:
@@ -169,12 +169,6 @@ class RolloutWorker:
             except ValueError as error:
                 raise RunFailed(f"rollout rank {self.rank} cannot sample prompt {request.prompt.id}: {error}") from None
             self._unfinished += 1
-
-    def _own_answer(self, request: SampleRequest, answer_ids: Int32) -> Sample:
-        """Return the data's answer as a sample; it was cut where it has no end token."""
-        unknown = np.full(len(answer_ids), np.nan, dtype=np.float32)
-        reason: FinishReason = "stop" if int(answer_ids[-1]) in self._eos_ids else "length"
-        return Sample.single_turn(request, answer_ids, unknown, self.engine.version, reason)
 
     def _announce(self, keys: Sequence[int]) -> None:
         for key in keys:

@@ -180,6 +180,7 @@ def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int) -
         rollout=Engines(lambda request: "ValueError: no"),
         vocab_size=50,
         actor=SimpleNamespace(fits=lambda lengths: True),
+        answers=None,
     )
     log: Any = SimpleNamespace(samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples))))
     with pytest.raises(RunFailed, match="reward accuracy failed"):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gkd.config import Config
+from gkd.config import Config, load
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.saving import Checkpoints
@@ -55,6 +55,7 @@ class Played:
     version: int = 0
     step: int = 0
     sets_at: tuple[int, ...] = ()
+    supervised: bool = False
     arrays: list[weakref.ref[Arrays]] = field(default_factory=list)
     held_at_push: list[int] = field(default_factory=list)
 
@@ -115,11 +116,16 @@ class Played:
 
     def run(self, start: State) -> dict[str, float]:
         config = three_steps(self.max_staleness)
+        if self.supervised:
+            trainer = {"batch_size": 8, "total_steps": 3, "val_every": 3}
+            config = load({"algorithm": {"name": "sft"}, "trainer": trainer})
         parts: Any = SimpleNamespace(
             prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
             validation=SimpleNamespace(run=self.validate),
-            val_sets=SimpleNamespace(run=self.measure_sets, sets=[SimpleNamespace(name="hard")]),
-            report=lambda: [REPORT],
+            val_sets=SimpleNamespace(
+                run=self.measure_sets, sets=[SimpleNamespace(name="hard")], due=lambda step: step in self.sets_at
+            ),
+            report=lambda: [REPORT], answers=self if self.supervised else None,
         )  # fmt: skip
         samples: Any = SimpleNamespace(write=lambda step, batch: self.note("log samples"))
         progress: Any = SimpleNamespace(step=self.shown)
@@ -148,6 +154,15 @@ def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path
         *((call, step) for step in (2, 3) for call in (*every, "validate", "show")),
     ]
     assert len(run.seeds) == len(set(run.seeds)) == 3 * 8
+
+
+def test_engines_that_only_validate_get_weights_for_that_alone(tmp_path: Path) -> None:
+    run = Played(tmp_path, supervised=True, sets_at=(2,))
+    run.run(State())
+    assert [call for call in run.calls if call[0] in ("update", "push", "validate")] == [
+        ("update", 1), ("update", 2), ("push", 2), ("update", 3), ("push", 3), ("validate", 3),
+    ]  # fmt: skip
+    assert [row["staleness/max"] for row in run.rows()] == [0, 1, 2]
 
 
 def test_the_arrays_of_a_batch_are_let_go_of_with_its_update(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run that a Python program does, with a callback."""
+"""A run that a Python program does, with a callback: supervised training, which samples for validation alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
 
 from tests.e2e.conftest import SMALL
 
@@ -25,8 +28,8 @@ print(json.dumps({"seen": seen, "steps": summary.steps, "after": summary.after, 
 def test_a_run_is_done_and_its_summary_returned(tmp_path: Path, cache: Path, variables: dict[str, str]) -> None:
     small = dict(setting.split("=") for setting in SMALL)
     settings = {name: int(value) for name, value in small.items()} | {
-        "recipe": "grpo", "rollout.engine": "hf", "data.cache_dir": str(cache), "data.val_limit": 4,
-        "trainer": {"total_steps": 2, "batch_size": 4, "val_every": 2, "output_dir": str(tmp_path / "run")},
+        "recipe": "sft", "rollout.engine": "hf", "data.cache_dir": str(cache), "data.val_limit": 4,
+        "trainer": {"total_steps": 3, "batch_size": 4, "val_every": 2, "output_dir": str(tmp_path / "run")},
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(settings)],
@@ -35,7 +38,27 @@ def test_a_run_is_done_and_its_summary_returned(tmp_path: Path, cache: Path, var
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert found["seen"] == [[row["step"], row.get("actor/loss")] for row in rows] and len(rows) == 3
-    assert found["steps"] == 2
+    assert found["seen"] == [[row["step"], row.get("actor/loss")] for row in rows] and len(rows) == 4
+    assert found["steps"] == 3
     assert found["after"] == {name: value for name, value in rows[-1].items() if name.startswith("val/")}
-    assert (Path(found["model"]) / "config.json").exists()
+    (questions,) = cache.glob("sorting-data-*/val.jsonl")
+    held_out = [json.loads(line) for line in questions.read_text().splitlines()[:4]]
+    (student,) = (path.parent for path in cache.glob("sorting-student-*/config.json"))
+    for path, row in ((student, rows[0]), (found["model"], rows[-1])):
+        assert row["val/loss"] == pytest.approx(cross_entropy(path, held_out), abs=1e-4)
+    assert rows[-1]["val/loss"] < rows[0]["val/loss"]
+
+
+def cross_entropy(path: Path, rows: list[dict[str, str]]) -> float:
+    """transformers' own loss on the answers and their end token, nats a token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    losses, n = [], []
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = [*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        labels = torch.tensor([[-100] * len(prompt) + answer])
+        losses.append(model(input_ids=torch.tensor([prompt + answer]), labels=labels).loss.item() * len(answer))
+        n.append(len(answer))
+    return sum(losses) / sum(n)
