@@ -10,6 +10,7 @@ import gc
 import multiprocessing.process
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.inference
+
+for number in (signal.SIGINT, signal.SIGHUP):  # `nohup` and `&` have programs ignore them, those of the tests too
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 HERE = Path(__file__).parent
 TIERS = ("ray", "vllm", "e2e")

@@ -99,7 +99,8 @@ class Checkpoints:
             log.warning("no checkpoint of the last step could be written: %s", self._why(error))
         if self._newest:
             path = self.directory / f"step_{self._newest}"
-            log.warning("checkpoint of step %d: %s (go on with trainer.resume=true)", self._newest, path)
+            text = "checkpoint of step %d: %s (go on with trainer.resume=true)"
+            log.warning(text, self._newest, path, extra={"kind": "checkpoint"})
         else:
             log.warning("there is no checkpoint to go on from")
 

@@ -12,7 +12,9 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from gkd.config import Config, load
+from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError
+from gkd.observability.trackers import tracker
 from gkd.observability.trackers.tracker import MetricsLog, Trackers, require_trackers
 
 ROWS = [{"step": 0, "epoch": 0.0, "val/accuracy": 0.25}, {"step": 1, "epoch": 0.5, "actor/loss": 1.5}]
@@ -139,6 +141,37 @@ def test_what_a_users_tracker_raises_is_a_line_and_ends_nothing(
     assert [record.getMessage() for record in caplog.records if record.name == "gkd"] == [
         f"trainer.trackers: {failing} did not take step 0: OSError: no route to step 0",  # once
         f"trainer.trackers: {failing} was not closed: RuntimeError: not closed, failed=False",
+    ]
+
+
+HANGING = """
+import threading
+class Hanging:
+    going_on = threading.Event()
+    def __init__(self, run):
+        self.thread = threading.current_thread()
+    def log(self, step, metrics):
+        assert threading.current_thread() is self.thread
+        Hanging.going_on.wait(60)
+    def close(self, failed): ...
+"""
+
+
+def test_a_tracker_that_does_not_return_is_left_out_and_holds_nothing_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN + HANGING)
+    hanging, other = f"{tmp_path}/mine.py:Hanging", f"{tmp_path}/mine.py:Lines"
+    monkeypatch.setattr(tracker, "CALL_S", 0.2)
+    left: list[str] = []
+    monkeypatch.setattr(tracker, "abandon", left.append)
+    with caplog.at_level("WARNING", logger="gkd"):
+        write(config(hanging, other), tmp_path, ROWS)
+    TRACKERS.load(hanging).going_on.set()
+    assert (tmp_path / "lines.txt").read_text().splitlines()[1:] == ["1 ['actor/loss', 'epoch']", "done"]
+    assert left == [hanging]  # the program ends without it
+    assert [record.getMessage() for record in caplog.records if record.name == "gkd"] == [
+        f"trainer.trackers: {hanging} did not take step 0 within 0.2 s; it gets none of the further ones",
     ]
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from gkd.cluster.shutdown import within
+from gkd.cluster.shutdown import abandon
 from gkd.config import Config
 from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError, one_line
@@ -27,8 +29,11 @@ LOG = logging.getLogger("gkd")
 OnStep = Callable[[int, Mapping[str, float]], object]
 """Takes a step and its metrics."""
 
+CALL_S = 60.0
+"""Time that a tracker has to take the metrics of a step."""
+
 FINISH_S = 300.0
-"""Time that what is left has to reach a tracker's server when a run ends; files stay in the output directory."""
+"""Time that a tracker has to start, and that what is left has to reach its server when a run ends; files stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +78,15 @@ class Trackers:
 
     def __init__(self, config: Config, output: Path, first_step: int) -> None:
         self.run = TrackedRun(config, output, first_step)
-        self._started: dict[str, Tracker] = {}
+        self._started: dict[str, tuple[Tracker, _Caller]] = {}
         self._failed: set[str] = set()
         self._open = ExitStack()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand the metrics of a step to all of them. What one raises is a warning, once: the run goes on."""
+        """Hand the metrics of a step to all of them. What one raises is a warning, once: the run goes on.
+
+        One that does not return within :data:`CALL_S` is asked nothing more.
+        """
         self._each(step, lambda tracker: tracker.log(step, metrics))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -88,9 +96,15 @@ class Trackers:
             self._each(step, lambda tracker: getattr(tracker, "log_samples", lambda *_: None)(step, samples))
 
     def _each(self, step: int, call: Callable[[Tracker], object]) -> None:
-        for name, tracker in self._started.items():
+        for name, (tracker, caller) in list(self._started.items()):
             try:
-                call(tracker)
+                caller.call(lambda tracker=tracker: call(tracker), CALL_S)  # type: ignore[misc]
+            except TimeoutError:
+                del self._started[name]
+                LOG.warning(
+                    "trainer.trackers: %s did not take step %d within %g s; it gets none of the further ones",
+                    name, step, CALL_S,
+                )  # fmt: skip
             except Exception as error:  # a user's class, or a server, may raise anything
                 if name not in self._failed:
                     self._failed.add(name)
@@ -99,18 +113,23 @@ class Trackers:
     def __enter__(self) -> Self:
         with ExitStack() as started:  # which closes the first where the next one fails
             for name in self.run.config.trainer.trackers:
-                tracker = self._start(name)
-                started.push(_closing(name, tracker))
-                self._started[name] = tracker
+                caller = _Caller(name)
+                tracker = self._start(name, caller)
+                started.push(_closing(name, tracker, caller))
+                self._started[name] = tracker, caller
             self._open = started.pop_all()
         return self
 
-    def _start(self, name: str) -> Tracker:
+    def _start(self, name: str, caller: _Caller) -> Tracker:
         kind, settings = TRACKERS.load(name), self.run.config.trainer.settings_of(name)
+        arguments = (self.run,) if settings is None else (settings, self.run)
         try:
-            tracker: Tracker = kind(self.run) if settings is None else kind(settings, self.run)
+            tracker: Tracker = caller.call(lambda: kind(*arguments), FINISH_S)
         except ConfigError:
+            caller.end()
             raise
+        except TimeoutError:
+            raise ConfigError(f"trainer.trackers: {name} did not start within {FINISH_S:g} s") from None
         except Exception as error:  # a user's class may raise anything
             raise ConfigError(f"trainer.trackers: {name} did not start: {_described(error)}") from error
         return tracker
@@ -121,14 +140,54 @@ class Trackers:
         self._open.__exit__(kind, error, trace)
 
 
-def _closing(name: str, tracker: Tracker) -> Callable[..., None]:
+class _Caller:
+    """Makes all calls of one tracker, in one thread: a server that does not answer holds nothing else up."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.stuck = name, False
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"tracker {name}", daemon=True).start()
+
+    def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        """Return what ``function`` returns. Raises what it raises, and TimeoutError where it takes longer."""
+        end: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._calls.put((function, end))
+        try:
+            result, error = end.get(timeout=timeout_s)
+        except queue.Empty:
+            self.stuck = True
+            abandon(self.name)
+            raise TimeoutError(f"{timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return result
+
+    def end(self) -> None:
+        """End the thread, after the calls that it has."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, end = call
+            try:
+                end.put((function(), None))
+            except BaseException as error:
+                end.put((None, error))
+
+
+def _closing(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., None]:
     """Return what closes a tracker when the run leaves it, in bounded time. What it raises is a warning."""
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
+        if caller.stuck:
+            return
         try:
-            within(FINISH_S + 60, f"closing {name}", lambda: tracker.close(failed=kind is not None))
+            caller.call(lambda: tracker.close(failed=kind is not None), FINISH_S + 60)
+        except TimeoutError:
+            LOG.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
         except Exception as error:  # a user's class, or a server, may raise anything
             LOG.warning("trainer.trackers: %s was not closed: %s", name, _described(error))
+        caller.end()
 
     return close
 
