@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -26,6 +27,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported;
 for number in (signal.SIGINT, signal.SIGHUP):  # `nohup` and `&` have programs ignore them, those of the tests too
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+# A busy machine is not a failure.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 HERE = Path(__file__).parent
 TIERS = ("ray", "vllm", "e2e")

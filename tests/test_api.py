@@ -21,7 +21,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl"
 
 
 @given(st.one_of(TEXT, st.text("\\'\"{}[]$:,= ", min_size=1)))
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 def test_every_text_arrives_as_it_is(text: str) -> None:
     if "${" in text:
         return  # an interpolation, here as there

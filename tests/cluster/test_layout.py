@@ -5,7 +5,7 @@ import re
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.cluster.fit import nearest, require_fit
@@ -79,19 +79,16 @@ def _node_holds(one, wanted, cpus):
     return has_room and len(set(named)) == len(named) and set(named) <= set(one.gpus)
 
 
-@settings(deadline=None)
 @given(small_asks(), small_nodes)
 def test_it_finds_a_layout_exactly_when_there_is_one(requests, nodes):
     assert (solve(requests, nodes, 0.0) is not None) == fits_by_brute_force(requests, nodes)
 
 
-@settings(deadline=None)
 @given(small_asks(), busy_nodes(), st.sampled_from([0.5, 1.0, 1.5]))
 def test_it_finds_a_layout_beside_others_exactly_when_there_is_one(requests, nodes, cpus):
     assert (solve(requests, nodes, cpus) is not None) == fits_by_brute_force(requests, nodes, cpus)
 
 
-@settings(deadline=None)
 @given(small_asks(), small_nodes)
 def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_device(requests, nodes):
     slots = solve(requests, nodes, 1.0)
@@ -113,7 +110,6 @@ def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_dev
         assert not a.by_node or sorted(s.gpus for s in slots if s.group == a.group) == sorted(a.by_node)
 
 
-@settings(deadline=None)
 @given(small_asks(), small_nodes)
 def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(requests, nodes):
     found = nearest(requests, nodes, 0.0)

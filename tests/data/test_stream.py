@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.data.stream import PromptStream
@@ -27,7 +27,6 @@ SIZES = st.integers(min_value=1, max_value=20)
 SEEDS = st.integers(min_value=0, max_value=2**32)
 
 
-@settings(deadline=None)  # a busy machine is not a failure
 @given(n=SIZES, batch_size=SIZES, seed=SEEDS, n_batches=SIZES)
 def test_every_epoch_holds_every_prompt_once(n: int, batch_size: int, seed: int, n_batches: int) -> None:
     stream = PromptStream(prompts(n), seed)
@@ -39,7 +38,6 @@ def test_every_epoch_holds_every_prompt_once(n: int, batch_size: int, seed: int,
     assert stream.epoch == n_batches * batch_size / n
 
 
-@settings(deadline=None)  # a busy machine is not a failure
 @given(n=SIZES, batch_size=SIZES, seed=SEEDS, before=SIZES, after=SIZES)
 def test_a_restored_stream_goes_on_exactly(n: int, batch_size: int, seed: int, before: int, after: int) -> None:
     stream = PromptStream(prompts(n), seed)
@@ -74,7 +72,6 @@ def in_files(*sizes: int) -> list[Prompt]:
 WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(weights=WEIGHTS, batch_size=SIZES, n_batches=SIZES, seed=SEEDS, data=st.data())
 def test_files_have_the_shares_of_their_weights(
     weights: list[int], batch_size: int, n_batches: int, seed: int, data: st.DataObject
@@ -89,7 +86,6 @@ def test_files_have_the_shares_of_their_weights(
             assert len(set(own[start : start + size])) == size
 
 
-@settings(deadline=None)
 @given(weights=WEIGHTS, before=SIZES, after=SIZES, seed=SEEDS)
 def test_a_restored_stream_of_several_files_goes_on_exactly(
     weights: list[int], before: int, after: int, seed: int

@@ -59,7 +59,7 @@ def test_not_more_often_than_allowed_nor_without_a_step(run: Path, monkeypatch: 
 
 
 @given(st.text(st.sampled_from("ab \\'\",=#{}[]%\u00e4"), min_size=1).map(lambda name: f"/x{name}"))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_the_command_goes_on_in_the_same_directory(monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))

@@ -98,7 +98,7 @@ HEADS = {"linear": plain_head, "linear without bias": lambda: plain_head(False),
     st.booleans(),
     st.sampled_from(sorted(HEADS)),
 )
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 def test_chunks_change_neither_value_nor_gradients(n, chunk, block, name, k, tail, kind):
     """Nor do blocks of logits; for a plain output layer, and for one that does more, as autograd of the whole."""
     hidden, targets, weights = make_case(n, k)

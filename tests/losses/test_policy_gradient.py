@@ -32,7 +32,7 @@ def a_case(sizes: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor,
 
 
 @given(lengths, st.floats(0.01, 0.5), st.floats(0.01, 0.9))
-@hypothesis_settings(max_examples=30, deadline=None)
+@hypothesis_settings(max_examples=30)
 def test_clipped_is_ppo_token_by_token_with_its_gradient(sizes: list[int], low: float, high: float) -> None:
     log_q, log_old, advantages, _ = a_case(sizes)
     surrogate = Clip(Clip.Config(clip_low=low, clip_high=high), (0.2, 0.2))
@@ -49,7 +49,7 @@ def test_clipped_is_ppo_token_by_token_with_its_gradient(sizes: list[int], low: 
 
 
 @given(lengths)
-@hypothesis_settings(max_examples=20, deadline=None)
+@hypothesis_settings(max_examples=20)
 def test_cispo_truncates_the_weight_from_above_alone_and_keeps_every_gradient(sizes: list[int]) -> None:
     log_q, log_old, advantages, _ = a_case(sizes)
     ratio = pg.ratio_of(log_q - log_old)
@@ -64,7 +64,7 @@ def test_cispo_truncates_the_weight_from_above_alone_and_keeps_every_gradient(si
 
 
 @given(lengths)
-@hypothesis_settings(max_examples=20, deadline=None)
+@hypothesis_settings(max_examples=20)
 def test_means_and_sums_over_sequences(sizes: list[int]) -> None:
     log_q, _, _, bounds = a_case(sizes)
     for function, divide in ((pg.sequence_mean, True), (pg.sequence_sum, False)):

@@ -87,7 +87,7 @@ logit_rows = st.lists(st.floats(-12, 12, width=32), min_size=V, max_size=V)
 
 
 @given(logit_rows, logit_rows, st.integers(1, V), st.sampled_from(DIVERGENCES))
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 def test_truncated_loss_lies_between_zero_and_the_full_vocabulary(teacher, student, k, loss):
     # A teacher's tail is known to about machine epsilon, and can be as small as exp(-24) here. Where it is a few
     # epsilon, its logarithm, of about -15, is off by up to a half.

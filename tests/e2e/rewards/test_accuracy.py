@@ -396,7 +396,7 @@ def test_very_long_responses_are_answered() -> None:
             assert accuracy(text * 10_000, answer) == 0.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(response=st.text(alphabet=st.characters()), answer=st.text(alphabet=st.characters()))
 def test_odd_texts_never_raise(response: str, answer: str) -> None:
     assert accuracy(response, answer) in (0.0, 1.0)
