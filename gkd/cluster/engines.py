@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.cluster.group import Group, Pending, gather
+from gkd.cluster.placement import Placement
 from gkd.errors import RunFailed
 from gkd.inference.engine import Span
 
@@ -45,6 +46,22 @@ class Engines:
         gather([heads.pending("choosing devices", calls)], timeout_s)
         leading = range(0, len(parts), each)
         return Engines(heads.only(leading), heads.only([i for i in range(len(parts)) if i not in leading]), timeout_s)
+
+    def start_again(self, placement: Placement, engine: int) -> Group:
+        """Start a new leader of an engine on one node, in place of the one that died; returns it, not built yet.
+
+        The engine's other workers go on holding its further GPUs. Raises RunFailed where it does not start.
+        """
+        name, rank = self.leaders.name, self.leaders.reports[engine].rank
+        worker = placement.restart_worker(name, rank)
+        group = placement.groups[name]
+        n_gpus = len(group) // len(self.leaders)
+        if n_gpus > 1:
+            members = group.only(range(rank, rank + n_gpus))
+            devices = [gpu for report in members.reports for gpu in report.ray_gpu_ids]
+            call = worker.workers[0].set_visible_devices.remote(devices, False)
+            gather([worker.pending("choosing devices", [call])], self.timeout_s)
+        return worker
 
     @property
     def nnodes(self) -> int:

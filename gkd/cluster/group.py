@@ -63,6 +63,12 @@ class Group:
         workers, reports = tuple(self.workers[i] for i in ranks), tuple(self.reports[i] for i in ranks)
         return replace(self, workers=workers, reports=reports)
 
+    def replaced(self, position: int, worker: Group) -> Group:
+        """Return the group with the one worker of another group at ``position``."""
+        workers, reports = list(self.workers), list(self.reports)
+        workers[position], reports[position] = worker.workers[0], worker.reports[0]
+        return replace(self, workers=tuple(workers), reports=tuple(reports))
+
     def submit(self, method: str, *args: Any, what: str | None = None, **kwargs: Any) -> Pending:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
         refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,17 +33,28 @@ class Placement:
     cluster: Cluster = field(default_factory=Cluster)
     file: Path | None = field(default=None, init=False)
     """Where it was written, and is written again when workers are replaced."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def restart(self, group: str) -> Group:
         """End the workers of a group, whatever they are doing, and start new ones on the same GPUs.
 
         Raises RunFailed when that is not possible.
         """
-        self.claims[group] = start_again(self.session, self.claims[group], self.cluster)
-        self.groups[group] = _group(group, self.claims[group], self.node_names, self.session)
-        if self.file is not None:
-            self.write_json(self.file)
-        return self.groups[group]
+        return self._replace(group, range(len(self.claims[group])))
+
+    def restart_worker(self, group: str, rank: int) -> Group:
+        """Do what :meth:`restart` does for one worker, and return it alone. May be called on any thread."""
+        return self._replace(group, [rank]).only([rank])
+
+    def _replace(self, group: str, ranks: Sequence[int]) -> Group:
+        started = start_again(self.session, [self.claims[group][rank] for rank in ranks], self.cluster)
+        with self._lock:
+            for rank, claim in zip(ranks, started, strict=True):
+                self.claims[group][rank] = claim
+            self.groups[group] = _group(group, self.claims[group], self.node_names, self.session)
+            if self.file is not None:
+                self.write_json(self.file)
+            return self.groups[group]
 
     @property
     def reports(self) -> list[Report]:
@@ -49,7 +62,7 @@ class Placement:
         return [report for group in self.groups.values() for report in group.reports]
 
     def write_json(self, path: Path) -> None:
-        """Write one record a worker: the format of placement.json. :meth:`restart` writes the file again."""
+        """Write one record a worker: the format of placement.json. It is written again when workers are."""
         self.file = path
         durable.replace(path, (json.dumps([report.to_json() for report in self.reports], indent=1) + "\n").encode())
 

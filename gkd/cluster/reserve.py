@@ -108,15 +108,16 @@ def reserve(
 def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> list[Claim]:
     """Start new workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
 
-    Raises RunFailed when one does not start, its node has left, or it sees another GPU.
+    Raises RunFailed when one does not start, its node has left, or it sees another GPU; then none of them is left.
     """
-    session.release([claim.worker for claim in claims], [])
+    session.release([claim.worker for claim in claims if claim.worker in session.workers], [])
     try:
         started = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
     except _Missed as error:
         raise RunFailed(f"workers could not be started again: {error}") from None
     for old, new in zip(claims, started, strict=True):
         if new.device.gpu_uuids != old.device.gpu_uuids:
+            session.release([claim.worker for claim in started], [])
             seen, expected = (", ".join(claim.device.gpu_uuids) for claim in (new, old))
             raise RunFailed(f"a worker started again (pid {new.device.pid}) has GPU {seen} instead of {expected}")
     return started
@@ -226,13 +227,27 @@ def _wait_ready(groups: list[Any]) -> list[Any]:
 def _start_workers(
     session: Session, wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
 ) -> list[Claim]:
-    """Start workers with these resources out of these bundles, all starting at the same time, and what each sees."""
-    workers = []
-    for bundle, resources in wanted:
-        strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)
-        worker = RemoteWorker.options(**resources, scheduling_strategy=strategy).remote()
-        session.workers.append(worker)
-        workers.append(worker)
+    """Start workers with these resources out of these bundles, all starting at the same time, and what each sees.
+
+    Where that fails none of them is left.
+    """
+    workers: list[Any] = []
+    try:
+        for bundle, resources in wanted:
+            strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)
+            worker = RemoteWorker.options(**resources, scheduling_strategy=strategy).remote()
+            workers.append(worker)
+            session.add(worker)
+        return _started(workers, wanted, cluster)
+    except BaseException:
+        session.release([worker for worker in workers if worker in session.workers], [])
+        raise
+
+
+def _started(
+    workers: Sequence[Any], wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
+) -> list[Claim]:
+    """Wait until all workers have reported what they see."""
     refs = [worker.report.remote() for worker in workers]
     node_ids = {bundle.node_id for bundle, _ in wanted}
     _wait_started(refs, node_ids, cluster.start_timeout_s)

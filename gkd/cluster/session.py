@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,7 @@ from gkd.inference.vllm_environment import installed_device
 
 CONNECT_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 15.0
+JOIN_S = 5.0
 SHUTDOWN_TIMEOUT_S = 30.0
 PREFIX = "gkd-run-"
 RESTART_GRACE_S = 10.0
@@ -54,6 +57,16 @@ class Session:
     control: ControlService | None = None
     claim: int | None = None
     """The descriptor whose lock shows that the directory is in use."""
+    threads: list[threading.Thread] = field(default_factory=list)
+    """What starts workers beside the run. They end once these are ended, and are waited for before Ray is left."""
+    ended: bool = False
+
+    def add(self, worker: Any) -> None:
+        """Take in a worker that was just started. Raises RunFailed, and ends it, once the run has ended."""
+        self.workers.append(worker)
+        if self.ended:
+            ray.kill(worker, no_restart=True)
+            raise RunFailed("the run has ended")
 
     def require_control(self) -> None:
         """Raise ControlLost when Ray's control service is gone, once."""
@@ -64,7 +77,8 @@ class Session:
         """Kill these workers and give their reservations back."""
         for worker in workers:
             ray.kill(worker, no_restart=True)
-            self.workers.remove(worker)
+            with contextlib.suppress(ValueError):  # who started it gave it back as well
+                self.workers.remove(worker)
         for group in placement_groups:
             remove_placement_group(group)
             self.placement_groups.remove(group)
@@ -276,10 +290,15 @@ def _leave_ray(session: Session, lost: bool, stay: bool) -> None:
     disconnecting would wait for it.
     """
 
+    session.ended = True
+
     def release() -> None:
         # A cluster that is gone has nothing to give back, and the error that matters is on its way already.
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
             session.release(list(session.workers), list(session.placement_groups))
+        deadline = time.monotonic() + JOIN_S
+        for thread in session.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     if lost or not within(RELEASE_TIMEOUT_S, "giving workers and GPUs back", release):
         abandon("disconnecting from Ray")

@@ -80,3 +80,7 @@ class Cluster(Settings):
         "where they do not fit side by side"
     )  # fmt: skip
     start_timeout_s: float = Field(900.0, gt=0, description="time workers have to start and to load their models")
+    worker_restarts: int = Field(
+        3, ge=0, description="times each engine, and each replica of a scorer, that dies or hangs is started again on "
+        "its GPU while the run goes on; 0: others do its work, and the last one ends the run, see trainer.restarts"
+    )  # fmt: skip

@@ -10,21 +10,23 @@ from functools import partial
 from gkd.actor.group import ActorGroup
 from gkd.cluster.colocation import Colocation
 from gkd.cluster.engines import Engines
+from gkd.cluster.fleet import Fleet
 from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.placement import Placement
 from gkd.config import Config
 from gkd.data.stream import PromptStream
+from gkd.driver.engines import RolloutEngines
 from gkd.driver.inputs import Inputs
 from gkd.driver.scorers import Scorers
 from gkd.driver.trainer import Parts
 from gkd.driver.val_sets import ValSets
 from gkd.driver.validation import Validation
 from gkd.driver.weight_sync import WeightSync
-from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_environment import environment, require_device
+from gkd.inference.vllm_environment import require_device
 from gkd.rollout.group import RolloutGroup
 from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import ScoringClient
+from gkd.scoring.watch import ScorerWatch
 from gkd.weights.choice import choose
 
 log = logging.getLogger("gkd")
@@ -47,13 +49,13 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     limit, groups = config.cluster.start_timeout_s, placement.groups
     _require_engines_run(config, groups)
     engines = Engines.of(groups["rollout"], config.rollout.tensor_parallel_size, limit)
-    rollout = engines.leaders
+    rollout, own = engines.leaders, RolloutEngines(config, inputs, placement, engines)
     colocation = Colocation()
     actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), colocation)
     scorers = Scorers.of(config, inputs, groups, rollout)
     builds: dict[str, Callable[[], list[Pending]]] = {
         "actor": lambda: [actor.submit_build()],
-        "rollout": partial(_build_rollout, config, inputs, engines),
+        "rollout": own.build,
         **scorers.builds(),
     }
     for wave in waves({name: groups[name] for name in builds}):
@@ -64,11 +66,20 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     for client in teachers.values():
         client.connect()
     rollout.control("connect", clients, timeout_s=limit, what="connecting to the models that score")
-    rollout_group = RolloutGroup(rollout, config, serving, colocation, followers, placement.session.require_control)
+    rollout_group = RolloutGroup(
+        rollout,
+        config,
+        ScorerWatch(serving, Fleet()),
+        colocation,
+        followers,
+        placement.session.require_control,
+        own.again(clients),
+    )
     if config.cluster.offload is True:
         colocation.actor, colocation.scorers = actor, [scorers]
         colocation.samplers = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
+    rollout_group.refresh = sync.push
     actor.load()
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
         sync.push()
@@ -120,15 +131,3 @@ def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     way = choose(config.weights, config.rollout, groups["actor"].reports, groups["rollout"].reports)
     log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
     return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
-
-
-def _build_rollout(config: Config, inputs: Inputs, engines: Engines) -> list[Pending]:
-    group = engines.leaders
-    args = [
-        (config, EngineSpec.for_rollout(config, inputs.student, inputs.model, inputs.max_length, rank, report.device))
-        for rank, report in enumerate(group.reports)
-    ]
-    threads = environment(group.reports[0].device, config.cluster.cpu_threads)
-    return engines.submit_build(
-        "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower", args, threads
-    )

@@ -22,11 +22,11 @@ DEATH_IS_KNOWN_S = 5.0
 
 
 class WeightSync:
-    """Has every living engine serve the actor's weights, whole, before it samples again.
+    """Has every engine that is there serve the actor's weights, whole, before it samples again.
 
     They go in pieces, one after the other, each loaded everywhere before the next one is packed, so that a piece is all
-    the memory it takes. An engine that dies is left out, as it is while sampling; only in the middle of a collective
-    transfer's piece the others and the actor cannot be had back, and the run ends.
+    the memory it takes. An engine that dies is left out, as it is while sampling, and gets them when it is back; only
+    in the middle of a collective transfer's piece the others and the actor cannot be had back, and the run ends.
 
     ``workers`` are the reports of all of the rollout group's workers; ``config.weights.transfer`` is decided.
     """
@@ -37,12 +37,20 @@ class WeightSync:
         self._span = config.rollout.tensor_parallel_size
         self._gpus = [{uuid for r in workers[i : i + self._span] for uuid in r.gpu_uuids}
                       for i in range(0, len(workers), self._span)]  # fmt: skip
-        self._group: tuple[int, list[int]] | None = None
-        """Actor rank 0's process, and the engines that are in the group with it."""
+        self._group: tuple[int, list[tuple[int, int]]] | None = None
+        """Actor rank 0's process, and the engines that are in the group with it, with their processes."""
         self._end = 0.0  # of the push under way (time.monotonic)
+        self._receiving: list[int] = []  # engines that the push under way is for
 
-    def push(self) -> None:
-        """Send the current weights. Raises RunFailed when that fails or takes longer than ``weights.timeout_s``."""
+    def push(self, engines: Sequence[int] | None = None) -> None:
+        """Send the current weights to all engines that are there, or to these alone, while the others go on.
+
+        Raises RunFailed when that fails or takes longer than ``weights.timeout_s``.
+        """
+        self.rollout.take_back()
+        self._receiving = self.rollout.present if engines is None else list(engines)
+        if not self._receiving:  # those that come back get them then
+            return
         self.rollout.colocation.prepare_push()
         limit, version = self.config.weights.timeout_s, self.actor.version
         self._end = time.monotonic() + limit
@@ -54,13 +62,19 @@ class WeightSync:
         for number in itertools.count():
             piece = self._pack(version, number, about)
             served = self._load(piece, f"loading piece {number + 1} of {about}")
-            if piece.last:
+            if piece.last or not served:
                 break
         if self._transfer.gpu_to_gpu:
             self.actor.group.call("release_piece", timeout_s=self._left(), what=f"freeing the buffers of {about}")
         for engine, its in served.items():
             if its != version:
                 raise RunFailed(f"{self.rollout.group.reports[engine]} serves weights {its} instead of {version}")
+        self.rollout.updated(served)
+
+    @property
+    def _engines(self) -> list[int]:
+        """Those of the push under way that are there."""
+        return [engine for engine in self.rollout.present if engine in self._receiving]
 
     def _left(self) -> float:
         """Return seconds that the push under way still has."""
@@ -76,47 +90,48 @@ class WeightSync:
         return replace(pieces[0], contents=tuple(content for piece in pieces for content in piece.contents))
 
     def _packing(self) -> list[bool]:
-        """Return by rank of the actor whether engines that live receive its pieces."""
-        gpus = {uuid for engine in self.rollout.alive for uuid in self._gpus[engine]}
+        """Return by rank of the actor whether engines that are there receive its pieces."""
+        gpus = {uuid for engine in self._engines for uuid in self._gpus[engine]}
         return self._transfer.packing(self.actor.group.reports, gpus)
 
     def _load(self, piece: Piece, what: str) -> dict[int, Any]:
-        """Have every living engine load a piece; returns the versions that they serve then, by engine."""
+        """Have the engines load a piece; returns the versions that they serve then, by engine."""
         if self._transfer.collective:
             sending = self.actor.group.only([0]).submit("broadcast_piece", what=f"sending piece {piece.number + 1}")
-            served = self._together([sending, self._engines("receive", piece, what=what)], what)[1]
-            return dict(zip(self.rollout.alive, served, strict=True))
+            served = self._together([sending, self._submit("receive", piece, what=what)], what)[1]
+            return dict(zip(self._engines, served, strict=True))
         return self._call_engines("receive", piece, what=what)
 
     def _call_engines(self, method: str, *args: Any, what: str) -> dict[int, Any]:
-        """Call ``method`` of every living engine's worker; the results by engine, without those that died of it.
+        """Call ``method`` of the engines' workers; the results by engine, without those that died of it.
 
         The push has the time again that was waited for an engine that was lost.
         """
-        began, alive = time.monotonic(), len(self.rollout.alive)
+        began, engines = time.monotonic(), self._engines
         if not self._left():  # the time is over, and no engine hangs
             raise RunFailed(f"{what}: no time is left (weights.timeout_s={self.config.weights.timeout_s:g})")
-        answers = self.rollout.tell(method, *args, timeout_s=self._left(), what=what)
-        if len(self.rollout.alive) < alive:
+        answers = self.rollout.tell(method, *args, timeout_s=self._left(), what=what, engines=engines)
+        if len(answers) < len(engines):
             self._end += time.monotonic() - began
         return answers
 
     def _form_group(self, about: str) -> None:
-        """Have actor rank 0 and the living engines join a new group."""
-        root, engines = self.actor.group.only([0]), list(self.rollout.alive)
+        """Have actor rank 0 and the engines join a new group."""
+        root, engines = self.actor.group.only([0]), self._engines
         self._group = None
         what = f"joining a group for {about}"
         address = root.call("new_group", timeout_s=self._left(), what=what)[0]
         calls = [root.submit("join_group", address, 1 + self._span * len(engines), what=what),
-                 self._engines("join_group", address, engines, self._span, what=what)]  # fmt: skip
+                 self._submit("join_group", address, engines, self._span, what=what)]  # fmt: skip
         self._together(calls, what)
         self._group = self._members()
 
-    def _members(self) -> tuple[int, list[int]]:
-        return self.actor.group.reports[0].pid, list(self.rollout.alive)
+    def _members(self) -> tuple[int, list[tuple[int, int]]]:
+        engines = [(engine, self.rollout.group.reports[engine].pid) for engine in self._engines]
+        return self.actor.group.reports[0].pid, engines
 
-    def _engines(self, method: str, *args: object, what: str) -> Pending:
-        return self.rollout.group.only(self.rollout.alive).submit_control(method, *args, what=what)
+    def _submit(self, method: str, *args: object, what: str) -> Pending:
+        return self.rollout.group.only(self._engines).submit_control(method, *args, what=what)
 
     def _together(self, calls: list[Pending], what: str) -> list[list[Any]]:
         """Wait for calls whose workers wait for each other, so that the first death ends the run; their results."""

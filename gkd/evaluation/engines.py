@@ -56,7 +56,7 @@ def start_engines(config: Config, placement: Placement, model: LocalModel, max_l
     target = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"
     gather(engines.submit_build(*target, arguments, threads), limit)
     require = placement.session.require_control
-    return RolloutGroup(engines.leaders, config, {}, followers=[engines.bind()], require=require)
+    return RolloutGroup(engines.leaders, config, followers=[engines.bind()], require=require)
 
 
 class EngineReplies:
@@ -73,7 +73,7 @@ class EngineReplies:
     @property
     def in_flight(self) -> int:
         """Twice what all engines work on at the same time, so that none waits for a strategy."""
-        return 2 * self._capacity * len(self.rollout.alive)
+        return 2 * self._capacity * len(self.rollout.working)
 
     async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
         """Have the engines sample a reply. Raises RunFailed for a prompt that is too long or that no template takes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gkd.types import SampleRequest
 
@@ -42,10 +42,10 @@ class RequestDispatcher:
             self._unfinished[request.prompt.id] += 1
             heapq.heappush(self._waiting, (order, request.key, request))
 
-    def hand_out(self) -> dict[int, list[SampleRequest]]:
-        """Fill the engines' free places, and return what each is to be given now."""
+    def hand_out(self, without: Collection[int] = ()) -> dict[int, list[SampleRequest]]:
+        """Fill the free places of the engines, those ``without`` excepted; return what each is to be given now."""
         chosen: dict[int, list[SampleRequest]] = {}
-        loads = {engine: self.load(engine) for engine in self.at_work} if self._waiting else {}
+        loads = {engine: self.load(engine) for engine in self.at_work if engine not in without} if self._waiting else {}
         by_load = [(load, engine) for engine, load in loads.items()]
         heapq.heapify(by_load)
         while self._waiting and by_load:
@@ -91,8 +91,13 @@ class RequestDispatcher:
             self._homes.pop(request.prompt.id, None)
         return True
 
+    def join(self, engine: int) -> None:
+        """Take an engine in, unless it is."""
+        self.at_work.setdefault(engine, {})
+        self._generated.setdefault(engine, set())
+
     def remove(self, engine: int) -> None:
-        """Take an engine out; what it was at work on waits again, in its old place."""
-        del self._generated[engine]
-        for key, request in self.at_work.pop(engine).items():
+        """Take an engine out, if it is in; what it was at work on waits again, in its old place."""
+        self._generated.pop(engine, None)
+        for key, request in self.at_work.pop(engine, {}).items():
             heapq.heappush(self._waiting, (self._orders[key], key, request))

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,22 @@ from ray.exceptions import RayError
 
 from gkd.cluster.colocation import SLACK_S, Colocation
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
+from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
 from gkd.cluster.group import Group, Pending, fetch_samples, gather
+from gkd.cluster.restarts import Restarts, StartAgain
 from gkd.config import Config
 from gkd.errors import RunFailed
+from gkd.observability.events import note
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import SampleStream
+from gkd.scoring.watch import ScorerWatch
 from gkd.types import Generated, SampleRequest, ScoredSample, TrainingSample
 
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
+ENGINES = "rollout"
+"""The engines' group."""
 LOOK_EVERY_S = 1.0
 DRAIN_EVERY_S = 0.02
 LATE_EVERY_S = 0.05  # where samples are on their way between nodes
@@ -33,42 +39,58 @@ LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 class RolloutGroup:
     """Hands requests to the engines as these have places free, and keeps what they finish until it is collected.
 
-    When an engine dies while others live, what it was doing is done again by these; when none is left the run fails.
-    One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died. What an engine had finished is
-    not lost: samples belong to this process and stay in the object store of their node.
-    So it is with teachers and references, ``serving`` by group: their clients try another replica, and without any the
-    run fails at once instead of after a deadline. ``require`` raises what else ends the run while it waits here.
+    When an engine dies, what it was doing is done again by the others, or waits. It is started again as ``again`` says,
+    gets the current weights from ``refresh``, and takes part once it has them; when none is left or comes back the run
+    fails. One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died. What an engine had
+    finished is not lost: samples belong to this process and stay in the object store of their node.
+    ``scorers`` are watched meanwhile. ``require`` raises what else ends the run while it waits here.
     """
 
     def __init__(
         self,
         group: Group,
         config: Config,
-        serving: Mapping[str, Pending],
+        scorers: ScorerWatch | None = None,
         colocation: Colocation | None = None,
         followers: Sequence[Pending] = (),
         require: Callable[[], None] = lambda: None,
+        again: StartAgain | None = None,
     ) -> None:
         self.group, self.config, self.colocation = group, config, colocation or Colocation()
         self._require = require
-        # Scorers' calls, which end only when one fails, by reference: its group, and its name for messages.
-        self._scorers = {
-            ref: (name, worker)
-            for name, calls in serving.items()
-            for ref, worker in zip(calls.refs, calls.workers, strict=True)
-        }
+        self._scorers = scorers or ScorerWatch({}, Fleet())
+        self._fleet = self._scorers.fleet
+        self._fleet.add(ENGINES, len(group))
+        self._restarts = Restarts(self._fleet, ENGINES, again)
+        self.refresh: Callable[[Sequence[int]], None] | None = None
+        """What sends the actor's weights to these engines, by :meth:`updated` the end of it; None: nothing does."""
         # Parts of engines on further nodes. When one fails, its leader ends, and this is the reason.
         self._followers = {
             ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
         }
-        self.alive = list(range(len(group)))
         self._next_key = 0
-        self._dispatcher = RequestDispatcher(self.alive, config.rollout.max_num_seqs, config.rollout.n)
-        self._given = dict.fromkeys(self.alive, 0)  # requests so far, by engine
+        self._dispatcher = RequestDispatcher(self.working, config.rollout.max_num_seqs, config.rollout.n)
+        self._given = dict.fromkeys(self.working, 0)  # requests so far, by engine
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
-        self._serving = group.submit("serve")  # what it raises comes out of the streams
-        self._streams = {i: SampleStream(group.stream(i, "finished")) for i in self.alive}
+        self._streams: dict[int, SampleStream] = {}
+        for engine in self.working:
+            self._serve(engine)
         self._heartbeat = Heartbeat(group, config.rollout.engine_timeout_s)
+
+    def _serve(self, engine: int) -> None:
+        """Have an engine's worker run it; what that raises comes out of the stream."""
+        self.group.only([engine]).submit("serve")
+        self._streams[engine] = SampleStream(self.group.stream(engine, "finished"))
+
+    @property
+    def working(self) -> list[int]:
+        """The engines that sample."""
+        return self._fleet.members(ENGINES, *WORKING)
+
+    @property
+    def present(self) -> list[int]:
+        """The engines whose process is there, those included that have yet to get weights."""
+        return self._fleet.members(ENGINES, *PRESENT)
 
     def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
         """Have every request sampled and scored, before what was submitted earlier and waits.
@@ -91,7 +113,7 @@ class RolloutGroup:
     def collect(self, keys: Sequence[int], timeout_s: float) -> list[TrainingSample]:
         """Wait until the requests of ``keys`` are sampled and scored; returns their samples in this order.
 
-        Raises RunFailed when ``timeout_s`` is over or no engine is left.
+        Raises RunFailed when ``timeout_s`` is over, or no engine is left and none comes back.
         """
         return [sample for samples in self.in_order(keys, timeout_s) for sample in samples]
 
@@ -105,6 +127,7 @@ class RolloutGroup:
             if there:
                 yield there
                 continue
+            self._refresh()
             if time.monotonic() > deadline:
                 missing = sum(key not in self._done for key in left)
                 raise RunFailed(self._late(f"{missing} samples were not finished and scored", timeout_s))
@@ -135,7 +158,12 @@ class RolloutGroup:
             self._work(min(deadline, time.monotonic() + DRAIN_EVERY_S))
 
     def _samples_on(self, timeout_s: float) -> bool:
-        """Return whether a request waits, or an engine has not sampled all that it was given."""
+        """Return whether a request waits, or an engine has not sampled all that it was given.
+
+        What waits where no engine works gets the weights that engines have when they are back.
+        """
+        if not self.working:
+            return False
         if self._dispatcher.n_waiting:
             return True
         if not any(self._dispatcher.at_work.values()):
@@ -145,6 +173,7 @@ class RolloutGroup:
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
+        self.take_back()
         self._hand_out()
         for engine, samples in self._collect(deadline, calls):
             for sample in samples:
@@ -155,7 +184,9 @@ class RolloutGroup:
         self._end_hanging()
 
     def _hand_out(self) -> None:
-        for engine, requests in self._dispatcher.hand_out().items():
+        suspect = self._fleet.members(ENGINES, Health.SUSPECT)
+        without = suspect if len(suspect) < len(self.working) else ()
+        for engine, requests in self._dispatcher.hand_out(without).items():
             self._given[engine] += len(requests)
             self.group.workers[engine].control.remote("submit", requests)
 
@@ -164,7 +195,8 @@ class RolloutGroup:
         self._require()
         late = [engine for engine, stream in self._streams.items() if stream.is_late]
         engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
-        watched = [*engines, *self._scorers, *self._followers, *calls]
+        scoring = self._scorers.calls
+        watched = [*engines, *scoring, *self._followers, *calls]
         left = min(LATE_EVERY_S if late else LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
         # Arrays stay on their node until the actor wants them.
         ready: list[Any] = []
@@ -173,8 +205,9 @@ class RolloutGroup:
         else:
             time.sleep(left)
         for ref in ready:
-            if ref in self._scorers:
-                self._lose_scorer(ref)
+            if ref in scoring:
+                self._warn_of_followers()
+                self._scorers.lose(ref)
             elif ref in self._followers:
                 self._warn_of_followers()
         collected: list[tuple[int, list[TrainingSample | Generated]]] = []
@@ -197,9 +230,14 @@ class RolloutGroup:
             raise self.group.explain(engine, error) from error
 
     def _end_hanging(self) -> None:
-        """End engines that have work and do not do it."""
+        """End engines that have work and do not do it; those that have not for half of that time are suspect."""
         limit = self.config.rollout.engine_timeout_s
-        for engine in self._heartbeat.hanging([i for i in self.alive if self._dispatcher.at_work[i]]):
+        busy = [engine for engine in self.working if self._dispatcher.at_work[engine]]
+        hanging = self._heartbeat.hanging(busy)
+        for engine in self.working:
+            silent = engine in busy and self._heartbeat.silent_s(engine) > limit / 2
+            self._fleet.change(ENGINES, engine, Change.SILENT if silent else Change.ANSWERED)
+        for engine in hanging:
             who = self.group.reports[engine]
             self._lose(engine, WorkerHangs(f"{who} has done nothing for {limit:g} s (rollout.engine_timeout_s)"))
 
@@ -210,20 +248,46 @@ class RolloutGroup:
         others = f" and {len(holding) - 3} more" if len(holding) > 3 else ""
         return (
             f"{what} within {timeout_s:g} s (rollout.timeout_s); engines "
-            f"alive: {len(self.alive)} of {len(self.group)}; still at work: {', '.join(holding[:3])}{others}"
+            f"alive: {len(self.working)} of {len(self.group)}; still at work: {', '.join(holding[:3])}{others}"
         )
 
     def _lose(self, engine: int, failure: WorkerDied) -> None:
+        """Take an engine out that died, and begin to start it again. Raises ``failure`` when none is left or comes."""
         self._warn_of_followers()
-        self.alive.remove(engine)
         self._dispatcher.remove(engine)
         del self._streams[engine]
         if isinstance(failure, WorkerHangs):
             self.group.end(engine)
-        if not self.alive:
+        then = self._restarts.lose(engine)
+        if self._restarts.is_lost:
             raise failure
-        left = len(self.alive)
-        log.warning("%s; its samples are done again by the other %d engines", failure, left, extra={"kind": "death"})
+        n = len(self.working)
+        others = f"its samples are done again by the other {n} engines" if n else "its samples wait for an engine"
+        log.warning("%s; %s; %s", failure, others, then, extra={"kind": "death"})
+
+    def take_back(self) -> None:
+        """Take in the new workers of engines that died; they sample once they have the weights."""
+        for engine, worker in self._restarts.take().items():
+            self.group = self.group.replaced(engine, worker)
+            self._given[engine] = 0
+            self._heartbeat.replace(engine, self.group)
+            self._serve(engine)
+            text = f"{self.group.reports[engine]} is there in place of the one that died, and gets the weights"
+            log.info(text)
+            note("restart", text)
+
+    def _refresh(self) -> None:
+        """Give engines that have come back the actor's weights, while it does not change them."""
+        stale = self._fleet.members(ENGINES, Health.STALE)
+        if stale and self.refresh is not None:
+            self.refresh(stale)
+
+    def updated(self, engines: Iterable[int]) -> None:
+        """Note that these engines have the current weights, whole, and may sample."""
+        for engine in engines:
+            self._fleet.change(ENGINES, engine, Change.READY)
+            self._dispatcher.join(engine)
+        self._hand_out()
 
     def _warn_of_followers(self) -> None:
         """Name the parts of engines that have failed, which is why their leaders end."""
@@ -238,48 +302,37 @@ class RolloutGroup:
                 reason = explain(error, worker)
                 log.warning("%s is lost, and the engine that it is a part of with it: %s", worker, reason)
 
-    def _lose_scorer(self, serving: Any) -> None:
-        self._warn_of_followers()
-        group, worker = self._scorers.pop(serving)
-        try:
-            ray.get(serving)
-            failure: Exception = RunFailed(f"{worker} stopped serving by itself")
-        except Exception as error:
-            failure = explain(error, worker)
-        others = sum(name == group for name, _ in self._scorers.values())
-        if not others:
-            raise failure
-        log.warning("%s; %d others of the %s group go on", failure, others, group, extra={"kind": "death"})
-
     def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
         """Return the arrays of samples. For the few that the driver looks at."""
         return fetch_samples(samples, FETCH_TIMEOUT_S)
 
     def sleep(self) -> None:
-        """Have every living engine free its GPU."""
+        """Have every engine free its GPU."""
         self.tell("sleep", timeout_s=self.config.weights.timeout_s + SLACK_S, what="going to sleep")
 
     def wake(self, weights_only: bool = False) -> None:
-        """Have every living engine be as before; ``weights_only``: as far as new weights need."""
+        """Have every engine be as before; ``weights_only``: as far as new weights need."""
         limit = self.config.weights.timeout_s + SLACK_S
         self.tell("wake", weights_only, timeout_s=limit, what="waking up")
 
-    def tell(self, method: str, *args: Any, timeout_s: float, what: str) -> dict[int, Any]:
-        """Call ``method`` of every living engine's worker; the results, by engine, without those that died of it.
+    def tell(
+        self, method: str, *args: Any, timeout_s: float, what: str, engines: Sequence[int] | None = None
+    ) -> dict[int, Any]:
+        """Call ``method`` of every engine's worker that is there, or of those of ``engines``; the results, by engine.
 
-        One that has not answered after ``timeout_s`` hangs, and is ended.
-        Raises RunFailed when no engine is left.
+        Those that died of it have none. One that has not answered after ``timeout_s`` hangs, and is ended.
+        Raises RunFailed when no engine is left and none comes back.
         """
-        engines = list(self.alive)
-        call = self.group.only(engines).submit_control(method, *args, what=what)
+        called = [engine for engine in self.present if engines is None or engine in engines]
+        call = self.group.only(called).submit_control(method, *args, what=what)
         (results,) = gather([call], timeout_s, keep_deaths=True, keep_late=True)
-        answers = dict(zip(engines, results, strict=True))
+        answers = dict(zip(called, results, strict=True))
         for engine, answer in answers.items():
             if isinstance(answer, WorkerDied):
                 self._lose(engine, answer)
-        return {engine: answers[engine] for engine in self.alive}
+        return {engine: answer for engine, answer in answers.items() if not isinstance(answer, WorkerDied)}
 
     @property
     def living(self) -> Group:
         """The engines that are there."""
-        return self.group.only(self.alive)
+        return self.group.only(self.present)

@@ -52,6 +52,14 @@ class Heartbeat:
                 hanging.append(engine)
         return hanging
 
+    def silent_s(self, engine: int) -> float:
+        """Return for how long an engine has shown no progress, as of the last look at it."""
+        return self._beats[engine].silent_s
+
+    def replace(self, engine: int, group: Group) -> None:
+        """Watch the new worker of an engine, in ``group``, from now on."""
+        self._group, self._beats[engine] = group, _Beat()
+
     def begin(self) -> None:
         """Note that new work begins: silence is counted from now on."""
         for beat in self._beats:

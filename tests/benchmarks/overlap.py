@@ -138,7 +138,7 @@ def group_of(name: str, target: str, *arguments: Any) -> Group:
 
 def run(rollout_group: Group, actor_group: Group, config: Config, times: Times) -> list[dict[str, float]]:
     """Rows of metrics.jsonl."""
-    rollout, actor = RolloutGroup(rollout_group, config, {}), ActorGroup(actor_group, config, "", lambda: actor_group)
+    rollout, actor = RolloutGroup(rollout_group, config), ActorGroup(actor_group, config, "", lambda: actor_group)
     rollout_group.control("impose", times, timeout_s=30)
     actor_group.call("impose", times, timeout_s=30)
     parts: Any = SimpleNamespace(

@@ -102,20 +102,28 @@ def test_json_has_one_record_a_worker(tmp_path):
 def test_the_file_has_the_processes_of_workers_that_were_started_again(tmp_path, monkeypatch):
     """The monitor looks for them there."""
 
+    def claim(rank, pid):
+        facts = vars(report("", 0, rank, pid=pid))
+        seen = {key: value for key, value in facts.items() if key not in ("group", "rank", "node")}
+        return Claim(None, None, DeviceReport(**seen), {})
+
+    pids = iter([7, 8, 9])
+
     def started_again(session, claims, cluster):
-        facts = {
-            key: value for key, value in vars(report("", 0, 0, pid=7)).items() if key not in ("group", "rank", "node")
-        }
-        return [Claim(None, None, DeviceReport(**facts), {})]
+        return [claim(old.device.gpu_indices[0], next(pids)) for old in claims]
+
+    def written():
+        return [(record["group"], record["pid"]) for record in json.loads((tmp_path / "placement.json").read_text())]
 
     monkeypatch.setattr("gkd.cluster.placement.start_again", started_again)
-    placement = Placement(
-        {"actor": Group("actor", (None,), (report("actor", 0, 0),))}, {"actor": []}, {"n1": "10.0.0.1"}
-    )
+    ranks = Group("actor", (None, None), (report("actor", 0, 0), report("actor", 1, 1)))
+    placement = Placement({"actor": ranks}, {"actor": [claim(0, 100), claim(1, 101)]}, {"n1": "10.0.0.1"})
     placement.write_json(tmp_path / "placement.json")
+    (alone,) = placement.restart_worker("actor", 1).reports
+    assert (alone.rank, alone.pid) == (1, 7)
+    assert written() == [("actor", 100), ("actor", 7)]
     placement.restart("actor")
-    (record,) = json.loads((tmp_path / "placement.json").read_text())
-    assert (record["group"], record["pid"]) == ("actor", 7)
+    assert written() == [("actor", 8), ("actor", 9)]
 
 
 def test_a_fault_is_one_line_with_everything_in_it():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.types import Prompt, SampleRequest, Sampling
 
-KINDS = ["finish", "finish", "finish", "generate", "generate", "die"]
+KINDS = ["finish", "finish", "finish", "generate", "generate", "die", "back"]
 
 
 def wanted(n_prompts: int, n: int, first: int = 0) -> list[SampleRequest]:
@@ -51,6 +51,8 @@ def test_every_request_is_done_once_whatever_ends_in_between(
                 dispatcher.generated(engine, next(iter(held), -1))
         elif kind == "die" and len(dispatcher.at_work) > 1:
             dispatcher.remove(sorted(dispatcher.at_work)[which % len(dispatcher.at_work)])
+        elif kind == "back":
+            dispatcher.join(which % engines)
         else:
             finish(which)
     assert sorted(done) == [request.key for request in requests]

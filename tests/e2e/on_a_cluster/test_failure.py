@@ -112,7 +112,8 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
 
 def test_a_run_goes_on_by_itself_whatever_it_loses(start: Any) -> None:
     """Its actor, before there is a checkpoint and after, its only engine, and then more than it may."""
-    small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "rollout.engine=hf", "trainer.restarts=3")
+    small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "rollout.engine=hf", "trainer.restarts=3",
+             "cluster.worker_restarts=0")  # fmt: skip
     run = start(LONG, *small, "trainer.save_every=3", "trainer.save_minutes=null", recipe="grpo")
     last = 0
     for number, lost in enumerate(("actor", "rollout", "actor", "rollout")):

@@ -43,7 +43,7 @@ def test_eight_engines_are_eight_times_as_fast_as_one(workers: list[object]) -> 
     group = Group("rollout", tuple(workers), found)
     target = "tests.ray.evaluation.imposed:ImposedRollout"
     gather([group.submit_build(target, [(settings(), rank) for rank in range(N)])], 120)
-    rollout = RolloutGroup(group, settings(), {})
+    rollout = RolloutGroup(group, settings())
     model = LocalModel("toy", "", "f", make_tokenizer(), ModelInfo(64, None, [2], 14))
     source = EngineReplies(settings(), model, rollout, 64)
     questions = [Question(f"{i:x}", Prompt(i, np.array([1], np.int32), "?"), {}) for i in range(N * SLOTS * ROUNDS)]

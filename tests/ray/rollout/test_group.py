@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import ray
 
+from gkd.cluster.fleet import Health
 from gkd.cluster.group import Group, WorkerReports, gather
 from gkd.cluster.reserve import RemoteWorker
+from gkd.cluster.restarts import StartAgain
 from gkd.config import Config, load
 from gkd.errors import RunFailed
 from gkd.observability.metrics import of_memory
@@ -47,15 +49,20 @@ def settings() -> Config:
     )
 
 
-def start(engines: list[Group], n: int) -> RolloutGroup:
-    workers = tuple(RemoteWorker.options(num_cpus=0).remote() for _ in range(n))
-    group = Group("rollout", workers, tuple(reports("rollout", *(f"GPU-{i}" for i in range(n)))))
-    gather([group.submit_build("tests.ray.rollout.toy:ToyRollout", [(settings(), rank) for rank in range(n)])], 120)
+def built(engines: list[Group], ranks: Sequence[int]) -> Group:
+    workers = tuple(RemoteWorker.options(num_cpus=0).remote() for _ in ranks)
+    engines.append(Group("rollout", workers, ()))
+    found = tuple(reports("rollout", *(f"GPU-{i}" for i in range(max(ranks) + 1)))[rank] for rank in ranks)
+    group = Group("rollout", workers, found)
+    gather([group.submit_build("tests.ray.rollout.toy:ToyRollout", [(settings(), rank) for rank in ranks])], 120)
     node = ray.get_runtime_context().get_node_id()
     pids = group.control("pid", timeout_s=30)
-    known = tuple(replace(r, pid=pid, node_id=node) for r, pid in zip(group.reports, pids, strict=True))
-    engines.append(Group("rollout", workers, known))
-    return RolloutGroup(engines[-1], settings(), {})
+    known = tuple(replace(r, pid=pid, node_id=node) for r, pid in zip(found, pids, strict=True))
+    return Group("rollout", workers, known)
+
+
+def start(engines: list[Group], n: int, again: StartAgain | None = None) -> RolloutGroup:
+    return RolloutGroup(built(engines, range(n)), settings(), again=again)
 
 
 def wanted(n: int) -> list[SampleRequest]:
@@ -83,7 +90,7 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
         samples = rollout.sample(wanted(13), timeout_s=120)
     assert [sample.prompt_id for sample in samples] == list(range(13))
     assert {sample.worker for sample in samples} == {0}
-    assert rollout.alive == [0]
+    assert rollout.present == [0]
     named = sorted(message for message in caplog.messages if "rollout rank" in message)
     assert [message[:14] for message in named] == ["rollout rank 1", "rollout rank 2", "rollout rank 3"]
     assert all("done nothing for 5 s (rollout.engine_timeout_s)" in message for message in named)
@@ -92,6 +99,57 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     rollout.living.control("get_stuck", timeout_s=30)
     with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .* has done nothing for 5 s"):
         rollout.sample(wanted(2), timeout_s=120)
+
+
+def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_given_up(
+    engines: list[Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of two that is killed; both, one of which does not start at first; and both more often than they may."""
+    attempts: list[int] = []
+
+    def start_again(member: int) -> Group:
+        attempts.append(member)
+        if attempts.count(0) == 1 and member == 0:
+            raise RunFailed("no GPU")
+        return built(engines, [member])
+
+    rollout = start(engines, 2, StartAgain(2, start_again, []))
+    sent: list[int] = []
+
+    def send(stale: Sequence[int]) -> None:
+        assert {rollout._fleet.health("rollout", engine) for engine in stale} == {Health.STALE}
+        assert not any(engine in rollout._dispatcher.at_work for engine in stale)
+        sent.extend(rollout.tell("progress", timeout_s=30, what="loading", engines=stale))
+        rollout.updated(stale)
+
+    def kill(killed: Sequence[int]) -> list[int]:
+        keys = rollout.submit(wanted(30))
+        for engine in killed:
+            os.kill(rollout.group.reports[engine].pid, signal.SIGKILL)
+        return keys
+
+    rollout.refresh = send
+    with caplog.at_level(logging.WARNING, "gkd"):
+        for killed in ([1], [0, 1]):
+            sent.clear()
+            samples = rollout.collect(kill(killed), timeout_s=120)
+            assert [sample.prompt_id for sample in samples] == list(range(30))
+            while len(rollout.working) < 2:
+                rollout.sample(wanted(8), timeout_s=120)
+            assert sorted(sent) == killed
+            assert {sample.worker for sample in rollout.sample(wanted(8), timeout_s=120)} == {0, 1}
+        keys = kill([0, 1])
+        with pytest.raises(RunFailed, match=r"^rollout rank \d \(.* died: "):
+            rollout.collect(keys, timeout_s=120)
+    assert sorted(attempts) == [0, 0, 1, 1]
+    deaths = [record.getMessage() for record in caplog.records if getattr(record, "kind", "") == "death"]
+    ends = [
+        "its samples are done again by the other 1 engines; it is started again (1 of cluster.worker_restarts=2)",
+        "its samples wait for an engine; it is started again (1 of cluster.worker_restarts=2)",
+        "in place of rollout 0 did not start: no GPU; it is started again (2 of cluster.worker_restarts=2)",
+        "it is given up: cluster.worker_restarts=2",
+    ]
+    assert all(any(text.endswith(end) for text in deaths) for end in ends), deaths
 
 
 def test_a_driver_that_stood_still_takes_nobody_for_hanging(engines: list[Group]) -> None:
@@ -112,7 +170,7 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
     assert set(rollout.tell("progress", timeout_s=5.0, what="telling")) == {0}
-    assert rollout.alive == [0]
+    assert rollout.present == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
     assert len(rollout.sample(wanted(2), timeout_s=60)) == 2
 
@@ -126,7 +184,7 @@ def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Grou
     pid = rollout.group.reports[1].pid
     os.kill(pid, signal.SIGKILL)
     rollout.drain(timeout_s=120)
-    assert rollout.alive == [0]
+    assert rollout.present == [0]
     assert rollout.group.only([0]).control("n_sampled", timeout_s=30) == [rollout._given[0]]
     samples = [rollout.collect(keys, timeout_s=120) for keys in (first, later)]
     assert [[sample.prompt_id for sample in of] for of in samples] == [list(range(6)), list(range(10))]

@@ -74,7 +74,7 @@ class System:
         self.sync.push()
 
     def found(self) -> list[Any]:
-        return self.rollout.group.only(self.rollout.alive).control("found", timeout_s=30)
+        return self.rollout.living.control("found", timeout_s=30)
 
     def expect_served(self, version: int) -> list[Any]:
         """Every living engine has exactly the actor's weights and may sample from them."""
@@ -107,7 +107,7 @@ def actors(local_ray: None, model_path: str) -> Iterator[Group]:
 
 def start(actors: Group, engines: Group, config: Config) -> System:
     actors.call("use", config, timeout_s=30)
-    actor, rollout = ActorGroup(actors, config, "", lambda: actors), RolloutGroup(engines, config, {})
+    actor, rollout = ActorGroup(actors, config, "", lambda: actors), RolloutGroup(engines, config)
     return System(actor, rollout, WeightSync(actor, rollout, engines.reports, config))
 
 
@@ -141,7 +141,7 @@ def test_every_engine_gets_every_tensor_as_it_is(actors: Group, pair: Group, tra
 def pair(local_ray: None) -> Iterator[Group]:
     """Two engines for tests that do them no harm."""
     engines = make_engines(settings("nccl"), 2)
-    RolloutGroup(engines, settings("nccl"), {})  # which has them serve
+    RolloutGroup(engines, settings("nccl"))  # which has them serve
     yield engines
     end(engines)
 
@@ -152,7 +152,7 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     system = start(actors, engines, config)
     system.trouble(0, "die in receive", 2)
     system.push(1)  # it dies in the middle of this one
-    assert system.rollout.alive == [1]
+    assert system.rollout.present == [1]
     system.expect_served(1)
     system.push(2)  # and is not there at this one: nobody packs for it
     assert system.sync._packing() == [True, False]
@@ -176,7 +176,7 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     system.push(1)
     ray.kill(engines.workers[0])
     system.push(2)
-    assert system.rollout.alive == [1, 2]
+    assert system.rollout.present == [1, 2]
     assert [groups for *_, groups in system.expect_served(2)] == [[(2, 4), (1, 3)], [(3, 4), (2, 3)]]
     system.trouble(2, "die in receive", 1)
     # At once: at the deadline it would not be a death.
@@ -210,12 +210,12 @@ def test_an_engine_that_hangs_takes_no_time_from_the_others() -> None:
     """All that a push may take is waited for it; what comes after that has as much time as if it had not been there."""
     limits: list[float] = []
 
-    def tell(method: str, *_: Any, timeout_s: float, what: str) -> dict[int, int]:
-        if method == "pause" and len(rollout.alive) == 2:
+    def tell(method: str, *_: Any, timeout_s: float, what: str, engines: list[int]) -> dict[int, int]:
+        if method == "pause" and len(rollout.present) == 2:
             time.sleep(timeout_s)
-            rollout.alive.remove(1)
+            rollout.present.remove(1)
         limits.append(timeout_s)
-        return dict.fromkeys(rollout.alive, 3)
+        return dict.fromkeys(rollout.present, 3)
 
     def call(*_: Any, timeout_s: float, what: str) -> list[Piece]:
         limits.append(timeout_s)
@@ -224,11 +224,12 @@ def test_an_engine_that_hangs_takes_no_time_from_the_others() -> None:
     config = settings("ipc", timeout_s=0.5)
     engines = tuple(reports("rollout", *ENGINE_GPUS["ipc"]))
     rollout: Any = SimpleNamespace(
-        alive=[0, 1], tell=tell, colocation=Colocation(), group=SimpleNamespace(reports=engines)
-    )
+        present=[0, 1], tell=tell, colocation=Colocation(), group=SimpleNamespace(reports=engines), updated=list,
+        take_back=list,
+    )  # fmt: skip
     ranks = SimpleNamespace(call=call, call_each=call, reports=tuple(reports("actor", "GPU-0")))
     actor: Any = SimpleNamespace(version=3, group=ranks)
     WeightSync(actor, rollout, engines, config).push()
-    assert rollout.alive == [0]
+    assert rollout.present == [0]
     assert len(limits) == 4  # pause, pack_piece, receive, release_piece
     assert all(limit > 0.25 for limit in limits), limits

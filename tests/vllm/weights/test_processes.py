@@ -96,7 +96,7 @@ def test_the_engine_samples_from_the_actors_weights(
         300,
     )
     try:
-        actor_group, rollout = ActorGroup(actor, config, paths[1], lambda: actor), RolloutGroup(engine, config, {})
+        actor_group, rollout = ActorGroup(actor, config, paths[1], lambda: actor), RolloutGroup(engine, config)
         actor_group.load()
         sync = WeightSync(actor_group, rollout, engine.reports, config)
         wanted = requests(Sampling(12))

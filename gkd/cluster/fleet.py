@@ -1,0 +1,92 @@
+"""Which engines and replicas work, which are gone, and which come back: the one place that knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum, auto
+
+
+class Health(Enum):
+    """What an engine or a replica of a scorer is good for."""
+
+    HEALTHY = auto()
+    """It works."""
+    SUSPECT = auto()
+    """It has work and has not shown for a while that it does it: it is given no more where others are healthy."""
+    DEAD = auto()
+    """Its process is gone, or was ended because it hung."""
+    RESTARTING = auto()
+    """A new process is starting in its place."""
+    STALE = auto()
+    """The new process is there and has yet to get what it works with: the current weights, its clients."""
+    RETIRED = auto()
+    """It does not come back."""
+
+
+class Change(Enum):
+    """What happens to an engine or a replica."""
+
+    SILENT = auto()
+    ANSWERED = auto()
+    DIED = auto()
+    RESTARTED = auto()
+    STARTED = auto()
+    READY = auto()
+    """It has what it works with: one whole push for an engine."""
+    GIVEN_UP = auto()
+
+
+WORKING = (Health.HEALTHY, Health.SUSPECT)
+PRESENT = (*WORKING, Health.STALE)
+"""Those whose process answers."""
+
+NEXT: dict[tuple[Health, Change], Health] = {
+    (Health.HEALTHY, Change.SILENT): Health.SUSPECT,
+    (Health.SUSPECT, Change.SILENT): Health.SUSPECT,
+    (Health.HEALTHY, Change.ANSWERED): Health.HEALTHY,
+    (Health.SUSPECT, Change.ANSWERED): Health.HEALTHY,
+    (Health.HEALTHY, Change.DIED): Health.DEAD,
+    (Health.SUSPECT, Change.DIED): Health.DEAD,
+    (Health.RESTARTING, Change.DIED): Health.DEAD,
+    (Health.STALE, Change.DIED): Health.DEAD,
+    (Health.DEAD, Change.RESTARTED): Health.RESTARTING,
+    (Health.RESTARTING, Change.STARTED): Health.STALE,
+    (Health.STALE, Change.READY): Health.HEALTHY,
+    (Health.HEALTHY, Change.READY): Health.HEALTHY,
+    (Health.SUSPECT, Change.READY): Health.HEALTHY,
+    (Health.DEAD, Change.GIVEN_UP): Health.RETIRED,
+}
+"""Whatever is not here cannot happen. From DEAD the only way back to work is a new process that was made READY."""
+
+
+class Fleet:
+    """The engines and replicas of a run, by group and number, each :attr:`Health.HEALTHY` at first."""
+
+    def __init__(self) -> None:
+        self._health: dict[tuple[str, int], Health] = {}
+        self._restarts: Counter[tuple[str, int]] = Counter()
+
+    def add(self, group: str, n: int) -> None:
+        """Take in members 0 to ``n`` - 1 of a group, which work."""
+        self._health |= dict.fromkeys(((group, member) for member in range(n)), Health.HEALTHY)
+
+    def change(self, group: str, member: int, change: Change) -> Health:
+        """Return what a member is after ``change``. Raises ValueError for what cannot happen to it."""
+        before = self._health[group, member]
+        if (before, change) not in NEXT:
+            raise ValueError(f"{group} {member} is {before.name}, to which {change.name} cannot happen")
+        self._restarts[group, member] += change is Change.RESTARTED
+        self._health[group, member] = NEXT[before, change]
+        return NEXT[before, change]
+
+    def health(self, group: str, member: int) -> Health:
+        """Return what a member is."""
+        return self._health[group, member]
+
+    def members(self, group: str, *which: Health) -> list[int]:
+        """Return the members of a group that are one of ``which``, in order."""
+        return [member for (its, member), health in self._health.items() if its == group and health in which]
+
+    def restarts(self, group: str, member: int) -> int:
+        """Return how often a member was started again."""
+        return self._restarts[group, member]

@@ -1,0 +1,92 @@
+"""Workers that come back: what dies is started again beside the run, while others do its work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from gkd.cluster.failure import WorkerDied
+from gkd.cluster.fleet import Change, Fleet, Health
+from gkd.cluster.group import Group
+from gkd.errors import one_line
+
+LOG = logging.getLogger("gkd")
+
+
+@dataclass(frozen=True, slots=True)
+class StartAgain:
+    """How members of a group are started again, at most ``limit`` times each.
+
+    ``start`` gets the number of a member and returns its new worker, built, as a group of one. It is called on a thread
+    of its own, ends when that worker does, and raises where nothing comes of it. ``refusal`` says why no member can be;
+    None: they can.
+    """
+
+    limit: int
+    start: Callable[[int], Group]
+    threads: list[threading.Thread]
+    """To be joined once the workers were ended, before Ray is left."""
+    refusal: str | None = None
+
+
+class Restarts:
+    """Keeps count of one ``group`` of ``fleet``, and starts again what dies; without ``again`` nothing."""
+
+    def __init__(self, fleet: Fleet, group: str, again: StartAgain | None = None) -> None:
+        self.fleet, self.group, self._again = fleet, group, again
+        self._starting: dict[int, Future[Group]] = {}
+
+    def lose(self, member: int) -> str:
+        """Note that a member died, and begin to start it again or give it up; returns which, for messages."""
+        self.fleet.change(self.group, member, Change.DIED)
+        again, number = self._again, self.fleet.restarts(self.group, member) + 1
+        if again is not None and again.refusal is None and number <= again.limit:
+            self.fleet.change(self.group, member, Change.RESTARTED)
+            self._begin(member, again)
+            return f"it is started again ({number} of cluster.worker_restarts={again.limit})"
+        self.fleet.change(self.group, member, Change.GIVEN_UP)
+        if again is None:
+            return "it is given up"
+        return f"it is given up: {again.refusal or f'cluster.worker_restarts={again.limit}'}"
+
+    def _begin(self, member: int, again: StartAgain) -> None:
+        done = self._starting[member] = Future[Group]()
+
+        def run() -> None:
+            try:
+                done.set_result(again.start(member))
+            except BaseException as error:
+                done.set_exception(error)
+
+        # A pool's threads would be waited for when the process ends, however long a model takes to load.
+        thread = threading.Thread(target=run, name=f"restart-{self.group}-{member}", daemon=True)
+        again.threads.append(thread)
+        thread.start()
+
+    def take(self) -> dict[int, Group]:
+        """Return, as groups of one, the new workers that are there now; their members are STALE.
+
+        Raises WorkerDied where one did not start, none is there and none will be.
+        """
+        started: dict[int, Group] = {}
+        for member, done in [(member, done) for member, done in self._starting.items() if done.done()]:
+            del self._starting[member]
+            error = done.exception()
+            if error is None:
+                self.fleet.change(self.group, member, Change.STARTED)
+                started[member] = done.result()
+                continue
+            failure = f"a new worker in place of {self.group} {member} did not start: {one_line(error)}"
+            then = self.lose(member)
+            if self.is_lost:
+                raise WorkerDied(failure) from error
+            LOG.warning("%s; %s", failure, then, extra={"kind": "death"})
+        return started
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no member is there and none will be."""
+        return not self.fleet.members(self.group, *(set(Health) - {Health.RETIRED, Health.DEAD}))

@@ -1,0 +1,65 @@
+"""Starting the rollout engines: all at the beginning, and one again that died."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.cluster.engines import Engines
+from gkd.cluster.group import Group, Pending, gather
+from gkd.cluster.placement import Placement
+from gkd.cluster.restarts import StartAgain
+from gkd.config import Config
+from gkd.driver.inputs import Inputs
+from gkd.inference.engine import EngineSpec
+from gkd.inference.vllm_environment import environment
+
+WORKER, FOLLOWER = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"
+
+
+def refusal(config: Config, engines: Engines) -> str | None:
+    """Return why engines of a group are not started again when they die; None: they are."""
+    if config.cluster.offload is True:
+        return "where groups have GPUs in turn (cluster.offload) none is started again"
+    if engines.nnodes > 1:
+        return f"one over {engines.nnodes} nodes is not started again"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEngines:
+    """The engines that sample, on the workers of ``placement``."""
+
+    config: Config
+    inputs: Inputs
+    placement: Placement
+    engines: Engines
+
+    def build(self) -> list[Pending]:
+        """Start building all of them."""
+        arguments = [self._arguments(engine, self.engines.leaders) for engine in range(len(self.engines.leaders))]
+        return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)
+
+    def again(self, scorers: Mapping[str, dict[str, Any]]) -> StartAgain:
+        """Return how one that died is started again, and reaches the ``scorers`` as at the beginning."""
+
+        def start(engine: int) -> Group:
+            limit = self.config.cluster.start_timeout_s
+            worker = self.engines.start_again(self.placement, engine)
+            arguments = (*self._arguments(engine, self.engines.leaders), None)
+            gather([worker.submit_build(WORKER, [arguments], environment=self._environment)], limit)
+            worker.control("connect", scorers, timeout_s=limit, what="connecting to the models that score")
+            return worker
+
+        cluster, session = self.config.cluster, self.placement.session
+        return StartAgain(cluster.worker_restarts, start, session.threads, refusal(self.config, self.engines))
+
+    def _arguments(self, engine: int, group: Group) -> tuple[Config, EngineSpec]:
+        inputs, device = self.inputs, group.reports[engine].device
+        spec = EngineSpec.for_rollout(self.config, inputs.student, inputs.model, inputs.max_length, engine, device)
+        return self.config, spec
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return environment(self.engines.leaders.reports[0].device, self.config.cluster.cpu_threads)

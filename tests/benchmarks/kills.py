@@ -1,0 +1,145 @@
+"""Kills workers of a real run at random moments and says whether anything was lost, trained twice or too stale.
+
+    python tests/benchmarks/kills.py [--kills 20] [--staleness 1] [--seed 0] [SETTING ...]
+
+The built-in task with two engines and two replicas of the teacher (on_policy_distill). Every kill is a SIGKILL of a
+worker of ``--groups``, at a moment drawn at random; the run goes on after each and ends by itself. Printed:
+samples trained against steps x batch x n, each once; the largest age of a sample against schedule.max_staleness; how
+long each worker was away; the exit code. Exit code 1 where one of them is not what it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+BATCH, N = 8, 4
+SMALL = [
+    "data.sort_digits.digits=3", "data.sort_digits.teacher_steps=60", "data.sort_digits.student_steps=40",
+    "data.val_limit=16", f"trainer.batch_size={BATCH}", f"rollout.n={N}", f"trainer.n_logged_samples={BATCH * N}",
+    "trainer.n_logged_tokens=0", "trainer.val_every=100000", "cluster.cpu_threads=1", "rollout.engine=hf",
+    "rollout.n_gpus_per_node=2", "teacher.n_gpus_per_node=2", "cluster.simulate_gpus=5", "cluster.worker_restarts=1000",
+]  # fmt: skip
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file of JSON objects."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def newest(output: Path) -> int:
+    """The newest step that was logged; -1 before there is one."""
+    return max((row["step"] for row in rows(output / "metrics.jsonl")), default=-1)
+
+
+def away_s(events: list[dict[str, Any]]) -> list[float]:
+    """Seconds from each worker's death until its new process was there, by events.jsonl."""
+    died: dict[str, float] = {}
+    away = []
+    for event in events:
+        who = re.match(r"\w+ rank \d+", event["text"])
+        if who and event["kind"] == "death":
+            died.setdefault(who[0], event["time"])
+        elif who and event["kind"] == "restart":
+            away.append(event["time"] - died.pop(who[0]))
+    return away
+
+
+def victims(output: Path, groups: list[str]) -> dict[tuple[str, int], int]:
+    """Process ids by group and rank, of the workers of ``groups`` whose process is there."""
+    workers = json.loads((output / "placement.json").read_text())
+    found = {(worker["group"], worker["rank"]): worker["pid"] for worker in workers if worker["group"] in groups}
+    return {who: pid for who, pid in found.items() if Path(f"/proc/{pid}").exists()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--groups", default="rollout,teacher")
+    parser.add_argument("--minutes", type=float, default=30.0, help="the longest that the run may take")
+    parser.add_argument("settings", nargs="*")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gkd-kills-") as directory:
+        output = Path(directory, "run")
+        command = [
+            sys.executable,
+            "-m",
+            "gkd.main",
+            "+recipe=on_policy_distill",
+            *SMALL,
+            f"trainer.output_dir={output}",
+        ]
+        command += [f"schedule.max_staleness={options.staleness}", f"trainer.total_steps={options.steps}"]
+        run = subprocess.Popen([*command, *options.settings], stdout=sys.stderr)
+        try:
+            killed = kill(run, output, options, random.Random(options.seed))
+            return count(output, options, killed, run.wait(60 * options.minutes))
+        finally:
+            if run.poll() is None:
+                run.send_signal(signal.SIGTERM)
+                run.wait(60)
+
+
+def kill(
+    run: subprocess.Popen[bytes], output: Path, options: argparse.Namespace, draw: random.Random
+) -> list[tuple[str, int]]:
+    """Kill a worker up to a second after each of some steps; returns whom."""
+    killed: list[tuple[str, int]] = []
+    for step in sorted(draw.choices(range(1, options.steps - 5), k=options.kills)):
+        while run.poll() is None and newest(output) < step:
+            time.sleep(0.1)
+        time.sleep(draw.uniform(0, 1))
+        while run.poll() is None and not (there := victims(output, options.groups.split(","))):
+            time.sleep(0.1)
+        if run.poll() is not None:
+            break
+        who = draw.choice(sorted(there))
+        os.kill(there[who], signal.SIGKILL)
+        killed.append(who)
+        print(f"kill {len(killed):3} after step {newest(output):4}: {who[0]} rank {who[1]}", flush=True)
+    return killed
+
+
+def count(output: Path, options: argparse.Namespace, killed: list[tuple[str, int]], code: int) -> int:
+    """Print what came of it; returns the exit code."""
+    steps = [row["step"] for row in rows(output / "metrics.jsonl")]
+    trained = Counter((row["step"], row["prompt_id"], row["index"]) for row in rows(output / "samples.jsonl"))
+    wanted, times = options.steps * BATCH * N, sum(trained.values())
+    stale = max(row.get("staleness/max", 0.0) for row in rows(output / "metrics.jsonl"))
+    away = away_s(rows(output / "events.jsonl"))
+    print(
+        f"killed {len(killed)}: {dict(Counter(group for group, _ in killed))}, in {steps[-1]} of {options.steps} steps"
+    )
+    print(f"samples trained {times}, steps x batch x n {wanted}, more than once {times - len(trained)}")
+    print(f"largest staleness {stale:g}, schedule.max_staleness={options.staleness}")
+    print(f"came back: {len(away)} times, after {min(away):.1f} to {max(away):.1f} s" if away else "came back: never")
+    print(f"exit code {code}")
+    right = (
+        len(killed) == options.kills
+        and len(trained) == times == wanted
+        and steps == list(range(options.steps + 1))
+        and stale <= options.staleness
+        and code == 0
+    )
+    print("all as it must be" if right else "NOT as it must be")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The states of engines and replicas: every change of every state, and the ways that lead back to work."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gkd.cluster.fleet import NEXT, PRESENT, WORKING, Change, Fleet, Health
+from gkd.cluster.restarts import Restarts, StartAgain
+from gkd.errors import RunFailed
+
+H, C = Health, Change
+ALLOWED = {
+    H.HEALTHY: {C.SILENT: H.SUSPECT, C.ANSWERED: H.HEALTHY, C.DIED: H.DEAD, C.READY: H.HEALTHY},
+    H.SUSPECT: {C.SILENT: H.SUSPECT, C.ANSWERED: H.HEALTHY, C.DIED: H.DEAD, C.READY: H.HEALTHY},
+    H.DEAD: {C.RESTARTED: H.RESTARTING, C.GIVEN_UP: H.RETIRED},
+    H.RESTARTING: {C.STARTED: H.STALE, C.DIED: H.DEAD},
+    H.STALE: {C.READY: H.HEALTHY, C.DIED: H.DEAD},
+    H.RETIRED: {},
+}
+
+
+@pytest.mark.parametrize(("before", "change"), list(itertools.product(Health, Change)))
+def test_every_change_of_every_state(before: Health, change: Change) -> None:
+    fleet = Fleet()
+    fleet.add("rollout", 2)
+    fleet._health["rollout", 1] = before
+    if change in ALLOWED[before]:
+        assert fleet.change("rollout", 1, change) is fleet.health("rollout", 1) is ALLOWED[before][change]
+    else:
+        with pytest.raises(ValueError, match=f"^rollout 1 is {before.name}, to which {change.name} cannot happen$"):
+            fleet.change("rollout", 1, change)
+        assert fleet.health("rollout", 1) is before
+    assert fleet.health("rollout", 0) is Health.HEALTHY
+
+
+@given(st.lists(st.sampled_from(Change), max_size=40))
+def test_from_death_back_to_work_only_with_all_that_it_takes(changes: list[Change]) -> None:
+    """A new process, and what it works with; and each counts once."""
+    fleet = Fleet()
+    fleet.add("teacher", 1)
+    since_death: list[Change] = [Change.RESTARTED, Change.STARTED, Change.READY]
+    for change in changes:
+        if (fleet.health("teacher", 0), change) not in NEXT:
+            continue
+        after = fleet.change("teacher", 0, change)
+        since_death = [] if change is Change.DIED else [*since_death, change]
+        if after in WORKING:
+            assert since_death[:3] == [Change.RESTARTED, Change.STARTED, Change.READY]
+        assert fleet.members("teacher", *PRESENT) == ([0] if after in PRESENT else [])
+        assert fleet.members("reference", *Health) == []
+
+
+def test_what_dies_is_started_again_so_often_and_then_given_up() -> None:
+    fleet, attempts, threads = Fleet(), [], []
+    fleet.add("rollout", 2)
+
+    def start(member: int) -> object:
+        attempts.append(member)
+        if len(attempts) == 1:
+            raise OSError("no room")
+        return f"worker {len(attempts)}"
+
+    restarts = Restarts(fleet, "rollout", StartAgain(2, start, threads))  # type: ignore[arg-type]
+
+    def take() -> dict[int, object]:
+        for thread in threads:
+            thread.join(10)
+        return restarts.take()  # type: ignore[return-value]
+
+    assert restarts.lose(1) == "it is started again (1 of cluster.worker_restarts=2)"
+    assert take() == {}  # it did not start, and is started once more
+    assert fleet.health("rollout", 1) is Health.RESTARTING
+    assert take() == {1: "worker 2"}
+    assert fleet.members("rollout", Health.STALE) == [1]
+    assert take() == {}
+    fleet.change("rollout", 1, Change.READY)
+    assert restarts.lose(1) == "it is given up: cluster.worker_restarts=2"
+    assert not restarts.is_lost
+    assert restarts.lose(0).endswith("(1 of cluster.worker_restarts=2)")
+    assert not restarts.is_lost  # the run waits for it
+    assert take() == {0: "worker 3"}
+    assert attempts == [1, 1, 0]
+
+
+def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
+    fleet = Fleet()
+    fleet.add("rollout", 1)
+
+    def start(member: int) -> object:
+        raise RunFailed("a node left")
+
+    threads: list[object] = []
+    restarts = Restarts(fleet, "rollout", StartAgain(1, start, threads))  # type: ignore[arg-type]
+    restarts.lose(0)
+    threads[0].join(10)  # type: ignore[attr-defined]
+    with pytest.raises(RunFailed, match=r"^a new worker in place of rollout 0 did not start: a node left$"):
+        restarts.take()
+    assert fleet.health("rollout", 0) is Health.RETIRED
+
+    fleet.add("teacher", 2)
+    refused = Restarts(fleet, "teacher", StartAgain(3, start, [], "one over 2 nodes is not started again"))  # type: ignore[arg-type]
+    assert refused.lose(0) == "it is given up: one over 2 nodes is not started again"
+    assert not refused.is_lost
+    assert Restarts(fleet, "teacher").lose(1) == "it is given up"
+    assert refused.is_lost
