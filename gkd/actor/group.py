@@ -46,6 +46,8 @@ class ActorGroup:
         self._budget = self._budget_warned_of = config.actor.max_tokens_per_micro_batch
         self.meanwhile: Callable[[Sequence[Any]], None] | None = None
         """What is to be done while ranks compute, until one of these references is there; None: nothing."""
+        self.beside: Callable[[], None] | None = None
+        """What is to be done once, as soon as ranks compute; None: nothing."""
         self._chunks: list[list[TrainingSample]] = []  # of the step that is being accumulated
         self._accumulating: list[Pending] = []
         self._writing: Pending | None = None  # files of a checkpoint, by the present processes
@@ -193,6 +195,10 @@ class ActorGroup:
     def _gather(self, calls: Sequence[Pending]) -> list[list[Any]]:
         """Wait for calls, which the ranks answer one after the other, within trainer.update_timeout_s for all."""
         deadline = time.monotonic() + self.config.trainer.update_timeout_s
+        beside, self.beside = self.beside, None
+        if beside is not None:
+            beside()
+            del beside  # what it holds
         for call in calls:
             # The first rank that is done, or has failed, is enough: the others are with it or wait for it.
             while self.meanwhile is not None and not any_done(call) and time.monotonic() < deadline:

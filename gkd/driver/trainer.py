@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import require_rewards, with_advantages
@@ -20,6 +21,7 @@ from gkd.driver.streaming import BatchStream
 from gkd.driver.val_sets import ValSets
 from gkd.driver.validation import Validation
 from gkd.driver.weight_sync import WeightSync
+from gkd.errors import RunFailed
 from gkd.observability import metrics as measured
 from gkd.observability.metrics import JsonLines
 from gkd.observability.progress import Progress
@@ -70,6 +72,9 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
     A step is counted, logged, validated and saved only after the actor has been updated and the engines serve its
     weights; where nothing is sampled they get them for validations alone. Where the run ends after the update and
     before that, a checkpoint has what is left to do.
+
+    Samples are logged while the actor computes, and a step's metrics while the engines sample the next one: a step
+    begins with the end of the one before, unless that was validated.
     """
     watcher = Watcher(config)
     batches = Batches(config, parts.prompts, parts.answers or parts.rollout, parts.vocab_size, start)
@@ -78,13 +83,18 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         parts.actor.meanwhile = parts.rollout.attend
         batches.dispatch(start.step)
     state = start if start.row is None else _log(config, parts, log, watcher, start, batches)
+    began: float | None = None  # when the step to come was handed out
     for step in range(start.step + 1, config.trainer.total_steps + 1):
-        started = time.monotonic()
+        started = time.monotonic() if began is None else began
         batches.dispatch(step - 1)
         stream = BatchStream(config, parts.actor) if streams(config) else None
         collected = batches.collect(step) if stream is None else batches.collect(step, stream.feed)
-        log.samples.write(step, collected.batch)
-        require_rewards(config, collected.all)
+        parts.actor.beside = partial(log.samples.write, step, collected.batch)
+        try:
+            require_rewards(config, collected.all)
+        except RunFailed:  # why is in the samples
+            log.samples.write(step, collected.batch)
+            raise
         batch, row = with_advantages(config, collected.batch)
         if config.rollout.horizon.start is not None:
             row["response/limit"] = float(config.rollout.limit_at(step))
@@ -106,7 +116,9 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         if parts.answers is None:
             parts.sync.push()
         done = time.monotonic()
-        if samples_ahead:
+        validates = _is_due(config, step) or parts.val_sets.due(step)
+        began = None if validates or config.cluster.offload is True else done  # engines that validate or sleep: later
+        if samples_ahead or began is not None:
             batches.dispatch(step)
         row |= {"timing_s/sync": done - drained, "timing_s/step": done - started}
         row |= throughput(n_tokens, done - started, parts.n_gpus)
@@ -119,10 +131,15 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
     return state.validated
 
 
+def _is_due(config: Config, step: int) -> bool:
+    """Return whether the student is validated after ``step``, besides on sets with intervals of their own."""
+    return step % config.trainer.val_every == 0 or step == config.trainer.total_steps
+
+
 def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: State, batches: Batches) -> State:
     """Validate, if it is time, and write the metrics of a step that is trained and pushed."""
     step, row, validated = state.step, dict(state.row or {}), state.validated
-    due = step % config.trainer.val_every == 0 or step == config.trainer.total_steps
+    due = _is_due(config, step)
     if parts.answers is not None and (due or parts.val_sets.due(step)):
         parts.sync.push()
     if due:

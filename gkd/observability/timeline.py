@@ -75,6 +75,7 @@ class Timeline:
         self._lanes: dict[str, int] = {}
         self._busy: dict[str, list[float]] = defaultdict(list)
         self._waits: list[dict[str, float]] = []
+        self._begun: dict[str, list[ActivitySpan]] = {}  # of workers that were busy with the next step already
         self._clocks: dict[str, tuple[float, float]] = {}
         self._written = time.monotonic()
         if n_steps and step:
@@ -86,7 +87,9 @@ class Timeline:
         Returns perf/busy/GROUP, the share of the step in which the group's workers did something, and
         perf/waits_for/GROUP, the share in which workers (of all groups, on average) did nothing because of the group.
         """
-        spans = {f"{report.worker.group} {report.worker.rank}": self._spans(report) for report in reports}
+        new = {f"{report.worker.group} {report.worker.rank}": self._spans(report) for report in reports}
+        spans = {lane: [*self._begun.get(lane, ()), *its] for lane, its in new.items()}
+        self._begun = {lane: [span for span in its if span.end > stages.end] for lane, its in new.items()}
         length = max(stages.end - stages.start, 1e-9)
         events = [self._event("driver", name, a, b, step) for name, a, b in stages.spans() if b - a > SHORTEST_S]
         busy: dict[str, list[float]] = defaultdict(list)
@@ -95,7 +98,11 @@ class Timeline:
         for lane, its in spans.items():
             group = lane.rpartition(" ")[0]
             # What was done before the step, as in a validation, belongs to the one before.
-            events += [self._event(lane, s.name, s.start, s.end, step - (s.end < stages.start), s.version) for s in its]
+            events += [
+                self._event(lane, s.name, s.start, s.end, step - (s.end < stages.start) + (s.start >= stages.end),
+                            s.version)
+                for s in new[lane]
+            ]  # fmt: skip
             idle = list(_idle(its, stages))
             busy[group].append(1.0 - sum(b - a for _, a, b in idle) / length)
             for stage, start, end in idle:

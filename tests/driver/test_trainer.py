@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,12 +50,15 @@ class Played:
     output: Path
     fails: tuple[str, int] = ("", 0)
     max_staleness: int = 0
+    offload: bool = False
+    logging_s: float = 0.0
     calls: list[tuple[str, int]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     version: int = 0
     step: int = 0
     sets_at: tuple[int, ...] = ()
     supervised: bool = False
+    beside: Callable[[], None] | None = None
     arrays: list[weakref.ref[Arrays]] = field(default_factory=list)
     held_at_push: list[int] = field(default_factory=list)
 
@@ -65,17 +68,13 @@ class Played:
             raise RunFailed(f"{call} failed")
 
     def submit(self, requests: Sequence[Any], order: int = 0) -> list[Any]:
-        if not self.max_staleness:
-            self.step = order
         self.calls.append(("sample", order))
-        if self.fails == ("sample", order):
-            raise RunFailed("sample failed")
         self.seeds += [request.seed for request in requests]
         return list(requests)
 
     def in_order(self, requests: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
-        if self.max_staleness:
-            self.step += 1
+        self.step += 1
+        self.note("collect")
         found = Engines(lambda request: float(request.index)).finished(requests)
         held = [replace(sample, ref=Arrays()) for sample in found]
         self.arrays += [weakref.ref(sample.ref) for sample in held]
@@ -87,6 +86,9 @@ class Played:
     def update(self, batch: Sequence[Any], step: int) -> dict[str, float]:
         assert step == self.step and len(batch) == 8
         self.note("update")
+        assert self.beside is not None
+        self.beside()
+        self.beside = None
         self.version = step
         return {"actor/loss": 0.5 * step}
 
@@ -110,12 +112,15 @@ class Played:
     def shown(self, step: int, row: dict[str, float]) -> None:
         assert self.rows()[-1]["step"] == step  # what is shown is in the file
         self.note("show")
+        time.sleep(self.logging_s)
 
     def rows(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
 
     def run(self, start: State) -> dict[str, float]:
         config = three_steps(self.max_staleness)
+        cluster = config.cluster.model_copy(update={"offload": self.offload})
+        config = config.model_copy(update={"cluster": cluster})
         if self.supervised:
             trainer = {"batch_size": 8, "total_steps": 3, "val_every": 3}
             config = load({"algorithm": {"name": "sft"}, "trainer": trainer})
@@ -148,11 +153,12 @@ def test_sets_have_intervals_of_their_own_and_the_last_figures_of_each_stay(tmp_
 def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path) -> None:
     run = Played(tmp_path)
     assert run.run(State()) == pytest.approx({"val/accuracy": 0.3})  # the last validation
-    every = ("sample", "log samples", "update", "push")
+    every = ("collect", "update", "log samples", "push")
     assert run.calls == [
-        *((call, 1) for call in (*every, "show")),
-        *((call, step) for step in (2, 3) for call in (*every, "validate", "show")),
-    ]
+        ("sample", 1), *((call, 1) for call in every),
+        ("sample", 2), ("show", 1), *((call, 2) for call in (*every, "validate", "show")),
+        ("sample", 3), *((call, 3) for call in (*every, "validate", "show")),
+    ]  # fmt: skip
     assert len(run.seeds) == len(set(run.seeds)) == 3 * 8
 
 
@@ -222,7 +228,26 @@ def test_what_the_actor_computes_before_the_batch_is_complete_is_no_wait(
     assert found == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
 
 
-@pytest.mark.parametrize("call", ["sample", "update", "push", "validate"])
+def test_a_step_is_sampled_while_the_one_before_is_logged_unless_the_engines_answer_or_sleep(tmp_path: Path) -> None:
+    def handed_out_before_logging(**settings: Any) -> list[int]:
+        run = Played(tmp_path / str(len(list(tmp_path.iterdir()))), **settings)
+        run.output.mkdir()
+        run.run(State())
+        return [step for step in (2, 3) if run.calls.index(("sample", step)) < run.calls.index(("show", step - 1))]
+
+    assert handed_out_before_logging() == [2]  # step 2 is validated
+    assert handed_out_before_logging(sets_at=(1,)) == []
+    assert handed_out_before_logging(offload=True) == []
+
+
+def test_a_step_that_was_handed_out_while_another_was_logged_is_timed_from_then(tmp_path: Path) -> None:
+    run = Played(tmp_path, logging_s=0.2)
+    run.run(State())
+    first, second, third = (row["timing_s/step"] for row in run.rows())
+    assert second > 0.2 > max(first, third)  # after the validation of step 2 nothing was handed out
+
+
+@pytest.mark.parametrize("call", ["collect", "update", "push", "validate"])
 def test_a_step_that_fails_is_not_logged(call: str, tmp_path: Path) -> None:
     run = Played(tmp_path, fails=(call, 2))
     with pytest.raises(RunFailed, match=f"{call} failed"):

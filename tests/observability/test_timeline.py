@@ -52,6 +52,18 @@ def test_shares_of_a_step_add_up(tmp_path: Path) -> None:
     assert sum(v for k, v in row.items() if "waits_for" in k) == pytest.approx(1 - (4.5 + 5 + 3 + 3.5) / 40)
 
 
+def test_what_is_done_for_the_next_step_while_this_one_is_logged_counts_there(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    timeline = Timeline(file, 10)
+    timeline.add(7, STAGES, [said("rollout", 0, ("sample", 100.0, 104.0), ("sample", 110.0, 110.5))])
+    stages = StepStages(start=110.0, generated=111.0, scored=111.0, updated=112.0, end=112.0)
+    row = timeline.add(8, stages, [said("rollout", 0, ("sample", 110.5, 111.0))])
+    assert row["perf/busy/rollout"] == pytest.approx(0.5)
+    timeline.write()
+    events = json.loads(file.read_text())["traceEvents"]
+    assert [e["args"]["step"] for e in events if e["name"] == "sample"] == [7, 8, 8]
+
+
 def test_the_file_is_a_trace_with_causes(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
     timeline = Timeline(file, 10)
