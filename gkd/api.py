@@ -6,13 +6,12 @@ command line refuses is a :class:`gkd.errors.ConfigError`, a run that fails a :c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gkd.config import quoted
-from gkd.errors import ConfigError
+from gkd.config.overrides import overrides_of
 
 if TYPE_CHECKING:
     from gkd.evaluation.results import Results
@@ -50,16 +49,19 @@ def train(settings: Settings, on_step: OnStep | None = None) -> Trained:
     return Trained(output, read(output))
 
 
-def evaluate(settings: Settings, quick: bool = False) -> list[Results]:
-    """Measure ``models.*`` on sets of questions, as ``gkd evaluate`` does; ``quick``: 5 questions of each set."""
-    from gkd.cli.evaluate import compose_evaluation
+def evaluate(settings: Settings, quick: bool = False, run: str | Path | None = None) -> list[Results]:
+    """Measure ``models.*`` on sets of questions, as ``gkd evaluate`` does; ``quick``: 5 questions of each set.
+
+    ``run``: the directory of a run, whose checkpoints are measured.
+    """
+    from gkd.cli.evaluate import configure
     from gkd.evaluation.run import evaluate as measure
     from gkd.observability.progress import console, log_to
 
-    config = compose_evaluation(overrides_of(settings))
     out = console()
     log_to(out)
-    return measure(config, out, quick)
+    config, further = configure([*([] if run is None else [str(run)]), *overrides_of(settings)])
+    return measure(config, out, quick, further)
 
 
 def plan(settings: Settings, best: int | None = None, by_memory: bool = False) -> PlanReport:
@@ -70,38 +72,3 @@ def plan(settings: Settings, best: int | None = None, by_memory: bool = False) -
     from gkd.cli.plan import make
 
     return make(overrides_of(settings), best=best, by_memory=by_memory)
-
-
-def overrides_of(settings: Settings) -> list[str]:
-    """Return settings as they are written on the command line. Raises ConfigError for a value that has no text."""
-    return [
-        f"{'+' if name in ('recipe', 'sets', 'task') else ''}{name}={_text(name, value)}"
-        for name, value in _flat(settings)
-    ]
-
-
-def _flat(settings: Settings, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values; an empty mapping is a value."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
-
-
-def _text(name: str, value: Any) -> str:
-    """Return a value in Hydra's grammar."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return repr(value)
-        case str() | Path():
-            return quoted(str(value))
-        case list() | tuple():
-            return f"[{','.join(_text(name, item) for item in value)}]"
-        case Mapping():
-            return f"{{{','.join(f'{key}:{_text(name, item)}' for key, item in value.items())}}}"
-    raise ConfigError(f"{name}={value!r}: a {type(value).__name__} is no value of a setting")

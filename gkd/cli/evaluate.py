@@ -1,5 +1,8 @@
 """``gkd evaluate models.base=DIR models.student=RUN/model +sets=gsm8k [OVERRIDES]``: how good are these models?
 
+``gkd evaluate RUN [OVERRIDES]`` measures where the run in that directory began, every checkpoint and the trained
+student, on its own questions (``data.val_files``, ``data.val_sets``) unless sets are named.
+
 Asks every model every question of every set (``evaluate.sets.NAME``), with each strategy, and prints scores with their
 errors and what the models differ by. ``evaluate.output_dir`` keeps each answer as it comes: the same command goes on
 where an earlier one ended, also with more samples or further models. Exit codes as of ``gkd train``.
@@ -15,12 +18,15 @@ from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may 
 
 if TYPE_CHECKING:
     from gkd.config import Config
+    from gkd.evaluation.reloading import FurtherWeights
 
 SECTIONS = ("models", "evaluate", "rollout", "cluster", "reward", "plan")
 SETTINGS = ("model.dtype", "trainer.seed", "data.max_prompt_length")
 """Sections and settings that an evaluation takes; another one would have no effect."""
 POOL = ("rollout.n_gpus_per_node", "rollout.nnodes", "rollout.colocate_with")
-SAMPLING = {"rollout.n": "samples", "rollout.temperature": "temperature", "rollout.top_p": "top_p"}
+SAMPLING = {"rollout.n": "samples"} | {
+    f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,12 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd evaluate", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="ask the first 5 questions of each set alone")
-    parser.add_argument("overrides", nargs="*", help="models.NAME=DIR, +sets=NAME, placement=NAME, section.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", help="RUN, models.NAME=DIR, +sets=NAME, placement=NAME, section.key=value"
+    )
     options = parser.parse_intermixed_args(arguments)
     from gkd.cluster.shutdown import exit_on_signals
 
     exit_on_signals()
-    config = compose_evaluation(options.overrides)
     from gkd.cli.compare import show as show_comparisons
     from gkd.evaluation.comparison import compare_all
     from gkd.evaluation.run import evaluate
@@ -45,15 +52,45 @@ def _main(arguments: Sequence[str]) -> int:
 
     out = console()
     log_to(out)
-    results = evaluate(config, out, options.quick)
+    config, further = configure(options.overrides)
+    results = evaluate(config, out, options.quick, further)
     out.print()
-    show(results, out)
+    show(sorted(results, key=lambda found: list(config.evaluate.sets).index(found.set)), out)
     if len({found.name for found in results}) > 1 and all(found.n > 1 for found in results):
         out.print()
         score = "accuracy" if all("accuracy" in found.scores for found in results) else next(iter(results[0].scores))
         show_comparisons(compare_all(results, score))
     out.print(f"\n{config.evaluate.output_dir}: results/ has these scores, answers.jsonl every answer", soft_wrap=True)
     return 0
+
+
+def configure(overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:
+    """Compose the configuration of an evaluation, and find the models of a run that is named.
+
+    Raises ConfigError, also for settings that have no effect on an evaluation.
+    """
+    runs = [override for override in overrides if "=" not in override and not override.endswith((".yaml", ".yml"))]
+    if not runs:
+        return compose_evaluation(overrides), ()
+    if len(runs) > 1:
+        raise ConfigError(f"{' and '.join(runs)}: one run at a time; of several name the models: models.NAME=RUN/model")
+    return _of_run(runs[0], [override for override in overrides if override != runs[0]])
+
+
+def _of_run(named: str, overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:
+    from gkd.config import user_path
+    from gkd.config.compose import compose
+    from gkd.config.overrides import overrides_of
+    from gkd.driver.run_models import models_of, settings_of
+
+    run = user_path(named).absolute()
+    if not (run / "config.yaml").exists():
+        raise ConfigError(f"{named}: no run is there (its config.yaml); models.NAME=DIR measures a model by itself")
+    config = compose([str(run / "config.yaml")])
+    models = models_of(run, config)
+    with_sets = not any(override.lstrip("+").startswith(("sets=", "evaluate.sets")) for override in overrides)
+    own = overrides_of(settings_of(config, models, run, with_sets))
+    return compose_evaluation([*own, *overrides]), models.further
 
 
 def compose_evaluation(overrides: Sequence[str]) -> Config:

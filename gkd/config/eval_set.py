@@ -31,6 +31,12 @@ class EvalSet(Settings):
     )
     temperature: float = Field(0.0, ge=0, le=1e3, description="temperature of the answers; 0: the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus that answers are sampled from")
+    top_k: int | None = Field(None, ge=1, description="as rollout.top_k")
+    min_p: float = Field(0.0, ge=0, le=1, description="as rollout.min_p")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="as rollout.presence_penalty")
+    stop: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, description="texts that end an answer; null: rollout.stop"
+    )
     max_response_length: int | None = Field(
         None, ge=1, description="tokens an answer may have; null: rollout.max_response_length"
     )

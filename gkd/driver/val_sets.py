@@ -9,11 +9,11 @@ from typing import Any
 from gkd.config import Config
 from gkd.evaluation.answers import Answered
 from gkd.evaluation.asking import seed_in_set
-from gkd.evaluation.questions import Questions
+from gkd.evaluation.questions import Questions, sampling_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.scores import Sampled, means, scores_of_question
 from gkd.rollout.group import RolloutGroup
-from gkd.types import SampleRequest, Sampling, ScoredSample
+from gkd.types import SampleRequest, ScoredSample
 
 NOT_SHOWN = ("cost", "iterations", "avg@")
 """How scores begin of strategies, which validation has none of, and of what is the accuracy."""
@@ -40,8 +40,8 @@ class ValSets:
 
     def _measure(self, questions: Questions) -> dict[str, float]:
         settings, n = questions.settings, questions.settings.samples
-        length = settings.max_response_length or self.config.rollout.max_response_length
-        sampling = Sampling(length, settings.temperature, settings.top_p)
+        sampling = sampling_of(self.config.rollout, settings)
+        length = sampling.max_tokens
         asked = [(question, index) for question in questions.questions for index in range(n)]
         requests = [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in asked]
         samples = self.rollout.fetch(self.rollout.sample(requests, self.config.rollout.timeout_s))

@@ -77,6 +77,7 @@ class EndpointReplies:
         assert self._client is not None, "work() runs before anything is asked"
         settings, client = self.model.settings, await self._client
         wanted: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
+        wanted |= _beyond_defaults(sampling)
         try:
             answer = await client.chat.completions.create(
                 model=settings.model,
@@ -109,6 +110,14 @@ class EndpointReplies:
         async with client:
             self._client.set_result(client)
             await asyncio.Event().wait()
+
+
+def _beyond_defaults(sampling: Sampling) -> dict[str, Any]:
+    """Return what a set says of sampling beside temperature and nucleus; top_k and min_p as vLLM's server has them."""
+    standard = {"presence_penalty": sampling.presence_penalty, "stop": list(sampling.stop)}
+    own = {name: value for name, value in (("top_k", sampling.top_k), ("min_p", sampling.min_p)) if value}
+    found = {name: value for name, value in standard.items() if value}
+    return found | ({"extra_body": own} if own else {})
 
 
 def _messages(question: Question, prompt: str | Messages | None) -> list[Any]:

@@ -17,6 +17,7 @@ from gkd.config import Config
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed, one_line
 from gkd.evaluation.questions import Question
+from gkd.evaluation.reloading import FurtherWeights
 from gkd.evaluation.strategies import Messages, Reply
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import environment, require_device
@@ -29,13 +30,17 @@ WAIT_S = 0.05
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model in a directory: what tables call it, its files' fingerprint, its tokenizer and what it says of itself."""
+    """A model in a directory: what tables call it, its files' fingerprint, its tokenizer and what it says of itself.
+
+    ``weights``: those that it has in place of the directory's.
+    """
 
     name: str
     path: str
     fingerprint: str
     tokenizer: Any
     info: ModelInfo
+    weights: FurtherWeights | None = None
 
 
 def start_engines(config: Config, placement: Placement, model: LocalModel, max_length: int) -> RolloutGroup:

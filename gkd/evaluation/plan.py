@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ from gkd.evaluation.answers import AnswerKey, AnswerLog, fingerprint
 from gkd.evaluation.asking import Job
 from gkd.evaluation.endpoint import LONGEST, Bytes, EndpointModel
 from gkd.evaluation.engines import LocalModel
-from gkd.evaluation.questions import Question, Questions, load_questions
+from gkd.evaluation.questions import Question, Questions, load_questions, sampling_of
 from gkd.evaluation.rating import reward_settings
+from gkd.evaluation.reloading import FurtherWeights
 from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs
 from gkd.types import Sampling
 
+START = "step_0"
+"""What the model is called that a run began with."""
 QUICK = 5
 """Questions of each set in a quick check."""
 
@@ -73,13 +76,10 @@ class Measurement:
 def _digest(question: Question, sampling: Sampling, seed: int) -> str:
     prompt = hashlib.sha256(question.prompt.token_ids.tobytes()).hexdigest()
     parts = [sampling.max_tokens, sampling.temperature, sampling.top_p, prompt, seed if sampling.temperature else 0]
+    further = {name: getattr(sampling, name) for name in ("top_k", "min_p", "presence_penalty", "stop")}
+    if used := {name: value for name, value in further.items() if value}:  # earlier answers have none of them
+        parts.append(json.dumps(used))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-
-
-def sampling_of(config: Config, settings: EvalSet) -> Sampling:
-    """Return how the answers of a set are drawn."""
-    length = settings.max_response_length or config.rollout.max_response_length
-    return Sampling(length, settings.temperature, settings.top_p)
 
 
 def _identity(config: Config, strategy: str) -> str:
@@ -105,8 +105,13 @@ def strategy_of(config: Config, name: str) -> Any:
     return found() if settings is None else found(settings)
 
 
-def measurements(config: Config, quick: bool, report: Callable[[str], None]) -> list[Measurement]:
-    """Find every model and read every set. Raises ConfigError for what cannot be used; ``report`` takes a line."""
+def measurements(
+    config: Config, quick: bool, report: Callable[[str], None], further: Sequence[FurtherWeights] = ()
+) -> list[Measurement]:
+    """Find every model and read every set. Raises ConfigError for what cannot be used; ``report`` takes a line.
+
+    ``further``: weights that the model :data:`START` is measured with as well.
+    """
     found: list[Measurement] = []
     for name, path in config.models.items():
         model = _model(config, name, path)
@@ -116,7 +121,10 @@ def measurements(config: Config, quick: bool, report: Callable[[str], None]) -> 
         for questions in sets:
             if questions.n_too_long:
                 report(f"{questions.name}: {questions.n_too_long} questions are too long for {name} and are left out")
-            found += _of_strategies(config, model, questions)
+        became = [replace(model, name=w.name, fingerprint=w.fingerprint, weights=w) for w in further if name == START]
+        for own in (model, *became):
+            for questions in sets:
+                found += _of_strategies(config, own, questions)
     for name, endpoint in config.evaluate.endpoints.items():
         for one, settings in config.evaluate.sets.items():
             questions = load_questions(one, settings, Bytes(), LONGEST, QUICK if quick else None)
@@ -126,7 +134,7 @@ def measurements(config: Config, quick: bool, report: Callable[[str], None]) -> 
 
 def _of_strategies(config: Config, model: LocalModel | EndpointModel, questions: Questions) -> list[Measurement]:
     reward_settings(config, questions)
-    sampling = sampling_of(config, questions.settings)
+    sampling = sampling_of(config.rollout, questions.settings)
     return [
         Measurement(model, questions, strategy, sampling, _identity(config, strategy))
         for strategy in _strategies(config)
@@ -150,7 +158,7 @@ def _model(config: Config, name: str, path: str) -> LocalModel:
 
 
 def _questions(config: Config, model: LocalModel, name: str, settings: EvalSet, quick: bool) -> Questions:
-    response, longest = sampling_of(config, settings).max_tokens, config.data.max_prompt_length
+    response, longest = sampling_of(config.rollout, settings).max_tokens, config.data.max_prompt_length
     if model.info.positions is not None:
         longest = min(longest, model.info.positions - response)
     if longest < 1:

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gkd.config import Data
+from gkd.config import Data, Rollout
 from gkd.config.eval_set import EvalSet
 from gkd.data.prompts import load_prompts
 from gkd.data.reader import read_rows
 from gkd.errors import ConfigError
 from gkd.evaluation.strategies import Columns
-from gkd.types import Prompt
+from gkd.types import Prompt, Sampling
 
 PROMPT_SETTINGS = (
     "prompt_key", "answer_key", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_kwargs"
@@ -48,6 +48,19 @@ class Questions:
     settings: EvalSet
     questions: Sequence[Question]
     n_too_long: int
+
+
+def sampling_of(rollout: Rollout, settings: EvalSet) -> Sampling:
+    """Return how the answers of a set are drawn."""
+    return Sampling(
+        settings.max_response_length or rollout.max_response_length,
+        settings.temperature,
+        settings.top_p,
+        settings.top_k,
+        settings.min_p,
+        settings.presence_penalty,
+        tuple(rollout.stop if settings.stop is None else settings.stop),
+    )
 
 
 def load_questions(

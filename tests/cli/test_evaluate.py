@@ -32,6 +32,12 @@ SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
             "rollout.nnodes: evaluate.mode says how many GPUs an evaluation",
         ),
         (["models.base=none", SET, "rollout.n=2"], "rollout.n is of training; a set of questions has its own: "),
+        (
+            ["models.base=none", SET, "rollout.top_k=2"],
+            "rollout.top_k is of training; a set of questions has its own: ",
+        ),
+        (["nowhere"], "nowhere: no run is there (its config.yaml); models.NAME=DIR measures a model by itself"),
+        (["one", "two"], "one and two: one run at a time; of several name the models: models.NAME=RUN/model"),
         (["+recipe=grpo", SET], "recipe is for training; an evaluation takes +sets=NAME and placement=NAME"),
         (["models.base=none", "+sets=gsm9k"], "sets=gsm9k: no such choice (did you mean gsm8k?)"),
         (["models.base=none", SET, "evaluate.sets.sums.sampels=2"], "unknown setting evaluate.sets.sums.sampels (did "),

@@ -13,7 +13,7 @@ import pytest
 from gkd.config import load
 from gkd.driver.val_sets import ValSets
 from gkd.evaluation.questions import load_questions
-from gkd.types import Sample, SampleRequest, ScoredSample
+from gkd.types import Sample, SampleRequest, Sampling, ScoredSample
 from tests.data.models import WORDS, word_tokenizer
 
 TOKENIZER = word_tokenizer()
@@ -52,6 +52,13 @@ def make(tmp_path: Path, **sets: dict[str, Any]) -> tuple[ValSets, Engines]:
     ]
     engines = Engines()
     return ValSets(config, found, TOKENIZER, engines), engines  # type: ignore[arg-type]
+
+
+def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
+    own = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 0.2, "stop": ["c"]}
+    sets, engines = make(tmp_path, own={**own, "max_response_length": 4})
+    sets.run(0)
+    assert {request.sampling for request in engines.requests} == {Sampling(4, 0.5, 1.0, 3, 0.1, 0.2, ("c",))}
 
 
 def test_every_set_has_its_own_interval(tmp_path: Path) -> None:

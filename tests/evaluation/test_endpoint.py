@@ -84,6 +84,16 @@ def test_an_endpoint_is_asked_what_is_missing(
     assert (again.n, again.model, again.tokens_per_second is not None) == (5, "adder", True)
 
 
+def test_what_a_set_says_of_sampling_reaches_the_endpoint(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+    given = {"stop": "['.']", "top_k": "3", "min_p": "0.1", "presence_penalty": "0.5", "temperature": "0.7"}
+    own = [f"evaluate.sets.sums.{name}={value}" for name, value in given.items()]
+    evaluate(compose_evaluation([*arguments(tmp_path, server), *own]), Console(file=StringIO()))
+    wanted = {"stop": ["."], "top_k": 3, "min_p": 0.1, "presence_penalty": 0.5, "temperature": 0.7}
+    assert {name: Adder.asked[0][name] for name in wanted} == wanted
+    evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))  # other sampling, other answers
+    assert len(Adder.asked) == 6 and not {"stop", "top_k", "min_p", "presence_penalty"} & Adder.asked[-1].keys()
+
+
 def test_an_endpoint_that_refuses_is_named(
     tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,45 @@
+"""Settings of a program as they are written on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gkd.config.base import quoted
+from gkd.errors import ConfigError
+
+
+def overrides_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings, names with dots or nested, as overrides. Raises ConfigError for a value that has no text."""
+    return [
+        f"{'+' if name in ('recipe', 'sets', 'task') else ''}{name}={_text(name, value)}"
+        for name, value in _flat(settings)
+    ]
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names and values; an empty mapping is a value."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _text(name: str, value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str() | Path():
+            return quoted(str(value))
+        case list() | tuple():
+            return f"[{','.join(_text(name, item) for item in value)}]"
+        case Mapping():
+            return f"{{{','.join(f'{key}:{_text(name, item)}' for key, item in value.items())}}}"
+    raise ConfigError(f"{name}={value!r}: a {type(value).__name__} is no value of a setting")

@@ -1,0 +1,122 @@
+"""The models that a run has left: where it began, every checkpoint, and the trained student."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gkd.config import Config, Lora
+from gkd.data.tokenizer import check_causal_lm
+from gkd.driver.checkpoint import Damaged, Saved, complete, read_intact
+from gkd.driver.inputs import find_files
+from gkd.errors import ConfigError
+from gkd.evaluation.answers import fingerprint
+from gkd.evaluation.plan import START
+from gkd.evaluation.questions import PROMPT_SETTINGS
+from gkd.evaluation.reloading import FurtherWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("gkd")
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """``base``: directory of the model that the run began with; ``further``: what became of it, by step."""
+
+    base: str
+    further: tuple[FurtherWeights, ...]
+
+
+def models_of(run: Path, config: Config) -> RunModels:
+    """Find the models of the run with ``config`` in the directory ``run``; damaged checkpoints are warned of.
+
+    Raises ConfigError where nothing was trained yet, or the model that was trained is not where it was.
+    """
+    found: dict[int, Saved] = {}
+    for path in complete(run / "checkpoints"):
+        try:
+            saved = read_intact(path)
+            found[saved.state.step] = saved
+        except Damaged as why:
+            log.warning("%s is damaged and left out: %s", path, why)
+    base = next((saved.model for saved in found.values()), None) or find_files(config, log.info)[0]
+    base = check_causal_lm(base, "the model that was trained")
+    its = fingerprint(base)
+    further = [FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved)) for step, saved in found.items()]
+    if (steps := _steps(run)) is not None and steps not in found:
+        model = check_causal_lm(str(run / "model"), "the student of the run")
+        further.append(FurtherWeights(f"step_{steps}", fingerprint(model), partial(_read_model, model)))
+    if not further:
+        raise ConfigError(f"{run} holds neither a whole checkpoint nor a trained student (trainer.save_every)")
+    return RunModels(base, tuple(further))
+
+
+def _steps(run: Path) -> int | None:
+    """Return the steps of a run that has ended; None of one that has not."""
+    try:
+        return int(json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _sum(model: str, saved: Saved) -> str:
+    """Return the fingerprint of a checkpoint of what began as the model with that fingerprint."""
+    files = {name: asdict(found) for name, found in saved.files.items()}
+    return hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(saved: Saved) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint, an adapter merged into them."""
+    import torch
+
+    from gkd.actor.loading import load
+    from gkd.actor.state import load_state
+
+    lora, dtype = Lora.model_validate(saved.config["actor"]["lora"]), getattr(torch, saved.dtype)
+    student = load(saved.model, lora=lora, dtype=dtype)
+    load_state(student, None, saved.rank_files)
+    with torch.no_grad():
+        yield from student.file_tensors(dtype)
+
+
+def _read_model(path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model's files."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, opened.get_tensor(name)
+
+
+def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -> dict[str, Any]:
+    """Return the settings of an evaluation that asks as the run with ``config`` does.
+
+    ``with_sets``: on its own questions, those of ``data.val_files`` as the set ``val`` and ``data.val_sets``.
+    """
+    rollout, sets = config.rollout, dict[str, Any]()
+    if with_sets:
+        data = config.data
+        shared = {name: getattr(data, name) for name in PROMPT_SETTINGS if getattr(data, name) is not None}
+        sets["val"] = {**shared, "files": find_files(config, log.info)[3], "limit": data.val_limit}
+        for name, one in data.val_sets.items():
+            sets[name] = one.model_dump(exclude_defaults=True, exclude={"every"})
+    return {
+        f"models.{START}": models.base,
+        "model.dtype": config.model.dtype,
+        "data.max_prompt_length": config.data.max_prompt_length,
+        "trainer.seed": config.trainer.seed,
+        "rollout.engine": rollout.engine,
+        "rollout.max_response_length": rollout.max_response_length,
+        "rollout.stop": rollout.stop,
+        "evaluate.output_dir": run / "evaluate",
+        **({"evaluate.sets": sets} if sets else {}),
+    }
