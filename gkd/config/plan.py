@@ -38,4 +38,8 @@ class Plan(Settings):
     response_length: int | None = Field(
         None, ge=1, description="mean tokens of a response; null: rollout.max_response_length"
     )
+    response_spread: float = Field(
+        0.5, ge=0, le=3, description="how much responses differ in length, the standard deviation of their lengths' "
+        "logarithms; only where response_length is given: otherwise all are as long as the limit"
+    )  # fmt: skip
     check: bool = Field(True, description="end a run whose layout cannot fit before anything loads; false: start it")

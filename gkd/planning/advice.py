@@ -28,7 +28,7 @@ from gkd.planning.layout import (
     without_colocation,
 )
 from gkd.planning.memory import GroupMemory, all_memory, groups_that_do_not_fit, memory_of, needs_offload
-from gkd.planning.pipeline import simulate_step, stages_of
+from gkd.planning.pipeline import quick_step_s, stages_of
 
 log = logging.getLogger("gkd")
 TOLERANCE = 0.1  # of what is available
@@ -262,7 +262,7 @@ def _sets_of_changes(trials: _Trials, changes: Sequence[Change], n: int, level: 
 
 
 def _step_seconds(layout: Layout) -> float:
-    return simulate_step(stages_of(layout), 0, layout.hosts).seconds
+    return quick_step_s(stages_of(layout), 0, layout.hosts)
 
 
 def require_memory(

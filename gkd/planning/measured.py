@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import NormalDist, mean, median
 from typing import Any
 
 from gkd.config import Config, load
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
-from gkd.planning.layout import Layout, models_of, with_settings
-from gkd.planning.pipeline import Stages, stages_of
+from gkd.planning.layout import Layout, models_of
+from gkd.planning.pipeline import Factors, stages_of
+from gkd.planning.steps import simulate_layout
 
+MOST_SPREAD = 3.0
 SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it says how long scoring takes in all
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """Holds measured over planned seconds of each stage, and the run's mean lengths (None: not measured)."""
-
-    generate: float = 1.0
-    score: float = 1.0
-    update: float = 1.0
-    sync: float = 1.0
-    prompt: int | None = None
-    response: int | None = None
-
-    def lengths(self, config: Config) -> Config:
-        """Return the configuration with the run's mean lengths, where it has none of its own."""
-        measured = {"plan.prompt_length": self.prompt, "plan.response_length": self.response}
-        plan = config.plan.model_dump()
-        return with_settings(config, {k: v for k, v in measured.items() if v and plan[k.removeprefix("plan.")] is None})
-
-    def apply(self, stages: Stages) -> Stages:
-        """Scale planned stages to the measured run."""
-        return Stages(
-            stages.generate * self.generate,
-            stages.score * self.score,
-            stages.reference * self.score,
-            stages.update * self.update,
-            stages.sync * self.sync,
-            stages.tail * self.score,
-            stages.reward * self.score,
-        )
 
 
 def factors_of(directory: str, layout: Layout) -> Factors:
@@ -55,9 +28,12 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     path = Path(directory)
     _require_same_device(path, layout)
     config, rows = _read_config(path), _read_rows(path)
-    lengths = Factors(prompt=_mean_prompt(config, rows), response=_mean(rows, "response/length_mean"))
+    lengths = Factors(
+        prompt=_mean_prompt(config, rows), response=_mean(rows, "response/length_mean"), spread=_spread(config, rows)
+    )
     config = lengths.lengths(config)
-    planned = stages_of(replace(layout, config=config, models=models_of(config)))
+    ran = replace(layout, config=config, models=models_of(config))
+    planned, simulated = stages_of(ran), simulate_layout(ran, config.schedule.max_staleness)
     seconds = {name: _median(rows, name) for name in ("generate", "score", "update", "sync")}
     score = 1.0
     scoring = max(planned.score, planned.reference, planned.reward)
@@ -65,11 +41,16 @@ def factors_of(directory: str, layout: Layout) -> Factors:
         score = (seconds["generate"] + seconds["score"]) / (scoring + planned.tail)
     return replace(
         lengths,
-        generate=seconds["generate"] / planned.generate,
+        generate=_ratio(seconds["generate"], simulated.generate),
         score=score,
-        update=seconds["update"] / planned.update,
-        sync=seconds["sync"] / planned.sync,
+        update=_ratio(seconds["update"], planned.update),
+        sync=_ratio(seconds["sync"], planned.sync),
     )
+
+
+def _ratio(measured: float, planned: float) -> float:
+    """Return the factor of a stage; 1 of one that the run does not have, as sampling in supervised training."""
+    return measured / planned if planned else 1.0
 
 
 def _require_same_device(path: Path, layout: Layout) -> None:
@@ -127,3 +108,18 @@ def _mean_prompt(config: Config, rows: list[dict[str, Any]]) -> int | None:
         if all(name in row for name in needed)
     ]
     return max(1, round(mean(lengths))) if lengths else None
+
+
+def _spread(config: Config, rows: list[dict[str, Any]]) -> float | None:
+    """Return the spread of a lognormal distribution whose longest of a batch, or share at the limit, is the run's.
+
+    The longest of N lies at the quantile 1 - 1 / 2 N, and at exp(z s - s^2 / 2) times the mean, for z of that quantile.
+    """
+    samples = config.trainer.batch_size * config.rollout.n
+    found = []
+    for row in rows:
+        if row.get("response/length_mean", 0) > 0 and "response/length_max" in row:
+            z = NormalDist().inv_cdf(1 - min(0.5, max(0.5 / samples, row.get("response/clip_ratio", 0.0))))
+            ratio = row["response/length_max"] / row["response/length_mean"]
+            found.append(z - math.sqrt(max(0.0, z * z - 2 * math.log(max(1.0, ratio)))))
+    return min(MOST_SPREAD, mean(found)) if found else None

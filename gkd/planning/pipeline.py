@@ -1,4 +1,4 @@
-"""Seconds of each stage of a step, from operations, bytes and links; and of the step that they make together.
+"""Seconds of each stage of a step, from operations, bytes and links.
 
 Assumed, and stated because little of it could be measured: matrix products reach ``plan.efficiency`` of a GPU's
 TFLOP/s, reading weights and caches 0.8 of its bandwidth, an engine of several GPUs 0.85 of as many engines of one, and
@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gkd.config import TRANSFERS, Engine, Pool
-from gkd.planning.layout import F32, Layout, engine_class
+from gkd.config import TRANSFERS, Config, Engine, Pool
+from gkd.planning.layout import F32, Layout, engine_class, with_settings
 from gkd.planning.memory import concurrent_sequences, kv_bytes, largest_micro_batch
 from gkd.planning.shapes import ModelShape
 from gkd.weights.choice import choose
@@ -44,45 +44,60 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Describes one step in the long run. ``busy`` seconds of each group; ``bound``: the group that sets the pace."""
+class Factors:
+    """Holds measured over planned seconds of each stage, and the run's lengths (None: not measured).
 
-    staleness: int
-    seconds: float
-    busy: dict[str, float]
-    bound: str
+    ``spread`` is the standard deviation of the logarithms of responses' lengths.
+    """
 
-    @property
-    def waits(self) -> dict[str, float]:
-        """Return the seconds of a step that each group has nothing to do."""
-        return {group: max(0.0, self.seconds - busy) for group, busy in self.busy.items()}
+    generate: float = 1.0
+    score: float = 1.0
+    update: float = 1.0
+    sync: float = 1.0
+    prompt: int | None = None
+    response: int | None = None
+    spread: float | None = None
+
+    def lengths(self, config: Config) -> Config:
+        """Return the configuration with the run's lengths, where it has none of its own."""
+        measured: dict[str, float] = {}
+        if self.prompt and config.plan.prompt_length is None:
+            measured["plan.prompt_length"] = self.prompt
+        if self.response and config.plan.response_length is None:
+            measured["plan.response_length"] = self.response
+            if self.spread is not None:
+                measured["plan.response_spread"] = self.spread
+        return with_settings(config, measured)
+
+    def apply(self, stages: Stages) -> Stages:
+        """Scale planned stages to the measured run."""
+        return Stages(
+            stages.generate * self.generate,
+            stages.score * self.score,
+            stages.reference * self.score,
+            stages.update * self.update,
+            stages.sync * self.sync,
+            stages.tail * self.score,
+            stages.reward * self.score,
+        )
 
 
-def simulate_step(stages: Stages, staleness: int, hosts: Mapping[str, str] | None = None) -> Step:
-    """Return a step at ``schedule.max_staleness``.
+def quick_step_s(stages: Stages, staleness: int = 0, hosts: Mapping[str, str] | None = None) -> float:
+    """Return a step's seconds without simulating it, to choose among many layouts: no stragglers, no streaming.
 
-    0: sampling, beside which finished samples are scored, then the update, then the new weights.
-    1: the next batch is sampled and scored while this one is trained on; engines and actor stop for new weights.
-    2 and more: a further batch is under way, so that nobody waits for the last samples to be scored.
-    ``hosts`` maps groups to the one whose devices they compute on; groups on the same devices work one after the other.
+    At ``staleness`` 0 sampling, beside which finished samples are scored, then the update, then the new weights; beyond
+    that the longer of both. ``hosts`` maps groups to the one whose devices they compute on; groups on the same devices
+    work one after the other.
     """
     scorers = {"teacher": stages.score, "reference": stages.reference, "reward_model": stages.reward}
-    scorers = {name: seconds for name, seconds in scorers.items() if seconds}
-    sampling = {"rollout": stages.generate, **scorers}
-    busy = {"actor": stages.update + stages.sync, "rollout": stages.generate + stages.sync, **scorers}
-    device_of = {group: (hosts or {}).get(group, group) for group in busy}
-    on_other_devices = all(device_of[name] != device_of["rollout"] for name in scorers)
+    sampling = {"rollout": stages.generate, **{name: seconds for name, seconds in scorers.items() if seconds}}
+    device_of = {group: (hosts or {}).get(group, group) for group in ("actor", *sampling)}
+    on_other_devices = all(device_of[name] != device_of["rollout"] for name in sampling if name != "rollout")
     sampled = max(_sum_by_device(sampling, device_of).values()) + (stages.tail if on_other_devices else 0.0)
-    occupied = _sum_by_device(busy, device_of)
-    if device_of["actor"] == device_of["rollout"]:
-        occupied[device_of["actor"]] -= stages.sync  # which both take part in
     if staleness == 0:
-        seconds = sampled + stages.update + stages.sync
-    elif staleness == 1:
-        seconds = max(sampled + stages.sync, *occupied.values())
-    else:
-        seconds = max(occupied.values())
-    return Step(staleness, seconds, busy, max(busy, key=lambda group: busy[group]))
+        return sampled + stages.update + stages.sync
+    busy = {"actor": stages.update, **sampling}
+    return max(sampled, *_sum_by_device(busy, device_of).values()) + stages.sync
 
 
 def _sum_by_device(seconds: Mapping[str, float], device_of: Mapping[str, str]) -> dict[str, float]:
@@ -130,24 +145,31 @@ def head_flops(shape: ModelShape) -> float:
 
 
 def generate_s(layout: Layout, engine: Engine) -> float:
-    """Return the seconds of sampling a batch.
-
-    Prompts are computed once each; then every step reads the weights and the caches.
-    """
-    workload, hardware, shape, c = layout.workload(), layout.hardware, layout.models.student, layout.compute_bytes
-    rate, reading = _engine_speed(layout, engine.tensor_parallel_size)
+    """Return the seconds of sampling a batch, all responses of mean length. Prompts are computed once each."""
+    workload = layout.workload()
     sampled = workload.samples * layout.config.algorithm.on_policy_share
     each = max(1.0, sampled / (engine.n_engines))
     at_once = min(each, concurrent_sequences(layout, "rollout", engine))
-    prefill = each * workload.prompts / workload.samples * workload.prompt
-    prefill = prefill * forward_flops(shape, workload.prompt / 2) / rate
+    prompts = each * workload.prompts / workload.samples
+    return prompts * prefill_s(layout, engine) + workload.response * decode_s(layout, engine, at_once) * each / at_once
+
+
+def prefill_s(layout: Layout, engine: Engine) -> float:
+    """Return the seconds that an engine takes for a prompt."""
+    shape, prompt = layout.models.student, layout.workload().prompt
+    rate, _ = _engine_speed(layout, engine.tensor_parallel_size)
+    return prompt * forward_flops(shape, prompt / 2) / rate + network_s(layout, shape, engine, prompt)
+
+
+def decode_s(layout: Layout, engine: Engine, n: float) -> float:
+    """Return the seconds that an engine takes for the next token of ``n`` responses: it reads weights and caches."""
+    workload, shape, c = layout.workload(), layout.models.student, layout.compute_bytes
+    rate, reading = _engine_speed(layout, engine.tensor_parallel_size)
     context = workload.prompt + workload.response / 2
-    read = c * (shape.n_active if at_once < 4 else shape.n_parameters) + at_once * context * kv_bytes(shape, 1, c)
-    computed = at_once * (forward_flops(shape, context) + head_flops(shape)) / rate
-    step = (0.0 if hardware.is_cpu else ENGINE_STEP_S) + max(read / reading, computed)
-    step += network_s(layout, shape, engine, at_once)
-    prefill += network_s(layout, shape, engine, each * workload.prompts / workload.samples * workload.prompt)
-    return prefill + workload.response * step * each / at_once
+    read = c * (shape.n_active if n < 4 else shape.n_parameters) + n * context * kv_bytes(shape, 1, c)
+    computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
+    own = 0.0 if layout.hardware.is_cpu else ENGINE_STEP_S
+    return own + max(read / reading, computed) + network_s(layout, shape, engine, n)
 
 
 def network_s(layout: Layout, shape: ModelShape, engine: Engine, tokens: float) -> float:
@@ -210,17 +232,25 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     moved = 0.0 if world == 1 else (2 * layout.compute_bytes + (0 if lora else F32)) * shape.n_parameters
     link = hardware.link if nnodes == 1 else hardware.network
     a_micro = max(micro * (layers + head) / hardware.flops, moved / link)
-    adam = 0.0 if lora else 7 * F32 * shape.n_parameters / world / (hardware.bandwidth * READ_EFFICIENCY)
     if actor.offload_optimizer and not hardware.is_cpu:
         # Weights come over twice and gradients go back once for every micro-batch; the host does the optimizer's step.
         over_host_link = (2 * layout.compute_bytes if lora else 3 * F32) * shape.n_parameters / world
         a_micro = max(a_micro, over_host_link / HOST_LINK)
-        adam = 0.0 if lora else 7 * F32 * shape.n_parameters / world / HOST_MEMORY
-    once = each / micro * a_micro + adam
+    once = each / micro * a_micro + adam_s(layout, world)
     a_forward = n_steps * each * (forward_flops(shape, length / 2) + head_flops(shape)) / hardware.flops
     old_logprobs = a_forward if actor.epochs * n_steps > 1 else 0.0
     reference_logprobs = a_forward if layout.config.algorithm.kl.coef > 0 and lora else 0.0
     return actor.epochs * n_steps * once + (old_logprobs + reference_logprobs)
+
+
+def adam_s(layout: Layout, world: int) -> float:
+    """Return the seconds of one optimizer step by itself, which reads and writes its state; an adapter's is nothing."""
+    actor, hardware = layout.config.actor, layout.hardware
+    if actor.lora.r is not None:
+        return 0.0
+    on_host = actor.offload_optimizer and not hardware.is_cpu
+    speed = HOST_MEMORY if on_host else hardware.bandwidth * READ_EFFICIENCY
+    return 7 * F32 * layout.models.student.n_parameters / world / speed
 
 
 def sync_s(layout: Layout, world: int) -> float:

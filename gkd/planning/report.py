@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import IO, Any
 
 from rich.box import SIMPLE
@@ -13,11 +13,12 @@ from rich.table import Table
 from gkd.planning.advice import Advice, advise, advise_all, advise_by_memory, explain_no_advice
 from gkd.planning.changes import LEVEL_NAMES
 from gkd.planning.layout import GB, Layout
-from gkd.planning.measured import Factors
 from gkd.planning.memory import GroupMemory, all_memory, needs_offload
-from gkd.planning.pipeline import Stages, Step, simulate_step, stages_of
+from gkd.planning.pipeline import Factors, Stages, stages_of
 from gkd.planning.shapes import ModelShape
+from gkd.planning.simulation import Step
 from gkd.planning.splits import Split, best_splits
+from gkd.planning.steps import simulate_layout
 
 WIDTH = 120
 MAX_STALENESS = "schedule.max_staleness"
@@ -97,14 +98,15 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
     memory = all_memory(layout)
     advice = {group.group: advise(layout, group.group) for group in memory}
     scale = factors or Factors()
-    stages = scale.apply(stages_of(layout))
+    steps = [simulate_layout(layout, staleness, scale) for staleness in STALENESS]
+    stages = replace(scale.apply(stages_of(layout)), generate=steps[0].generate)
     return PlanReport(
         layout=layout,
         memory=memory,
         advice=list(itertools.chain(*advice.values())),
         all_groups=advise_all(layout, advice),
         stages=stages,
-        steps=[simulate_step(stages, staleness, layout.hosts) for staleness in STALENESS],
+        steps=steps,
         factors=factors,
         splits=[] if best is None else best_splits(layout, best, factors=scale),
         by_memory=advise_by_memory(layout, GPU_SIZES_GB) if by_memory else [],

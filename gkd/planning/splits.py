@@ -1,4 +1,4 @@
-"""The best split of N GPUs over the groups: every split that fits is timed.
+"""The best split of N GPUs over the groups: every split that fits is estimated, and the quickest are simulated.
 
 A pool has one of three forms: some GPUs of one node, whole nodes, or as many GPUs on every node. A group's time depends
 on its own pool alone, so it is worked out once for each size, and only sums and maxima are taken for each split.
@@ -19,24 +19,26 @@ from gkd.cluster.layout import GroupRequest, Node, idle_nodes, solve
 from gkd.config import GROUPS, Engine, Pool
 from gkd.errors import ConfigError
 from gkd.planning.layout import GPU_SETTINGS, Layout, placement_defaults, with_settings, without_colocation
-from gkd.planning.measured import Factors
 from gkd.planning.memory import pool_memory
 from gkd.planning.pipeline import (
+    Factors,
     Stages,
-    Step,
     generate_s,
     reward_s,
     score_one_s,
     score_s,
-    simulate_step,
     stages_of,
     sync_s,
     update_s,
 )
+from gkd.planning.simulation import Step
+from gkd.planning.steps import simulate_layout, streams
 
 Floats = NDArray[np.float64]
 KEPT = 8  # combinations of as many GPUs, the fastest of which could turn out not to be placeable
-TRIED = 200  # of the fastest splits, looked at until enough of them can be placed on nodes
+TRIED = 200  # of the quickest splits by estimate, looked at until enough of them can be placed on nodes
+SIMULATED = 16  # of those that can
+NOT_HIDDEN = 0.1  # of the shorter side, where actor and engines work at the same time: a first guess
 WIDTHS = (1, 2, 4, 8)
 
 
@@ -87,20 +89,19 @@ def best_splits(
     base, scale = without_colocation(layout), factors or Factors()
     sizes = {section: _list_sizes(base, section, n_gpus - len(sections) + 1, n_gpus, scale) for section in sections}
     nodes = _idle_nodes(n_gpus, layout.config.plan.gpus_per_node)
-    best: list[dict[str, PoolSize]] = []
-    wasteful: list[dict[str, PoolSize]] = []  # no faster than one of the best, with more GPUs
-    for mix in _fastest_mixes(sizes, n_gpus, staleness):
-        if any(all(size.total <= mix[section].total for section, size in one.items()) for one in best):
-            wasteful.append(mix)
-        elif _fits_on(nodes, mix):
-            best.append(mix)
-        if len(best) == count:
-            break
-    best += itertools.islice((mix for mix in wasteful if _fits_on(nodes, mix)), count - len(best))
-    if not best:
+    ahead = staleness > 0 or streams(base)
+    placeable = (mix for mix in _quickest_mixes(sizes, n_gpus, ahead) if _fits_on(nodes, mix))
+    splits = [_split(layout, base, mix, staleness, scale) for mix in itertools.islice(placeable, SIMULATED)]
+    if not splits:
         raise ConfigError(f"--best {n_gpus}: no split of so many GPUs both fits in memory and on nodes")
-    splits = [_split(layout, base, mix, staleness, scale) for mix in best]
-    return sorted(splits, key=lambda split: split.step.seconds)
+    splits.sort(key=lambda split: (split.step.seconds, sum(split.gpus.values())))
+    best: list[Split] = []
+    wasteful: list[Split] = []  # no faster than one of the best, with more GPUs
+    for split in splits:
+        more = any(all(one.gpus[group] <= n for group, n in split.gpus.items()) for one in best)
+        (wasteful if more else best).append(split)
+    chosen = best[:count] + wasteful[: max(0, count - len(best))]
+    return sorted(chosen, key=lambda split: split.step.seconds)
 
 
 def _fits_on(nodes: list[Node], mix: dict[str, PoolSize]) -> bool:
@@ -175,8 +176,11 @@ def _measure(layout: Layout, group: str, pool: Pool, tp: int, factors: Factors) 
     return PoolSize(n, nnodes, tp, score * factors.score, tail * factors.score)
 
 
-def _fastest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, staleness: int) -> Iterator[dict[str, PoolSize]]:
-    """Yield splits, fastest first; among equals those of fewer GPUs."""
+def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) -> Iterator[dict[str, PoolSize]]:
+    """Yield splits, quickest first by estimate; among equals those of fewer GPUs.
+
+    ``ahead``: actor and engines work at the same time, else one after the other.
+    """
     scoring = _Mixes.empty()
     for section, of in sizes.items():
         if section not in ("trainer", "rollout"):
@@ -185,7 +189,10 @@ def _fastest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, staleness: int
     sampled = sampling.seconds + sampling.tails
     candidates: list[tuple[float, int, int, int]] = []
     for a, actor in enumerate(sizes["trainer"]):
-        step = sampled + actor.seconds if staleness == 0 else np.maximum(sampled, actor.seconds)
+        step = sampled + actor.seconds
+        if ahead:
+            longer = np.maximum(sampled, actor.seconds)
+            step = longer + NOT_HIDDEN * (step - longer)
         fitting = np.flatnonzero(sampling.totals + actor.total <= n_gpus)
         quickest = fitting[np.argsort(step[fitting], kind="stable")[:TRIED]]
         candidates += [(float(step[i]), int(sampling.totals[i]) + actor.total, a, int(i)) for i in quickest]
@@ -234,6 +241,7 @@ def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: in
             settings[f"{section}.nnodes"] = size.nnodes
         if isinstance(pool, Engine) and size.tensor_parallel != pool.tensor_parallel_size:
             settings[f"{section}.tensor_parallel_size"] = size.tensor_parallel
-    stages = factors.apply(stages_of(replace(base, config=with_settings(base.config, settings))))
-    gpus = {GROUPS.get(section, section): size.total for section, size in mix.items()}
-    return Split(settings, gpus, stages, simulate_step(stages, staleness))
+    split = replace(base, config=with_settings(base.config, settings))
+    step = simulate_layout(split, staleness, factors)
+    stages = replace(factors.apply(stages_of(split)), generate=step.generate)
+    return Split(settings, {GROUPS.get(section, section): size.total for section, size in mix.items()}, stages, step)

@@ -1,15 +1,17 @@
-"""Seconds of a step with imposed times, over those of its longest stage alone: streaming and staleness, in turn.
+"""Seconds of a step with imposed times, streaming and staleness in turn: beside the plan's simulation of the same.
 
 The real loop, the real handing out of prompts and the real accumulation of chunks, on real Ray workers; an engine that
-takes lognormal times for its responses, a scorer and an actor that sleep. So that two cores are enough.
+takes lognormal times for its responses, a scorer and an actor that sleep. So that two cores are enough. The simulation
+(:mod:`gkd.planning.simulation`) is given the same times, and the measured push.
 
-    python tests/benchmarks/overlap.py [--steps 12]
+    python tests/benchmarks/overlap.py [--steps 12] [--bound rollout actor teacher] [--staleness 0 1 2 4]
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import statistics
 import tempfile
@@ -37,10 +39,12 @@ from gkd.driver.trainer import RunLog, train
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
+from gkd.planning.simulation import Sampling, SimulatedRun, Step, Updating, simulate
+from gkd.planning.simulation import Scoring as ScoringGroup
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.group import RolloutGroup
-from gkd.types import Prompt, Sample, SampleRequest, Scoring, TrainingSample
+from gkd.types import Prompt, Sample, SampleRequest, Scoring, TrainingSample, seed_of
 from tests.weights.reports import reports
 
 SAMPLES, SLOTS, SIGMA, CHUNKS = 64, 32, 0.5, 8
@@ -59,6 +63,12 @@ class Times:
 BOUND = {"rollout": Times(1.0, 0.1, 0.5), "actor": Times(0.5, 0.1, 1.0), "teacher": Times(0.5, 1.0, 0.5)}
 
 
+def length_of(seed: int) -> int:
+    """Return the tokens of a response."""
+    drawn = np.random.default_rng(seed).lognormal(-(SIGMA**2) / 2, SIGMA)
+    return max(1, min(400, round(MEAN_TOKENS * float(drawn))))
+
+
 class SleepingEngine(InferenceEngine[SampleRequest, Sample]):
     """Has each response ready after its own time, lognormal and the same for one seed."""
 
@@ -69,8 +79,7 @@ class SleepingEngine(InferenceEngine[SampleRequest, Sample]):
         self.running: list[tuple[float, int, SampleRequest, int]] = []
 
     def add(self, key: int, request: SampleRequest) -> None:
-        drawn = np.random.default_rng(request.seed).lognormal(-(SIGMA**2) / 2, SIGMA)
-        n = max(1, min(400, round(MEAN_TOKENS * drawn)))
+        n = length_of(request.seed)
         heapq.heappush(self.running, (time.monotonic() + n * self.second_a_token, key, request, n))
 
     def busy(self) -> bool:
@@ -93,18 +102,18 @@ class Rollout(rollout_worker.RolloutWorker):
     def __init__(self, config: Config, rank: int) -> None:
         pipeline.load_tokenizer = lambda *_: None
         super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
-        deliver, self.second_a_sample, self.free = self.pipeline.submit, 0.0, 0.0
+        deliver, self.second_a_token, self.free = self.pipeline.submit, 0.0, 0.0
 
         def submit(sample: Sample) -> None:
             sample = replace(sample, request=replace(sample.request, scoring=Scoring()))  # by nobody but this sleep
-            self.free = max(self.free, time.monotonic()) + self.second_a_sample
+            self.free = max(self.free, time.monotonic()) + len(sample.token_ids) * self.second_a_token
             threading.Timer(self.free - time.monotonic(), deliver, [sample]).start()
 
         self.pipeline.submit = submit  # type: ignore[method-assign]
 
     def impose(self, times: Times) -> None:
         self.engine.second_a_token = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
-        self.second_a_sample = times.score / SAMPLES
+        self.second_a_token = times.score / (SAMPLES * (MEAN_TOKENS + 1))
 
     def load(self, version: int) -> None:
         self._between_steps(self._become_idle, "load")
@@ -157,34 +166,56 @@ def run(rollout_group: Group, actor_group: Group, config: Config, times: Times) 
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def simulated(config: Config, times: Times, sync_s: float) -> Step:
+    """Return what the plan expects of a step, with the very lengths that the run has."""
+
+    def lengths(step: int) -> list[int]:
+        return [length_of(seed_of(config.trainer.seed, step, place, 0)) for place in range(SAMPLES)]
+
+    token_s = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
+    tokens = statistics.fmean(sum(lengths(step)) + SAMPLES for step in range(1, config.trainer.total_steps + 1))
+    share = tokens / (SAMPLES * (MEAN_TOKENS + 1))  # of the mean that the times are for
+    chunk = config.actor.max_tokens_per_micro_batch if config.schedule.streaming else None
+    run = SimulatedRun(
+        SAMPLES, 1, 1.0, lengths, Sampling(1, SLOTS, SLOTS, lambda n: token_s),
+        {"teacher": ScoringGroup(1, times.score * share / SAMPLES)}, Updating(times.update * share, 0.0, sync_s, chunk),
+        config.schedule.max_staleness, config.schedule.in_flight,
+    )  # fmt: skip
+    return simulate(run, config.trainer.total_steps - 4 - config.schedule.max_staleness)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
-    steps = parser.parse_args().steps
+    parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
+    parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
+    options = parser.parse_args()
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     base = load(
         {
             "rollout": {"engine": "tests.benchmarks.overlap:SleepingEngine", "max_num_seqs": SLOTS},
-            "trainer": {"total_steps": steps, "batch_size": SAMPLES, "save_minutes": None, "val_every": 10_000},
+            "trainer": {"total_steps": options.steps, "batch_size": SAMPLES, "save_minutes": None, "val_every": 10_000},
             "actor": {"max_tokens_per_micro_batch": SAMPLES * (MEAN_TOKENS + 1) // CHUNKS},
         }
     )
     actor = group_of("actor", "tests.benchmarks.overlap:Actor")
-    print(f"{'bound by':10} {'streaming':10} {'staleness':>10} {'s/step':>8} {'over its longest stage':>24}")
-    for bound, times in BOUND.items():
-        for streaming, staleness in ((False, 0), (True, 0), (False, 1), (True, 1), (True, 2)):
-            schedule = base.schedule.model_copy(update={"streaming": streaming, "max_staleness": staleness})
-            config = base.model_copy(update={"schedule": schedule})
-            rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
-            rows = run(rollout, actor, config, times)[2:-2]
-            step = statistics.median(row["timing_s/step"] for row in rows)
-            if not streaming and not staleness:  # where nothing overlaps but scoring
-                longest = max(
-                    *(statistics.median(row[f"timing_s/{stage}"] for row in rows) for stage in ("generate", "update")),
-                    times.score,
-                )
-            print(f"{bound:10} {streaming!s:10} {staleness:10} {step:8.2f} {step / longest:24.2f}", flush=True)
-            ray.kill(rollout.workers[0])
+    print(f"{'bound by':10} {'streaming':10} {'staleness':>10} {'s/step':>8} {'simulated':>10} {'ratio':>6}"
+          f" {'over its longest stage':>24}")  # fmt: skip
+    for bound, staleness, streaming in itertools.product(options.bound, options.staleness, (False, True)):
+        times = BOUND[bound]
+        schedule = base.schedule.model_copy(update={"streaming": streaming, "max_staleness": staleness})
+        config = base.model_copy(update={"schedule": schedule})
+        rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
+        rows = run(rollout, actor, config, times)[2 + staleness : -2]
+        step = statistics.fmean(row["timing_s/step"] for row in rows)
+        if not streaming and not staleness:  # where nothing overlaps but scoring
+            stages = ("generate", "update")
+            measured = [statistics.fmean(row[f"timing_s/{stage}"] for row in rows) for stage in stages]
+            longest = max(*measured, times.score)
+        expected = simulated(config, times, statistics.median(row["timing_s/sync"] for row in rows)).seconds
+        print(f"{bound:10} {streaming!s:10} {staleness:10} {step:8.2f} {expected:10.2f} {expected / step:6.3f} "
+              f"{step / longest:24.2f}", flush=True)  # fmt: skip
+        ray.kill(rollout.workers[0])
     ray.shutdown()
 
 

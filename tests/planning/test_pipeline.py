@@ -8,8 +8,8 @@ from gkd.planning.pipeline import (
     Stages,
     forward_flops,
     generate_s,
+    quick_step_s,
     score_s,
-    simulate_step,
     stages_of,
     transfer_of,
     update_s,
@@ -20,50 +20,16 @@ H200 = ("+recipe=on_policy_distill", "model.size=0.5b", "teacher.model.size=1.5b
 STAGES = Stages(generate=5.0, score=3.0, reference=0.0, update=4.0, sync=1.0, tail=0.5)
 
 
-def test_without_staleness_the_update_waits_for_the_samples() -> None:
-    step = simulate_step(STAGES, 0)
-    assert step.seconds == 5.0 + 0.5 + 4.0 + 1.0
-    assert step.waits == {"actor": 5.5, "rollout": 4.5, "teacher": 7.5}
-
-
-def test_one_step_off_lasts_as_long_as_the_longer_side() -> None:
-    assert simulate_step(STAGES, 1).seconds == 5.0 + 0.5 + 1.0
-    slow_update = Stages(5.0, 3.0, 0.0, 20.0, 1.0, 0.5)
-    step = simulate_step(slow_update, 1)
-    assert step.seconds == 21.0
-    assert step.bound == "actor"
-    assert step.waits["actor"] == 0
-    assert step.waits["rollout"] == 15.0
-
-
-def test_further_ahead_nobody_waits_for_the_last_scores() -> None:
-    step = simulate_step(STAGES, 2)
-    assert step.seconds == 6.0
-    assert step.bound == "rollout"
-    assert step.waits["rollout"] == 0
-
-
-def test_a_slow_teacher_sets_the_pace() -> None:
-    stages = Stages(5.0, 30.0, 0.0, 4.0, 1.0, 0.5)
-    assert [simulate_step(stages, k).seconds for k in (0, 1, 2)] == [35.5, 31.5, 30.0]
-    assert simulate_step(stages, 1).bound == "teacher"
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_on_shared_cores_nothing_overlaps(staleness: int) -> None:
-    everyone = dict.fromkeys(("actor", "rollout", "teacher"), "actor")
-    assert simulate_step(STAGES, staleness, everyone).seconds == 5.0 + 3.0 + 4.0 + 1.0
-
-
-def test_groups_on_the_same_gpus_work_one_after_the_other() -> None:
-    """Actor and rollout on some, teacher, reference and reward model on others."""
-    stages = Stages(generate=5.0, score=3.0, reference=2.0, update=4.0, sync=1.0, tail=0.5, reward=1.5)
-    hosts = {"rollout": "actor", "reference": "teacher", "reward_model": "teacher"}
-    assert simulate_step(stages, 0, hosts).seconds == (3.0 + 2.0 + 1.5) + 0.5 + 4.0 + 1.0
-    assert simulate_step(stages, 1, hosts).seconds == 5.0 + 4.0 + 1.0
-    assert simulate_step(stages, 2, hosts).seconds == 5.0 + 4.0 + 1.0
-    assert simulate_step(stages, 2).seconds == 6.0
-    assert simulate_step(stages, 0, hosts).waits["reward_model"] == 12.0 - 1.5
+@pytest.mark.parametrize(
+    ("hosts", "seconds"),
+    [
+        ({}, [5.0 + 0.5 + 4.0 + 1.0, 5.5 + 1.0]),
+        (dict.fromkeys(("actor", "rollout", "teacher"), "actor"), [5.0 + 3.0 + 4.0 + 1.0] * 2),
+        ({"rollout": "actor"}, [5.0 + 0.5 + 4.0 + 1.0, 5.0 + 4.0 + 1.0]),
+    ],
+)
+def test_the_quick_estimate_of_a_step(hosts: dict[str, str], seconds: list[float]) -> None:
+    assert [quick_step_s(STAGES, staleness, hosts) for staleness in (0, 1)] == seconds
 
 
 def test_scoring_is_near_the_measured_rate() -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -17,6 +18,7 @@ from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.plan import main
 from gkd.planning.layout import known_gpu_type, models_of
+from gkd.planning.measured import _spread
 from gkd.recipes.sort_digits.task import SortDigits, recipes
 from gkd.recipes.sort_digits.warmup import new_model
 from tests.planning.layouts import DATA
@@ -167,8 +169,23 @@ def test_timings_of_an_earlier_run_are_taken(model: str, tmp_path: Path) -> None
     assert found["stages"]["generate"] == pytest.approx(3.0)
     assert found["stages"]["update"] == pytest.approx(7.0)
     assert found["stages"]["sync"] == pytest.approx(0.5)
+    steps = {step["staleness"]: step["seconds"] for step in found["pipeline"]}
+    assert steps[0] == pytest.approx(3.0 + 7.0 + 0.5, rel=0.1)  # less what streaming hides
     wider = planned(tmp_path, *overrides, "--from", str(run), "trainer.n_gpus_per_node=2")
     assert 3.0 < wider["stages"]["update"] < 4.5
+
+
+@pytest.mark.parametrize(("clip_ratio", "limit"), [(0.0, 1e9), (0.05, 1640.0)])
+def test_the_spread_of_a_runs_lengths_is_found(clip_ratio: float, limit: float) -> None:
+    """Of 512 lognormal lengths a step with a spread of 0.6: from their longest, or from how many reach the limit."""
+    config = compose([*DATA, "+recipe=grpo", "model.size=7b", "trainer.batch_size=128", "rollout.n=4"])
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(20):
+        lengths = np.minimum(rng.lognormal(6.2, 0.6, 512), limit)
+        rows.append({"response/length_mean": lengths.mean(), "response/length_max": lengths.max(),
+                     "response/clip_ratio": float((lengths == limit).mean())})  # fmt: skip
+    assert (rows[0]["response/clip_ratio"] > 0) == (clip_ratio > 0)
+    assert _spread(config, rows) == pytest.approx(0.6, rel=0.15)
 
 
 ROW = '{"step": 1, "timing_s/update": 1.0, "timing_s/generate": 1.0, "timing_s/sync": 1.0}'

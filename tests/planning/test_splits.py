@@ -15,8 +15,8 @@ from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.layout import with_settings
 from gkd.planning.memory import all_memory
-from gkd.planning.pipeline import simulate_step, stages_of
 from gkd.planning.splits import best_splits
+from gkd.planning.steps import simulate_layout
 from tests.planning.layouts import DATA, layout_of
 
 TINY = {
@@ -34,7 +34,7 @@ def test_no_split_of_eight_is_faster() -> None:
             settings = {"trainer.n_gpus_per_node": a, "rollout.n_gpus_per_node": r, "teacher.n_gpus_per_node": t}
             tried = replace(s, config=with_settings(s.config, settings))
             if all(group.fits for group in all_memory(tried)):
-                every.append(simulate_step(stages_of(tried), 0).seconds)
+                every.append(simulate_layout(tried, 0).seconds)
     found = best_splits(s, 8)
     assert [split.step.seconds for split in found] == pytest.approx(sorted(every)[:3])
 
@@ -47,7 +47,7 @@ def test_what_is_offered_fits_and_can_be_placed_as_it_is_pasted(n_gpus: int) -> 
         assert sum(pool.n_workers for _, pool in pasted.pools()) == sum(split.gpus.values()) <= n_gpus
         again = layout_of(*overrides, *split.overrides().split())
         assert all(group.fits for group in all_memory(again))
-        assert simulate_step(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
+        assert simulate_layout(again, 0).seconds == pytest.approx(split.step.seconds)
         nodes = [Node(str(i), str(i), tuple(range(8)), 0.0).idle() for i in range(n_gpus // 8)]
         assert solve(requests_of(pasted), nodes, 0.0) is not None
 
@@ -67,7 +67,7 @@ def test_a_split_gives_every_group_gpus_of_its_own(placement: str, rated: bool, 
         assert again.config.hosts() == {}
         assert set(split.gpus) >= {"reference", "reward_model"} if rated else {"teacher"}
         assert all(group.fits for group in all_memory(again))
-        assert simulate_step(stages_of(again), 0).seconds == pytest.approx(split.step.seconds)
+        assert simulate_layout(again, 0).seconds == pytest.approx(split.step.seconds)
 
 
 def test_engines_that_do_not_divide_a_node_are_offered_no_whole_ones() -> None:

@@ -1,0 +1,383 @@
+"""Steps of a run, event by event: who works when, and who waits, over the run's own schedule (:mod:`gkd.schedule`).
+
+Simulated is what the driver's loop does: requests go to the emptiest engine and hold a place there until they are
+sampled, scorers take samples as they finish, the actor adds up chunks in the batch's order, engines are drained before
+new weights unless these are loaded in flight. Not counted is what the driver itself takes, and messages.
+
+Where groups share devices, each works as much slower as others there are busy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+
+from gkd.schedule import TicketSchedule
+
+ENDLESS = 1 << 40
+WARM_UP, MEASURED = 2, 4  # steps, of which the first ones begin with idle engines
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Describes the rollout group.
+
+    Each of ``n_engines`` is given at most ``capacity`` requests and samples at most ``running`` of them at a time; a
+    token of all n of those takes ``token_s(n)`` seconds. A new sequence keeps an engine busy for ``prefill_s`` seconds.
+    """
+
+    n_engines: int
+    capacity: int
+    running: int
+    token_s: Callable[[float], float]
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean length."""
+
+    n_servers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Updating:
+    """Describes the actor: ``accumulate_s`` for the gradients of a batch, ``apply_s`` for its optimizer steps.
+
+    ``chunk_tokens`` are accumulated at a time while a batch is being sampled; None: the whole batch, once it is there.
+    A chunk holds whole groups of ``unit`` samples.
+    """
+
+    accumulate_s: float
+    apply_s: float
+    sync_s: float
+    chunk_tokens: float | None = None
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """Describes what is simulated.
+
+    ``lengths(step)`` are the tokens of the responses to ``n_prompts`` prompts, ``n`` neighbours each, of ``prompt``
+    tokens. ``hosts`` maps groups to the one whose devices they compute on.
+    """
+
+    n_prompts: int
+    n: int
+    prompt: float
+    lengths: Callable[[int], Sequence[float]]
+    sampling: Sampling
+    scoring: Mapping[str, Scoring]
+    updating: Updating
+    max_staleness: int = 0
+    in_flight: bool = False
+    hosts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Describes one step in the long run. ``busy``: seconds that the workers of each group work, on average.
+
+    ``bound``: the group that is most busy; ``generate``: seconds from a batch's request to its last finished sample.
+    """
+
+    staleness: int
+    seconds: float
+    busy: dict[str, float]
+    bound: str
+    generate: float = 0.0
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Return the seconds of a step that each group has nothing to do."""
+        return {group: max(0.0, self.seconds - busy) for group, busy in self.busy.items()}
+
+
+def simulate(run: SimulatedRun, steps: int = MEASURED) -> Step:
+    """Return the mean of ``steps`` steps after the first ones."""
+    first = WARM_UP + run.max_staleness
+    simulation = _Simulation(run, first + steps)
+    simulation.run_all()
+    ends = [0.0, *simulation.ends]
+    busy = {name: group.worked_at[first + steps] - group.worked_at[first] for name, group in simulation.groups.items()}
+    busy = {name: seconds / steps for name, seconds in busy.items()}
+    generated = [simulation.generated[s] - simulation.requested[s] for s in range(first + 1, first + steps + 1)]
+    seconds = (ends[first + steps] - ends[first]) / steps
+    return Step(run.max_staleness, seconds, busy, max(busy, key=lambda name: busy[name]), fmean(generated))
+
+
+@dataclass(slots=True)
+class _Sample:
+    step: int
+    place: int
+    prompt: tuple[int, int]
+    length: float
+    engine: int = 0
+    unscored: int = 0
+
+
+class _GroupClock:
+    """Keeps a group's own time, which passes while the group works, and what happens in it."""
+
+    def __init__(self, device: str, n_workers: int) -> None:
+        self.device, self.n_workers = device, n_workers
+        self.now, self.worked, self.busy, self.paused = 0.0, 0.0, 0, False
+        self.worked_at = [0.0]
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+
+    @property
+    def works(self) -> bool:
+        return self.busy > 0 and not self.paused
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.worked += seconds * self.busy / self.n_workers
+
+
+class _EngineClock:
+    """Keeps what one engine samples. ``at``: the group's time at which ``tokens`` a running sequence were done."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.waiting: deque[_Sample] = deque()
+        self.running: list[tuple[float, int, _Sample]] = []
+        self.tokens, self.at, self.planned = 0.0, 0.0, 0
+
+
+class _Simulation:
+    def __init__(self, run: SimulatedRun, total: int) -> None:
+        self.run, self.total, self.time = run, total, 0.0
+        workers = {"actor": 1, "rollout": run.sampling.n_engines} | {k: s.n_servers for k, s in run.scoring.items()}
+        self.groups = {name: _GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
+        self.engines = [_EngineClock() for _ in range(run.sampling.n_engines)]
+        # In the order in which they come, those that come at the same time in that of the batch.
+        self.queues: dict[str, list[tuple[float, int, int, _Sample]]] = {name: [] for name in run.scoring}
+        self.schedule = TicketSchedule(run.n_prompts, run.max_staleness, ENDLESS, lambda n: [0] * n)
+        self.waiting: deque[_Sample] = deque()
+        self.homes: dict[tuple[int, int], int] = {}
+        self.batches: dict[int, list[_Sample]] = {}
+        self.mean_tokens: dict[int, float] = {}
+        self.scored: dict[int, set[int]] = {}
+        self.unsampled: dict[int, int] = {}
+        self.requested: dict[int, float] = {}
+        self.generated: dict[int, float] = {}
+        self.ends: list[float] = []
+        self.number = 0
+        # Of the actor's present step: samples that were fed, the open chunk's tokens, chunks that wait, and its state.
+        self.step, self.fed, self.chunk = 1, 0, 0.0
+        self.chunks: deque[float] = deque()
+        self.began = self.computing = self.draining = False
+
+    def run_all(self) -> None:
+        self._dispatch(0)
+        while len(self.ends) < self.total:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next event of any group."""
+        load: dict[str, int] = {}
+        for group in self.groups.values():
+            if group.works:
+                load[group.device] = load.get(group.device, 0) + 1
+        nearest: _GroupClock | None = None
+        dt = float("inf")
+        for group in self.groups.values():
+            if group.works and group.events:
+                left = max(0.0, group.events[0][0] - group.now) * load[group.device]
+                if left < dt:
+                    nearest, dt = group, left
+        assert nearest is not None, "somebody works until the last step has ended"
+        self.time += dt
+        for group in self.groups.values():
+            if group.works:
+                group.advance(dt / load[group.device])
+        heapq.heappop(nearest.events)[2]()
+
+    def _at(self, group: str, seconds: float, action: Callable[[], None]) -> None:
+        """Have ``action`` happen after so many seconds of a group's own time."""
+        clock = self.groups[group]
+        self.number += 1
+        heapq.heappush(clock.events, (clock.now + seconds, self.number, action))
+
+    # Requests and engines
+
+    def _dispatch(self, version: int) -> None:
+        for tickets in self.schedule.admit(version):
+            step, lengths = tickets[0].step, self.run.lengths(tickets[0].step)
+            batch = [
+                _Sample(step, i, (step, i // self.run.n), length, unscored=len(self.run.scoring))
+                for i, length in enumerate(lengths)
+            ]
+            self.batches[step], self.scored[step], self.unsampled[step] = batch, set(), len(batch)
+            self.mean_tokens[step] = self.run.prompt + fmean(lengths)
+            self.requested[step] = self.time
+            self.waiting += batch
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Fill the engines' free places, as :class:`gkd.rollout.dispatch.RequestDispatcher` does."""
+        engines, capacity = self.engines, self.run.sampling.capacity
+        changed: set[int] = set()
+        while self.waiting:
+            emptiest = min(range(len(engines)), key=lambda i: engines[i].held)
+            if engines[emptiest].held >= capacity:
+                break
+            sample = self.waiting.popleft()
+            home = self.homes.get(sample.prompt, emptiest)
+            if engines[home].held >= min(capacity, engines[emptiest].held + self.run.n):
+                home = emptiest
+            self.homes[sample.prompt], sample.engine = home, home
+            engines[home].held += 1
+            engines[home].waiting.append(sample)
+            changed.add(home)
+        for engine in changed:
+            self._continue(engine)
+
+    def _continue(self, number: int) -> None:
+        """Account for what an engine has sampled so far, begin what waits there, and plan its next end of a sample."""
+        engine, group, sampling = self.engines[number], self.groups["rollout"], self.run.sampling
+        if engine.running:
+            if group.now > engine.at:
+                engine.tokens += (group.now - engine.at) / sampling.token_s(len(engine.running))
+                engine.at = group.now
+        else:
+            engine.at = max(engine.at, group.now)
+        was_busy = bool(engine.running)
+        while engine.waiting and len(engine.running) < sampling.running:
+            sample = engine.waiting.popleft()
+            self.number += 1
+            heapq.heappush(engine.running, (engine.tokens + sample.length, self.number, sample))
+            engine.at += sampling.prefill_s
+        group.busy += bool(engine.running) - was_busy
+        engine.planned += 1
+        if engine.running:
+            left = (engine.running[0][0] - engine.tokens) * sampling.token_s(len(engine.running))
+            self._at("rollout", engine.at - group.now + left, partial(self._sampled, number, engine.planned))
+
+    def _sampled(self, number: int, planned: int) -> None:
+        """Take the samples that an engine has finished, unless its next end was planned anew meanwhile."""
+        engine = self.engines[number]
+        if engine.planned != planned:
+            return
+        group = self.groups["rollout"]
+        engine.tokens, engine.at = engine.running[0][0], group.now
+        done = []
+        while engine.running and engine.running[0][0] <= engine.tokens + 1e-6:
+            done.append(heapq.heappop(engine.running)[2])
+        group.busy -= not engine.running
+        for sample in done:
+            self.engines[number].held -= 1
+            self.unsampled[sample.step] -= 1
+            if not self.unsampled[sample.step]:
+                self.generated[sample.step] = self.time
+            for name in self.run.scoring:
+                heapq.heappush(self.queues[name], (self.time, sample.step, sample.place, sample))
+                self._score(name)
+            if not self.run.scoring:
+                self._finish(sample)
+        self._continue(number)
+        self._hand_out()
+        if self.draining:
+            self._drain()
+
+    def _score(self, name: str) -> None:
+        group, scoring = self.groups[name], self.run.scoring[name]
+        while self.queues[name] and group.busy < scoring.n_servers:
+            sample = heapq.heappop(self.queues[name])[-1]
+            group.busy += 1
+            tokens = (self.run.prompt + sample.length) / self.mean_tokens[sample.step]
+            self._at(name, scoring.seconds * tokens, partial(self._scored, name, sample))
+
+    def _scored(self, name: str, sample: _Sample) -> None:
+        self.groups[name].busy -= 1
+        self._score(name)
+        sample.unscored -= 1
+        if not sample.unscored:
+            self._finish(sample)
+
+    def _finish(self, sample: _Sample) -> None:
+        """Give the sample to the actor once it is its turn."""
+        self.scored[sample.step].add(sample.place)
+        if sample.step == self.step:
+            self._feed()
+
+    # The actor's step
+
+    def _feed(self) -> None:
+        """Close chunks as the batch's samples come in its order; begin the update once it is whole."""
+        updating, batch, scored = self.run.updating, self.batches.get(self.step), self.scored.get(self.step, set())
+        if batch is None or self.fed == len(batch):
+            return
+        while self.fed < len(batch) and all(i in scored for i in range(self.fed, self.fed + updating.unit)):
+            unit = batch[self.fed : self.fed + updating.unit]
+            tokens = sum(self.run.prompt + sample.length for sample in unit)
+            if updating.chunk_tokens is not None and self.chunk and self.chunk + tokens > updating.chunk_tokens:
+                self.chunks.append(self.chunk)
+                self.chunk, self.began = 0.0, True
+            self.chunk += tokens
+            self.fed += len(unit)
+        if self.fed == len(batch):
+            self.chunks.append(self.chunk)
+        self._compute()
+
+    def _compute(self) -> None:
+        if self.computing:
+            return
+        if self.chunks:
+            batch = self.batches[self.step]
+            share = self.chunks.popleft() / (self.mean_tokens[self.step] * len(batch))
+            self._occupy(self.run.updating.accumulate_s * share, self._compute)
+        elif self.fed == len(self.batches[self.step]):
+            self._occupy(self.run.updating.apply_s, self._updated)
+
+    def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
+        """Have the actor work so long."""
+        self.computing, self.groups["actor"].busy = True, 1
+
+        def done() -> None:
+            self.computing, self.groups["actor"].busy = False, 0
+            then()
+
+        self._at("actor", seconds, done)
+
+    def _updated(self) -> None:
+        self.draining = self.run.max_staleness > 0 and not self.run.in_flight
+        if self.draining:
+            self._drain()
+        else:
+            self._push()
+
+    def _drain(self) -> None:
+        """Push once everything that was requested is sampled."""
+        if not any(self.unsampled.values()):
+            self.draining = False
+            self._push()
+
+    def _push(self) -> None:
+        """Load new weights, for which engines stop where they are."""
+        rollout = self.groups["rollout"]
+        rollout.paused = True
+        seconds = self.run.updating.sync_s
+
+        def pushed() -> None:
+            rollout.paused = False
+            rollout.worked += seconds
+            self._end_step()
+
+        self._occupy(seconds, pushed)
+
+    def _end_step(self) -> None:
+        self.ends.append(self.time)
+        for group in self.groups.values():
+            group.worked_at.append(group.worked)
+        for kept in (self.batches, self.scored, self.unsampled, self.mean_tokens):
+            del kept[self.step]  # type: ignore[attr-defined]
+        self.step, self.fed, self.chunk = self.step + 1, 0, 0.0
+        self._dispatch(self.step - 1)
+        self._feed()

@@ -1,0 +1,157 @@
+"""The steps of a layout: what its groups take, as :mod:`gkd.planning.pipeline` estimates it, simulated together.
+
+A batch is simulated by at most so many samples that a plan answers at once; each then stands for several, and an engine
+for several engines, as these are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+
+from gkd.config.schedule import streaming_obstacle
+from gkd.planning.layout import Layout
+from gkd.planning.memory import concurrent_sequences, largest_micro_batch, needs_offload
+from gkd.planning.pipeline import (
+    Factors,
+    adam_s,
+    decode_s,
+    prefill_s,
+    reward_s,
+    score_one_s,
+    stages_of,
+    update_s,
+)
+from gkd.planning.simulation import Sampling, Scoring, SimulatedRun, Step, Updating, simulate
+
+MOST_SAMPLES = 256  # of a batch that are simulated, each by itself
+MOST_ENGINES = 16  # or as many as it takes for each to have samples
+
+
+def simulate_layout(layout: Layout, staleness: int, factors: Factors | None = None) -> Step:
+    """Return a step of a layout at ``schedule.max_staleness``, its other settings as they are."""
+    factors = factors or Factors()
+    if layout.config.algorithm.supervised:  # nothing is sampled
+        seconds = factors.apply(stages_of(layout)).update
+        return Step(staleness, seconds, {"actor": seconds, "rollout": 0.0}, "actor")
+    return simulate(run_of(layout, staleness, factors))
+
+
+def streams(layout: Layout) -> bool:
+    """Return whether the actor accumulates gradients of a batch that is being sampled."""
+    config = layout.config
+    if config.schedule.streaming != "auto":
+        return config.schedule.streaming
+    return streaming_obstacle(config) is None and not config.on_the_actors_gpus() and not needs_offload(layout)
+
+
+def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
+    """Return what is simulated for a layout."""
+    config, workload, scale = layout.config, layout.workload(), _Scale.of(layout)
+    trainer, schedule, world = config.trainer, config.schedule, config.trainer.n_workers
+    adam = adam_s(layout, world) * factors.update
+    chunk = largest_micro_batch(layout, world).tokens * world / scale.weight if streams(layout) else None
+    return SimulatedRun(
+        n_prompts=scale.n_prompts,
+        n=config.rollout.n,
+        prompt=workload.prompt,
+        lengths=lambda step: response_lengths(layout, scale.n_prompts * config.rollout.n, step),
+        sampling=_sampling(layout, scale, factors),
+        scoring=_scoring(layout, scale, factors),
+        updating=Updating(
+            accumulate_s=update_s(layout, world, trainer.nnodes) * factors.update - adam,
+            apply_s=adam,
+            sync_s=stages_of(layout).sync * factors.sync,
+            chunk_tokens=chunk,
+            unit=config.rollout.n if config.algorithm.policy_weight else 1,
+        ),
+        max_staleness=staleness,
+        in_flight=schedule.in_flight and staleness > 0,
+        hosts=layout.hosts,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Says how coarse a batch is simulated: ``weight`` samples each is for, ``n_prompts`` that are left."""
+
+    n_prompts: int
+    weight: float
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Scale:
+        workload, n = layout.workload(), layout.config.rollout.n
+        n_prompts = max(1, min(workload.prompts, MOST_SAMPLES // n))
+        return cls(n_prompts, workload.samples / (n_prompts * n))
+
+    def servers(self, n: int) -> tuple[int, float]:
+        """Return how many are simulated in place of ``n``, and the samples of each that a simulated one stands for."""
+        simulated = min(n, max(MOST_ENGINES, math.ceil(n / self.weight)))
+        return simulated, self.weight * simulated / n
+
+
+def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> Sampling:
+    engine, share = layout.config.rollout, layout.config.algorithm.on_policy_share * factors.generate
+    n_engines, each = scale.servers(engine.n_engines)
+    prefill = prefill_s(layout, engine) * layout.workload().prompts / layout.workload().samples
+
+    @cache
+    def token_s(n: float) -> float:
+        return decode_s(layout, engine, n * each) * share
+
+    return Sampling(
+        n_engines,
+        capacity=max(1, round(engine.max_num_seqs / each)),
+        running=max(1, round(concurrent_sequences(layout, "rollout", engine) / each)),
+        token_s=token_s,
+        prefill_s=prefill * each * share,
+    )
+
+
+def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, Scoring]:
+    config, scoring = layout.config, {}
+    for section, _ in config.pools():
+        if section in ("teacher", "reference"):
+            engine = getattr(config, section)
+            n_servers, seconds = engine.n_engines, score_one_s(layout, section, engine)
+        elif section == "reward_model":
+            n_servers, seconds = config.reward_model.n_workers, reward_s(layout, config.reward_model)[1]
+        else:
+            continue
+        simulated, each = scale.servers(n_servers)
+        scoring[section] = Scoring(simulated, seconds * each * factors.score)
+    return scoring
+
+
+def response_lengths(layout: Layout, n: int, step: int) -> list[float]:
+    """Return the tokens of ``n`` responses, in the order in which they are requested.
+
+    Lognormal around ``plan.response_length``, cut at the limit, the longest as long as that of a whole batch; the same
+    ones in every step, in another order. All as long as the limit where ``plan.response_length`` is not given.
+    """
+    workload, config = layout.workload(), layout.config
+    lengths = _lognormal(
+        workload.response,
+        config.rollout.max_response_length,
+        config.plan.response_spread if config.plan.response_length else 0.0,
+        n,
+        workload.samples,
+    )
+    return [lengths[i] for i in np.random.default_rng(step).permutation(n)]
+
+
+@cache
+def _lognormal(mean: float, limit: float, spread: float, n: int, n_real: int) -> tuple[float, ...]:
+    if not spread or mean >= limit:
+        return (mean,) * n
+    shares = [(i + 0.5) / n for i in range(n - 1)] + [1 - 0.5 / n_real]
+    drawn = np.exp(spread * np.array([NormalDist().inv_cdf(share) for share in shares]))
+    low, high = 0.0, limit / drawn.min()
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(drawn * middle, limit).mean() < mean else (low, middle)
+    return tuple(float(length) for length in np.maximum(1.0, np.minimum(drawn * high, limit)))
