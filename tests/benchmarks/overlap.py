@@ -4,7 +4,7 @@ The real loop, the real handing out of prompts and the real accumulation of chun
 takes lognormal times for its responses, a scorer and an actor that sleep. So that two cores are enough. The simulation
 (:mod:`gkd.planning.simulation`) is given the same times, and the measured push.
 
-    python tests/benchmarks/overlap.py [--steps 12] [--bound rollout actor teacher] [--staleness 0 1 2 4]
+    python tests/benchmarks/overlap.py [--steps 12] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
+    parser.add_argument("--scale", type=float, default=1.0, help="of all imposed times; the longer, the less messages")
     options = parser.parse_args()
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     base = load(
@@ -202,7 +203,7 @@ def main() -> None:
     print(f"{'bound by':10} {'streaming':10} {'staleness':>10} {'s/step':>8} {'simulated':>10} {'ratio':>6}"
           f" {'over its longest stage':>24}")  # fmt: skip
     for bound, staleness, streaming in itertools.product(options.bound, options.staleness, (False, True)):
-        times = BOUND[bound]
+        times = Times(*(options.scale * seconds for seconds in astuple(BOUND[bound])))
         schedule = base.schedule.model_copy(update={"streaming": streaming, "max_staleness": staleness})
         config = base.model_copy(update={"schedule": schedule})
         rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
