@@ -377,7 +377,7 @@ class _Simulation:
         for group in self.groups.values():
             group.worked_at.append(group.worked)
         for kept in (self.batches, self.scored, self.unsampled, self.mean_tokens):
-            del kept[self.step]  # type: ignore[attr-defined]
+            kept.pop(self.step)
         self.step, self.fed, self.chunk = self.step + 1, 0, 0.0
         self._dispatch(self.step - 1)
         self._feed()
