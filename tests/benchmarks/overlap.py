@@ -152,7 +152,7 @@ def run(rollout_group: Group, actor_group: Group, config: Config, times: Times) 
     actor_group.call("impose", times, timeout_s=30)
     parts: Any = SimpleNamespace(
         prompts=PromptStream([Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)], 0),
-        rollout=rollout, actor=actor, vocab_size=50, n_gpus=2, report=list,
+        rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2, report=list,
         validation=SimpleNamespace(run=dict), val_sets=SimpleNamespace(run=lambda step: {}, sets=[]),
         sync=SimpleNamespace(push=lambda: rollout.tell("load", actor.version, timeout_s=60, what="loading")),
     )  # fmt: skip
