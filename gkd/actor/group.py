@@ -56,8 +56,9 @@ class ActorGroup:
         """Start building every rank, without a model yet."""
         world, device = len(self.group), self.group.reports[0].device
         args = [(self.config, self.model_path, rank, world, device) for rank in range(world)]
-        threads = environment(device, self.config.cluster.cpu_threads)
-        return self.group.submit_build("gkd.actor.worker:ActorWorker", args, environment=threads)
+        variables = environment(device, self.config.cluster.cpu_threads)
+        variables.pop("TORCHDYNAMO_DISABLE", None)  # which is for engines; here actor.compile says it
+        return self.group.submit_build("gkd.actor.worker:ActorWorker", args, environment=variables)
 
     def load(self) -> int:
         """Have the ranks meet and read the student; returns its number of parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from gkd.actor.compiling import Compilation
 from gkd.actor.model import Student, named_tensors, shard
 from gkd.actor.quantize import loading
 from gkd.config import Lora
@@ -21,6 +22,7 @@ from gkd.modeling.backbone import pack_or_pad, wanted_attention
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
 
+Compile = Callable[[PreTrainedModel, bool], Compilation | None]
 CPU = torch.device("cpu")
 META = torch.device("meta")
 
@@ -33,22 +35,25 @@ def load_sharded(
     gradient_checkpointing: bool = False,
     lora: Lora | None = None,
     offload: bool = False,
+    compiled: Compile = lambda lm, packed: None,
 ) -> Student:
     """Read a model directory and shard it over the ranks of ``mesh``, as :func:`load` and then :func:`shard` would.
 
     Rank 0 alone reads the weights and broadcasts one tensor after the other; the other ranks hold the shards that they
-    keep and one whole tensor at a time. With ``lora.quantize`` every rank reads all of it: packed weights are whole on
-    every rank. A collective. Raises what :func:`load` raises.
+    keep and one whole tensor at a time. ``compiled`` is given the model before it is sharded. With ``lora.quantize``
+    every rank reads all of it: packed weights are whole on every rank. A collective. Raises what :func:`load` raises.
     """
     quantize = lora is not None and lora.quantize is not None
     if mesh.size() == 1 or quantize:
         student = load(path, gradient_checkpointing, lora, device, dtype)
+        student.compilation = compiled(student.lm, student.packed)
         shard(student, mesh, dtype, offload)
         return student
     whole = load(path, False, lora, device, dtype) if mesh.get_rank() == 0 else None
     packed = torch.tensor(whole is not None and whole.packed, dtype=torch.int32, device=device)
     dist.broadcast(packed, 0, group=mesh.get_group())
     student = load(path, gradient_checkpointing, lora, device, dtype, packed=bool(packed))
+    student.compilation = compiled(student.lm, student.packed)
     shard(student, mesh, dtype, offload)
     student.to_empty(device=CPU if offload else device)
     _fill(student, whole, mesh, device)

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from gkd.actor.compiling import Compilation
 from gkd.actor.quantize import dequantized, packed_parameters, quantized
 from gkd.losses.micro_batch import MicroBatch
-from gkd.modeling.backbone import hidden_states, is_packed
+from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
 
@@ -34,6 +35,8 @@ class Student(nn.Module):
         self.lm, self.has_adapter, self._files = lm, has_adapter, files
         self.head = Head(lm)
         """Logits [n, V] of hidden states [n, D]."""
+        self.compilation: Compilation | None = None
+        """How its layers are compiled."""
 
     @property
     def packed(self) -> bool:
@@ -47,6 +50,12 @@ class Student(nn.Module):
 
     def hidden(self, micro: MicroBatch) -> Tensor:
         """Return final hidden states [L, D] of every token of a micro-batch."""
+        if self.compilation is None:
+            return self._hidden(micro)
+        with self.compilation.allowed():
+            return self._hidden(self.compilation.padded(micro))[: len(micro.token_ids)]
+
+    def _hidden(self, micro: MicroBatch) -> Tensor:
         return hidden_states(self.lm, micro.token_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
 
     def train(self, mode: bool = True) -> Student:
@@ -130,10 +139,8 @@ def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offloa
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     whole = packed_parameters(student)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    layers = set(getattr(student.lm, "_no_split_modules", None) or ())
-    for module in reversed(list(student.lm.modules())):  # what is inside of another first, as Mamba's mixers
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
+    for layer in decoder_layers(student.lm):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
     # What the loss is worked out from comes along with the micro-batch, and stays in float32.
     as_given = replace(policy, cast_forward_inputs=False)
     fully_shard(student, mesh=mesh, mp_policy=as_given, offload_policy=place, ignored_params=whole)

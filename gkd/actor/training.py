@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.batches import Metrics, pack
+from gkd.actor.compiling import compile_failure_text, is_compile_failure
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.mismatch import as_means, by_age, stale_tokens
 from gkd.actor.model import Student
@@ -208,6 +209,8 @@ class RankTrainer:
             return run()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
+                if is_compile_failure(error):
+                    raise RunFailed(compile_failure_text(error)) from None
                 raise
             reason = one_line(error)
         # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.batches import Applied, Metrics
+from gkd.actor.compiling import compile_layers
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
 from gkd.actor.pretrained import write_pretrained
@@ -90,6 +91,7 @@ class ActorWorker:
         student = load_sharded(
             self.model_path, mesh, self.device, self.dtype,
             actor.gradient_checkpointing, actor.lora, actor.offload_optimizer,
+            lambda lm, packed: compile_layers(lm, actor.compile, actor.max_tokens_per_micro_batch, self.device, packed),
         )  # fmt: skip
         self.n_parameters = sum(p.numel() for p in student.parameters())
         self.student, self.optimizer = student, adamw(student, self.config.actor)
@@ -137,6 +139,8 @@ class ActorWorker:
     def take_at_most(self, budget: int) -> None:
         """Give micro-batches at most so many tokens from now on, where several sequences would share one."""
         self.trainer.budget = budget
+        if self.student.compilation is not None:
+            self.student.compilation.budget = budget
 
     def keep(self) -> Kept:
         """Return what a new process in place of this one needs; also while this rank waits in a collective."""

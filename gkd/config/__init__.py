@@ -6,12 +6,11 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 
 from __future__ import annotations
 
+from gkd.config.actor import Actor, Lora
 from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, quoted, user_path
 from gkd.config.cluster import MAX_AUTO_SIMULATED_GPUS, TRANSFERS, Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.groups import (
-    Actor,
-    Lora,
     Model,
     Reference,
     RewardModel,

@@ -154,6 +154,8 @@ OPTIMISATION: dict[str, str] = {
     "train_max_tokens_per_gpu": "actor.max_tokens_per_micro_batch",
     "use_dynamic_bsz": "actor.max_tokens_per_micro_batch; micro-batches are always made by tokens",
     "enable_gradient_checkpointing": "actor.gradient_checkpointing",
+    "torch_compile": "actor.compile",
+    "use_torch_compile": "actor.compile",
     "optimizer_offload": "actor.offload_optimizer",
     "adam_offload": "actor.offload_optimizer",
     "lora_r": "actor.lora.r",

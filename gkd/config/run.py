@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from gkd.config.actor import Actor
 from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
 from gkd.config.checks import CHECKS, CHECKS_OF_EVALUATIONS
 from gkd.config.cluster import Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.evaluation import Evaluate
 from gkd.config.groups import (
-    Actor,
     Model,
     Reference,
     RewardModel,

@@ -53,6 +53,20 @@ class MicroBatch:
         targets = None if self.targets is None else self.targets.rows(start, stop)
         return replace(self, targets=targets, **parts)
 
+    def padded(self, n_tokens: int) -> MicroBatch:
+        """Return the same with at least ``n_tokens`` tokens: more sequences, as short as the others, without rows."""
+        n_more = n_tokens - len(self.token_ids)
+        if n_more <= 0:
+            return self
+        steps = torch.arange(n_more, dtype=torch.int64, device=self.token_ids.device)
+        ends = [*range(len(self.token_ids) + self.max_seqlen, n_tokens, self.max_seqlen), n_tokens]
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, torch.zeros_like(steps)]),
+            position_ids=torch.cat([self.position_ids, steps % self.max_seqlen]),
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens.new_tensor(ends)]),
+        )
+
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on a device."""
 

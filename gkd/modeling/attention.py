@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 NAME = "gkd_packed"
+ASIDE = "gkd_packed_aside"
 # Arguments by which a model asks for an attention that is not the plain one; computing without them would be wrong.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
@@ -101,3 +102,28 @@ def _padded(
 
 
 AttentionInterface.register(NAME, packed_attention)
+
+
+class _Aside:
+    """The attention of compiled layers: not compiled itself, and its bounds do not go through the layers.
+
+    Both change with every micro-batch, for which every layer would be compiled again. ``bounds`` [S + 1] and
+    ``longest`` stay until the next micro-batch, as checkpointing computes layers once more in the backward pass.
+    """
+
+    bounds: Tensor | None = None
+    longest: int = 0
+
+    def register(self) -> None:
+        """Make it known to transformers by :data:`ASIDE`. Only where something is compiled: it imports the compiler."""
+        disable: Any = torch.compiler.disable
+        whole = disable(self.compute, reason="its shapes change with every micro-batch")
+        AttentionInterface.register(ASIDE, whole)
+
+    def compute(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute :func:`packed_attention` with the bounds that were put aside."""
+        kwargs |= {"cu_seq_lens_q": self.bounds, "max_length_q": self.longest}
+        return packed_attention(module, query, key, value, *args, **kwargs)
+
+
+aside = _Aside()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gkd.data.model_info import class_of, exact_attention, has_plain_attention
@@ -28,9 +28,15 @@ def wanted_attention(config: PretrainedConfig) -> str:
     return attention.NAME if packs else exact_attention(config)
 
 
+def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+    """Return the layers that transformers never splits over devices, those inside of another first (Mamba's mixers)."""
+    names = set(getattr(lm, "_no_split_modules", None) or ())
+    return [module for module in reversed(list(lm.modules())) if type(module).__name__ in names]
+
+
 def is_packed(lm: PreTrainedModel) -> bool:
     """Return whether sequences go through ``lm`` laid end to end, without padding."""
-    return bool(lm.config._attn_implementation == attention.NAME)
+    return lm.config._attn_implementation in (attention.NAME, attention.ASIDE)
 
 
 def hidden_states(
@@ -90,6 +96,9 @@ def padded_rows(lm: PreTrainedModel) -> Iterator[None]:
 
 
 def _packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    if lm.config._attn_implementation == attention.ASIDE:
+        attention.aside.bounds, attention.aside.longest = bounds, longest
+        return _run_below(lm, token_ids[None], position_ids=position_ids[None])[0]
     return _run_below(
         lm,
         token_ids[None],

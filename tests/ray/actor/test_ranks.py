@@ -19,7 +19,7 @@ from tests.actor import models
 from tests.families import make as make_family
 from tests.ray.actor.ranks import Ranks, config, put
 
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,31 @@ def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int,
     for key, value in single.items():
         torch.testing.assert_close(double[key], value, rtol=1e-3, atol=1e-4)
     assert any(not torch.allclose(before[key], single[key], atol=1e-3) for key in single)  # it did train
+
+
+def test_compiled_layers_train_as_they_do_without(ranks: dict[int, Ranks], model_path: str) -> None:
+    """By inductor, over two ranks that share what is compiled."""
+    settings = {"max_tokens_per_micro_batch": 400, "gradient_checkpointing": True}
+    made = {1: config(**settings), 2: config(**settings, compile=True)}
+    for world, wanted in made.items():
+        ranks[world].become(model_path, wanted)
+    for step in (1, 2):
+        batch = put(models.scored(9, seed=step))
+        one, two = (ranks[world].run("update", batch, step) for world in (1, 2))
+        assert two == pytest.approx(one, rel=2e-4), step
+    single, double = ranks[1].weights(), ranks[2].weights()
+    for key, value in single.items():
+        torch.testing.assert_close(double[key], value, rtol=1e-3, atol=1e-4)
+
+    def compiled(worker: ActorWorker) -> int:
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
+
+    graphs = ray.get([w.__ray_call__.remote(compiled) for w in ranks[2].workers], timeout=60)
+    assert min(graphs) > 1
+    for world in made:
+        ranks[world].become(model_path, config())
 
 
 @pytest.mark.parametrize(("name", "k"), [("jsd", 7), ("sampled_reverse_kl", 0)])

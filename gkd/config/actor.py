@@ -1,0 +1,93 @@
+"""How the student is trained: its optimizer, its memory, adapters."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from gkd.config.base import Settings
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Lora(Settings):
+    """Low-rank adapters, trained instead of the model itself."""
+
+    r: int | None = Field(
+        None, ge=1, description="rank of the adapters (verl's lora_rank); null: the whole model is trained"
+    )
+    alpha: float | None = Field(None, gt=0, description="adapters count alpha / r; null: 2 r")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="dropout before the adapters; the trainer then differs from the sampler"
+    )
+    target_modules: str | list[str] = Field(
+        "all-linear", description="names of the layers that get one, or all-linear: every one but the head"
+    )
+    quantize: Literal["nf4"] | None = Field(
+        None, description="nf4: the weights under the adapters in 4 bits, through bitsandbytes; null: as they are"
+    )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _targets_are_named(cls, targets: str | list[str]) -> str | list[str]:
+        if not targets:
+            raise ValueError("names no layer")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"is neither all-linear, a list of names, nor a regular expression: {error}") from None
+        return targets
+
+    @model_validator(mode="after")
+    def _without_a_rank_there_are_no_adapters(self) -> Lora:
+        fields = type(self).model_fields
+        told = [name for name in fields if name != "r" and getattr(self, name) != fields[name].default]
+        if self.r is None and told:
+            raise ValueError(f"{told[0]}={getattr(self, told[0])} is for adapters, and there are none: set r as well")
+        return self
+
+
+class Actor(Settings):
+    """How the student is trained."""
+
+    lr: float | None = Field(
+        None,
+        gt=0,
+        description="peak learning rate of AdamW; null: 2e-5 where a teacher or answers of the data are learned from, "
+        "1e-6 where rewards alone are, ten times that with actor.lora.r",
+    )
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to its peak")
+    lr_decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="shape of the learning rate after warm-up; linear and cosine end at a tenth of the peak"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    betas: list[Beta] = Field([0.9, 0.999], min_length=2, max_length=2, description="AdamW's betas")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient (TRL's max_grad_norm)")
+    max_tokens_per_micro_batch: int = Field(
+        8192,
+        ge=1,
+        description="tokens packed into one micro-batch on one rank (verl's ppo_max_token_len_per_gpu, in place of "
+        "TRL's per_device_train_batch_size and gradient_accumulation_steps)",
+    )
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    epochs: int = Field(1, ge=1, description="times a batch is learned from (TRL's num_iterations, verl's ppo_epochs)")
+    mini_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="samples of a batch that make one optimizer step (verl's ppo_mini_batch_size, in prompts there); "
+        "null: all of them",
+    )
+    offload_optimizer: bool = Field(
+        False, description="optimizer state in the host's memory; the optimizer's step is done by the CPU there"
+    )
+    lora: Lora = Lora()
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="decoder layers compiled by torch.compile, in packs padded to a quarter of "
+        "max_tokens_per_micro_batch; auto: on GPUs, dense models whose sequences are packed (TRL: torch_compile; verl: "
+        "use_torch_compile)",
+    )
+    loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")

@@ -1,0 +1,172 @@
+"""Compiled layers against the same ones as they are: captured and differentiated as a graph, without a C compiler.
+
+What inductor makes of the graphs, and several ranks, are in tests/ray/actor/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
+
+from gkd.actor import compiling
+from gkd.actor.compiling import Compilation, compile_layers, is_compile_failure, pack_size
+from gkd.actor.loading import load
+from gkd.actor.model import Student
+from gkd.config import Algorithm, Lora, Rollout
+from gkd.errors import ConfigError
+from gkd.losses.objective import objective
+from tests.actor import models
+from tests.families import make
+from tests.losses.test_micro_batch import micro_batch
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BUDGET = 400
+
+
+@pytest.fixture(autouse=True)
+def _captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def loss_and_gradients(student: Student, seed: int, n: int) -> tuple[Tensor, dict[str, Tensor]]:
+    micro = micro_batch(models.scored(n, seed=seed))
+    student.zero_grad()
+    loss, _ = student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+
+
+def compare(plain: Student, compiled: Student, seed: int, n: int = 4) -> None:
+    expected, slopes = loss_and_gradients(plain, seed, n)
+    loss, found = loss_and_gradients(compiled, seed, n)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert found.keys() == slopes.keys()
+    for name, value in slopes.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6 * float(value.abs().max()), msg=name)
+
+
+def students(model: object, path: Path, **settings: object) -> tuple[Student, Student]:
+    """One as it is, and one with compiled layers."""
+    model.save_pretrained(path)
+    plain, compiled = load(path, **settings), load(path, **settings)
+    compiled.load_state_dict(plain.state_dict())  # adapters begin at random
+    compiled.compilation = compile_layers(compiled.lm, True, BUDGET, CPU, compiled.packed)
+    assert compiled.compilation == Compilation(BUDGET, dynamic=not compiled.packed, strict=True)
+    return plain, compiled
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"gradient_checkpointing": True}),
+        ("qwen2 tied", {"lora": Lora(r=4)}),
+    ],
+)
+def test_packs_of_any_lengths_share_what_is_compiled(family: str, settings: dict[str, object], tmp_path: Path) -> None:
+    plain, compiled = students(models.make(family), tmp_path, **settings)
+    for name, parameter in [*plain.named_parameters(), *compiled.named_parameters()]:
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    compare(plain, compiled, seed=0)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    for seed in (1, 2):
+        compare(plain, compiled, seed)
+    assert counters["stats"]["unique_graphs"] == graphs  # other lengths, the same shapes
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2"])
+def test_families_of_gemma_packed_and_padded(family: str, tmp_path: Path) -> None:
+    plain, compiled = students(make(family, seed=0), tmp_path)
+    assert compiled.packed == (family == "gemma")
+    for seed in (0, 1):
+        compare(plain, compiled, seed)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+@given(st.integers(1, 5000), st.integers(1, 2000))
+def test_packs_have_few_sizes(n_tokens: int, budget: int) -> None:
+    size = pack_size(n_tokens, budget)
+    assert n_tokens <= size < n_tokens + budget / 4 + 1
+    assert n_tokens > budget or size <= budget
+    if budget >= 4:
+        assert len({pack_size(n, budget) for n in range(1, budget + 1)}) == 4
+
+
+def test_what_a_pack_is_padded_with_is_in_no_sequence_and_no_row(tmp_path: Path) -> None:
+    models.make("llama").save_pretrained(tmp_path)
+    student, micro = load(tmp_path), micro_batch(models.scored(4))
+    n = len(micro.token_ids)
+    for size in (n, n + 1, n + micro.max_seqlen, n + 3 * micro.max_seqlen + 2):
+        padded = micro.padded(size)
+        assert len(padded.token_ids) == len(padded.position_ids) == size == padded.cu_seqlens[-1]
+        lengths = padded.cu_seqlens.diff()
+        assert int(lengths.max()) == padded.max_seqlen == micro.max_seqlen and int(lengths.min()) > 0
+        starts = padded.cu_seqlens[:-1].long()
+        assert not padded.position_ids[starts].any() and int((padded.position_ids == 0).sum()) == len(starts)
+        assert padded.rows is micro.rows and padded.targets is micro.targets
+        with torch.no_grad():
+            torch.testing.assert_close(student.hidden(padded)[:n], student.hidden(micro))
+
+
+def test_auto_is_gpus_and_dense_models_that_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "unable", lambda device: None)  # no GPU is needed to know
+    lm = models.make("llama")
+    assert compile_layers(lm, "auto", BUDGET, CPU, True) is None
+    assert compile_layers(lm, "auto", BUDGET, CUDA, False) is None
+    assert compile_layers(make("mixtral", 0), "auto", BUDGET, CUDA, True) is None
+    assert compile_layers(make("qwen3_moe", 0), "auto", BUDGET, CUDA, True) is None
+    assert compile_layers(lm, False, BUDGET, CUDA, True) is None
+    assert compile_layers(lm, "auto", BUDGET, CUDA, True) == Compilation(BUDGET, dynamic=False, strict=False)
+
+
+def test_a_machine_that_cannot_compile_is_named_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
+    with pytest.raises(ConfigError, match=r"^actor.compile=true: torch could not .*division by zero.*; actor.compile="):
+        compile_layers(models.make("llama"), True, BUDGET, CPU, True)
+    reason = compiling.unable(CPU)
+    monkeypatch.setattr(compiling, "unable", lambda device: reason)
+    assert compile_layers(models.make("llama"), "auto", BUDGET, CUDA, True) is None
+    assert caplog.messages[-1].startswith("the actor's layers are not compiled (actor.compile=auto): torch could not")
+
+
+def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.make("llama")
+    plain, _ = students(model, tmp_path)
+    monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
+    monkeypatch.setattr(compiling, "unable", lambda device: None)
+    _, strict = students(model, tmp_path)
+    with pytest.raises(RuntimeError) as failure:
+        loss_and_gradients(strict, 0, 4)
+    assert is_compile_failure(failure.value)
+    assert not is_compile_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert "division by zero" in compiling.compile_failure_text(failure.value)
+    torch.compiler.reset()
+    loose = load(tmp_path)
+    loose.compilation = compile_layers(loose.lm, "auto", BUDGET, CUDA, True)
+    compare(plain, loose, seed=0)
+    (message,) = [message for message in caplog.messages if "division by zero" in message]
+    assert message.startswith("a part of the student's layers is not compiled (actor.compile=auto): ")
+
+
+def test_a_model_says_which_layers_are_alike() -> None:
+    lm = AutoModelForCausalLM.from_config(models.make("llama").config)
+    lm._no_split_modules = None
+    with pytest.raises(ConfigError, match="does not say which of its layers are alike"):
+        compile_layers(lm, True, BUDGET, CPU, True)
