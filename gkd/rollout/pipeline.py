@@ -21,7 +21,7 @@ from gkd.rewards.reward_model import tokens_of
 from gkd.scoring.client import Rate, Score, ScoringClient
 from gkd.types import Generated, Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
 
-Result: TypeAlias = tuple[TrainingSample, ScoredSample]
+Scored: TypeAlias = tuple[TrainingSample, ScoredSample]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class ScoringPipeline:
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:
         self._config, self.rank = config, rank
-        self.scored: queue.Queue[Result | Generated | BaseException] = queue.Queue()
+        self.scored: queue.Queue[Scored | Generated | BaseException] = queue.Queue()
         self._clients: dict[str, ScoringClient] = {}
         self._tokenizer = load_tokenizer(model_path)
         self._rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None

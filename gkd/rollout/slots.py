@@ -39,6 +39,14 @@ class Slots:
             self._occupied.difference_update(keys)
             self._generated.difference_update(keys)
 
+    def may_wait(self, n: int) -> bool:
+        """Return whether ``n`` scored samples may wait for others before they are delivered.
+
+        So it is where the driver has free slots without them, and requests that are not scored yet.
+        """
+        with self._lock:
+            return n < len(self._occupied) < self._capacity
+
     def _announced(self) -> tuple[int, ...]:
         if len(self._occupied) < self._capacity or not self._generated:
             return ()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,12 +17,14 @@ from gkd.inference.engine import EngineSpec, InferenceEngine, Span
 from gkd.inference.requests import Refused
 from gkd.observability.activity import HERE, noted, report_here
 from gkd.rollout.own_answers import own_answer
-from gkd.rollout.pipeline import ScoringPipeline
+from gkd.rollout.pipeline import Scored, ScoringPipeline
 from gkd.rollout.slots import Slots
 from gkd.types import Generated, Sample, SampleRequest, ScoredSample, TrainingSample
 from gkd.weights.transfer import Piece, Receiver
 
 IDLE_POLL_S = 0.5
+GATHER_S = 0.05
+"""Scored samples wait so long for others, so that the driver gets few messages."""
 Result = TypeVar("Result")
 
 
@@ -127,16 +131,13 @@ class RolloutWorker:
             self.pipeline.close()
 
     def finished(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Generated]]:
-        """Yield scored samples as they come, all that are there at a time: a list of their arrays, then their numbers.
+        """Yield scored samples as they come, several at a time: a list of their arrays, then their numbers.
 
         Being streamed, they belong to the driver, not to this process: they outlive it. Samples that are generated and
         not scored yet are among the latter where the driver may have others for their slots.
         """
-        scored = self.pipeline.scored
         while True:
-            batch = [scored.get()]
-            while not scored.empty():
-                batch.append(scored.get_nowait())
+            batch = self._gather()
             arrays: list[ScoredSample] = []
             samples: list[TrainingSample | Generated] = []
             for item in batch:
@@ -150,6 +151,19 @@ class RolloutWorker:
             self._slots.deliver(sample.key for sample in samples)
             yield arrays
             yield samples
+
+    def _gather(self) -> list[Scored | Generated | BaseException]:
+        """Wait for scored samples, and a moment for more of them where nobody waits for these."""
+        scored = self.pipeline.scored
+        batch: list[Scored | Generated | BaseException] = []
+        item: Scored | Generated | BaseException = scored.get()
+        end = time.monotonic() + GATHER_S
+        with suppress(queue.Empty):
+            while True:
+                batch.append(item)
+                urgent = isinstance(item, BaseException | Generated) or not self._slots.may_wait(len(batch))
+                item = scored.get(timeout=0.0 if urgent else max(0.0, end - time.monotonic()))
+        return batch
 
     def _add(self, requests: Sequence[SampleRequest]) -> None:
         if not self._intact:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
@@ -21,6 +22,8 @@ from gkd.scoring.connections import Bounds
 from gkd.scoring.frontend import Frontend
 
 IDLE_POLL_S = 0.2
+GAP_S, GATHER_S = 0.002, 0.01
+"""An idle engine begins with all requests that come within ``GAP_S`` of each other, and after ``GATHER_S`` at most."""
 
 
 class ScoringServer:
@@ -89,6 +92,19 @@ class ScoringServer:
         """Have the engine, from another thread, be as before."""
         return self._when_idle(self._engine.wake, False)
 
+    def _take(self) -> list[QueuedRequest]:
+        """Take what is queued and fits; where the engine is idle, wait for it, and a moment for what comes with it."""
+        room = self._engine.limits.capacity - len(self._jobs)
+        if self._jobs:
+            return self._frontend.take(room, 0)
+        jobs = self._frontend.take(room, IDLE_POLL_S)
+        more, end = jobs, time.monotonic() + GATHER_S
+        while more and len(jobs) < room and time.monotonic() < end:
+            time.sleep(GAP_S)
+            more = self._frontend.take(room - len(jobs), 0)
+            jobs = [*jobs, *more]
+        return jobs
+
     def _when_idle(self, act: Callable[[], None], asleep: bool) -> Future[None]:
         done: Future[None] = Future()
 
@@ -123,8 +139,7 @@ class ScoringServer:
         HERE.switch("score" if self._jobs else None)
         if not self._jobs and (self._command() or self._asleep):
             return
-        room = self._engine.limits.capacity - len(self._jobs)
-        for job in self._frontend.take(room, 0 if self._jobs else IDLE_POLL_S):
+        for job in self._take():
             key = next(self._keys)
             self._jobs[key] = job
             self._engine.add(key, job.request)

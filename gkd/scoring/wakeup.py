@@ -13,6 +13,7 @@ class Wakeup:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
+        self._is_set = False
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""
@@ -20,14 +21,15 @@ class Wakeup:
 
     def set(self) -> None:
         """Rouse the poller, now or at its next poll."""
-        with suppress(BlockingIOError):  # so many calls are unread that it is awake anyway
+        if not self._is_set:
+            self._is_set = True
             self._writer.send(b"!")
 
     def clear(self) -> None:
-        """Forget the calls so far."""
+        """Forget the calls so far; before a look at what they were about."""
         with suppress(BlockingIOError):  # nothing is left
-            while self._reader.recv(4096):
-                pass
+            self._reader.recv(4096)
+        self._is_set = False  # last: a call that comes before is about what is looked at now
 
     def close(self) -> None:
         """Give back both ends."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import queue
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import gkd.rollout.worker
 from gkd.config import load
 from gkd.data.answers import with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
+from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
+from gkd.rollout.own_answers import own_answer
+from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample
 from tests.data.models import WORDS, save_model
@@ -55,3 +61,43 @@ def test_an_own_answer_without_its_end_was_cut(worker: RolloutWorker) -> None:
     whole, cut = (replace(prompt, answer_ids=np.array(ids, np.int32)) for ids in ([B, TURN_END], [B, B]))
     requests = [SampleRequest(one, 0, 0, Sampling(2), own_answer=True) for one in (whole, cut)]
     assert [s.sample.finish_reason for s in done(worker, requests)] == ["stop", "length"]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "messages"), [(8, [[0, 1, 2]]), (3, [[0], [1, 2]])], ids=["slots are free", "others wait for slots"]
+)
+def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_their_slots(
+    capacity: int, messages: list[list[int]], worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gkd.rollout.worker, "GATHER_S", 60.0)
+    monkeypatch.setattr(worker, "_slots", Slots(capacity))
+    worker._slots.take(range(3))
+    prompt = Prompt(0, np.array([A], np.int32), "a", answer_ids=np.array([B, TURN_END], np.int32))
+    requests = [SampleRequest(prompt, 0, 0, Sampling(2), own_answer=True, key=key) for key in range(3)]
+    finished = worker.finished()
+
+    def score(*keys: int) -> None:
+        for key in keys:
+            worker.pipeline.submit(own_answer(requests[key], prompt.answer_ids, [TURN_END], 0))
+
+    score(0)
+    later = threading.Thread(target=lambda: (time.sleep(0.1), score(1, 2)))
+    later.start()
+    found = []
+    for _ in messages:
+        arrays, samples = next(finished), next(finished)
+        assert len(arrays) == len(samples)
+        found.append([sample.key for sample in samples])
+    later.join()
+    assert found == messages
+
+
+def test_what_ends_the_engine_does_not_wait_for_further_samples(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gkd.rollout.worker, "GATHER_S", 60.0)
+    monkeypatch.setattr(worker, "_slots", Slots(8))
+    worker._slots.take(range(3))
+    worker.pipeline.scored.put(RunFailed("the engine ended"))
+    with pytest.raises(RunFailed, match="the engine ended"):
+        next(worker.finished())

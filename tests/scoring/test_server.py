@@ -16,12 +16,14 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gkd.scoring.server
 from gkd.errors import ConfigError, RunFailed
 from gkd.observability.activity import Activity
 from gkd.scoring import wire
 from gkd.scoring.address import secure_client
 from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, ScorerRefused, ScoringClient
 from gkd.scoring.server import ScoringServer
+from gkd.scoring.wakeup import Wakeup
 from gkd.types import Target
 from tests.scoring.conftest import Running, a_score
 from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine, expected, greedy
@@ -49,6 +51,40 @@ def assert_same(found: Target, wanted: Target) -> None:
     if found.tail_logprobs is not None:
         np.testing.assert_array_equal(found.tail_logprobs, wanted.tail_logprobs)
     assert found.temperature == wanted.temperature
+
+
+def test_an_idle_engine_begins_with_all_requests_that_come_together(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gkd.scoring.server, "GAP_S", 0.5)
+    monkeypatch.setattr(gkd.scoring.server, "GATHER_S", 60.0)
+    queued: list[int] = []
+
+    class Engine(TableEngine):
+        def step(self) -> Iterator[tuple[int, Any]]:
+            queued.append(len(self._queue))
+            return super().step()
+
+    client = connect(serve(Engine()).server.address)
+    futures = []
+    for i in range(4):
+        futures.append(client.submit(a_score(i)))
+        time.sleep(0.02)
+    for future in futures:
+        future.result(30)
+    assert queued == [4, 3, 2, 1]
+
+
+def test_a_thread_is_roused_once_for_all_that_came_before_it_looked() -> None:
+    wakeup, poller = Wakeup(), zmq.Poller()
+    poller.register(wakeup.fileno(), zmq.POLLIN)
+    for _ in range(2):
+        assert not poller.poll(0)
+        for _ in range(100_000):  # more than a socket holds
+            wakeup.set()
+        assert poller.poll(1000)
+        wakeup.clear()
+    wakeup.close()
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 4, VOCABULARY, FULL_VOCABULARY])
