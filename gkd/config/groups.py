@@ -10,6 +10,7 @@ from gkd.config.base import OWN_CLASS, Engine, Pool, Settings
 from gkd.config.open import OpenSections, OpenSettings
 from gkd.config.registry import Registry, absolute
 from gkd.config.sampling import StudentSampling
+from gkd.config.validating import Validating
 
 TRACKERS = Registry(
     "trainer.trackers",
@@ -226,7 +227,7 @@ def _absolute_once(names: list[str]) -> list[str]:
     return whole
 
 
-class Trainer(Pool, OpenSections):
+class Trainer(Validating, Pool, OpenSections):
     """The loop, and the actor's pool."""
 
     registry: ClassVar[Registry] = TRACKERS
@@ -242,12 +243,6 @@ class Trainer(Pool, OpenSections):
         10.0, gt=0, description="write a checkpoint after so many minutes without one, beside training; null: never"
     )
     save_timeout_s: float = Field(1800.0, gt=0, description="time writing a checkpoint or the student may take")
-    keep_best: str | None = Field(
-        None,
-        pattern=r"^val/.+",
-        description="figure of validation, such as val/accuracy or val/NAME/accuracy of data.val_sets: the student "
-        "that is best by it is kept in best/ (TRL's metric_for_best_model)",
-    )
     keep_checkpoints: int = Field(
         2,
         ge=1,
@@ -261,9 +256,6 @@ class Trainer(Pool, OpenSections):
         "checkpoint, in new processes (torchrun's --max-restarts)",
     )
     resume: bool = Field(False, description="go on from the newest intact checkpoint in output_dir")
-    val_every: int = Field(
-        50, ge=1, description="validate every so many steps (verl's test_freq), also before the first and at the end"
-    )
     output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
     trackers: Annotated[list[str], AfterValidator(_absolute_once)] = Field(

@@ -259,6 +259,8 @@ RUN: dict[str, str] = {
     "save_interval": "trainer.save_every",
     "save_total_limit": "trainer.keep_checkpoints",
     "metric_for_best_model": "trainer.keep_best",
+    "early_stopping_patience": "trainer.stop_early.patience, with trainer.stop_early.metric=val/accuracy",
+    "early_stopping_threshold": "trainer.stop_early.min_delta, with trainer.stop_early.metric=val/accuracy",
     "load_best_model_at_end": "trainer.keep_best, whose best/ is a model",
     "max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
     "max_ckpt_num": "trainer.keep_checkpoints",

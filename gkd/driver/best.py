@@ -9,10 +9,8 @@ from pathlib import Path
 
 from gkd import durable
 from gkd.actor.group import ActorGroup
+from gkd.config.validating import is_better
 from gkd.errors import ConfigError
-
-FALLING = ("loss", "reverse_kl", "length", "truncated", "failed")
-"""Last parts of figures that are better the smaller they are."""
 
 
 class BestModel:
@@ -38,7 +36,7 @@ class BestModel:
     def look(self, step: int, measured: Mapping[str, float], actor: ActorGroup) -> None:
         """Write the student if it is better than before; nothing where the figure was not measured now."""
         value = measured.get(self.metric)
-        if value is None or not self._is_better(value):
+        if value is None or (self.value is not None and not is_better(self.metric, value, self.value)):
             return
         new = self.directory.with_name(".best.new")
         shutil.rmtree(new, ignore_errors=True)
@@ -47,8 +45,3 @@ class BestModel:
         said = {"metric": self.metric, "value": value, "step": step}
         durable.replace(self.file, (json.dumps(said) + "\n").encode())
         self.value = value
-
-    def _is_better(self, value: float) -> bool:
-        if self.value is None:
-            return True
-        return value < self.value if self.metric.rpartition("/")[2] in FALLING else value > self.value

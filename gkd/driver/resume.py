@@ -12,6 +12,7 @@ from gkd import __version__
 from gkd.config import Config
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoint import Saved, complete, newest_intact, step_of
+from gkd.driver.early_stop import EarlyStop
 from gkd.durable import replace
 from gkd.errors import ConfigError
 
@@ -46,14 +47,20 @@ def finished(config: Config, output: Path) -> str | None:
         raise ConfigError(
             f"trainer.resume=true: the run in {output} has done {steps} steps, more than trainer.total_steps={wanted}"
         )
-    if steps < wanted:
+    stopped = None if steps == wanted else EarlyStop(config.trainer.stop_early, output / "metrics.jsonl").reason
+    if steps < wanted and stopped is None:
         return None
     model = output / "model"
     try:
         check_causal_lm(str(model), "model")
     except ConfigError as error:
-        log.warning("the run has done all its %d steps, but its student is not all there: %s", steps, error)
+        log.warning("the run has done its %d steps, but its student is not all there: %s", steps, error)
         return None
+    if stopped is not None:
+        return (
+            f"the run in {output} is finished: it stopped early after step {steps}, and the trained student is in "
+            f"{model}; {stopped}: other values of trainer.stop_early would go on"
+        )
     there = complete(output / "checkpoints")
     further = (
         f"a larger trainer.total_steps would go on after step {step_of(there[-1])}, from {there[-1]}"

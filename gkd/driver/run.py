@@ -19,6 +19,7 @@ from gkd.config.learning_rate import doubts
 from gkd.config.schedule import require_possible, staleness_doubts
 from gkd.driver.best import BestModel
 from gkd.driver.checkpoint import Saved, State
+from gkd.driver.early_stop import EarlyStop
 from gkd.driver.inputs import Inputs, with_scoring_engines
 from gkd.driver.restart import restarts
 from gkd.driver.resume import cut
@@ -106,18 +107,22 @@ def _drive(
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
             timeline = Timeline(output / "timeline.json", config.trainer.n_timeline_steps, first)
-            run_log = RunLog(metrics, samples, progress, checkpoints, timeline, best)
+            stop = EarlyStop(config.trainer.stop_early, files[0])
+            run_log = RunLog(metrics, samples, progress, checkpoints, timeline, best, stop)
             try:
-                state, after = _train_and_save(config, system.parts, run_log, saved, output / "model")
+                state, end = _train_and_save(config, system.parts, run_log, saved, output / "model")
             finally:
                 timeline.write()
             if pace := timeline.summary():
                 progress.say(pace)
+            if stop.reason is not None:
+                progress.say(f"stopped early after step {end.step}: {stop.reason}")
+                note("stop", stop.reason, step=end.step)
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s
     n_val = sum(prompt.answer is not None for prompt in inputs.val.prompts)
-    summary = report.Summary(state.before, after, state.teacher, config.trainer.total_steps, wall_s, n_val)
+    summary = report.Summary(state.before, end.validated, state.teacher, end.step, wall_s, n_val)
     report.write(summary, output)
     return summary, checkpoints
 
@@ -131,19 +136,17 @@ def _first_step(saved: Saved | None) -> int:
     return 0 if saved is None else saved.state.logged + 1
 
 
-def _train_and_save(
-    config: Config, parts: Parts, log: RunLog, saved: Saved | None, model: Path
-) -> tuple[State, dict[str, float]]:
+def _train_and_save(config: Config, parts: Parts, log: RunLog, saved: Saved | None, model: Path) -> tuple[State, State]:
     """Train, from a checkpoint where there is one, and write the student to ``model``.
 
-    Returns where it began and the last validation.
+    Returns where it began and where it ended.
     """
     state = _validate_before(parts, log) if saved is None else _restore(config, parts, log, saved)
     try:
-        after = train(config, parts, log, state)
+        end = train(config, parts, log, state)
         parts.actor.save(str(model))
         log.checkpoints.wait()
-        return state, after
+        return state, end
     except BaseException:
         log.checkpoints.rescue(parts.actor)
         raise
@@ -192,9 +195,12 @@ def _validate_before(parts: Parts, log: RunLog) -> State:
     """Validate the student as it comes."""
     log.progress.doing("validating")
     before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
-    before |= finite(parts.val_sets.run(0))
+    before |= finite(parts.val_sets.run(parts.val_sets.due(0)))
     if log.best is not None:
         log.best.require(before)
+    if log.stop is not None:
+        log.stop.require(before)
+        log.stop.look(0, before)
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.validated = before
     log.progress.say(

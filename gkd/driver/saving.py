@@ -60,12 +60,15 @@ class Checkpoints:
         if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
             self._complete()
 
-    def after(self, actor: ActorGroup, state: State) -> None:
-        """Begin a checkpoint if it is time, after a step is trained, validated and logged. A failure is a warning."""
+    def after(self, actor: ActorGroup, state: State, last: bool = False) -> None:
+        """Begin a checkpoint if it is time, after a step is trained, validated and logged. A failure is a warning.
+
+        ``last``: the run ends with this step, before ``trainer.total_steps``.
+        """
         self.train(state)
         self._done = state.step
         trainer = self.config.trainer
-        last = state.step == trainer.total_steps
+        last = last or state.step == trainer.total_steps
         if trainer.save_every is not None and (state.step % trainer.save_every == 0 or last):
             self._complete()
             self._begin(actor, "step")

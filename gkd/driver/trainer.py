@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from gkd.data.stream import PromptStream
 from gkd.driver.best import BestModel
 from gkd.driver.checkpoint import State
 from gkd.driver.collect import Batches
+from gkd.driver.early_stop import EarlyStop
 from gkd.driver.saving import Checkpoints
 from gkd.driver.streaming import BatchStream
 from gkd.driver.val_sets import ValSets
@@ -64,10 +65,17 @@ class RunLog:
     checkpoints: Checkpoints
     timeline: Timeline
     best: BestModel | None = None
+    stop: EarlyStop | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ends before its last step."""
+        return self.stop is not None and self.stop.reason is not None
 
 
-def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, float]:
-    """Run the steps up to ``trainer.total_steps`` after ``start`` and the validations; returns the last validation.
+def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
+    """Run the steps up to ``trainer.total_steps`` after ``start``, and the validations; returns the state after the
+    last one, which ``trainer.stop_early`` may make an earlier one.
 
     A step is counted, logged, validated and saved only after the actor has been updated and the engines serve its
     weights; where nothing is sampled they get them for validations alone. Where the run ends after the update and
@@ -84,7 +92,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         batches.dispatch(start.step)
     state = start if start.row is None else _log(config, parts, log, watcher, start, batches)
     began: float | None = None  # when the step to come was handed out
-    for step in range(start.step + 1, config.trainer.total_steps + 1):
+    for step in _steps(config, log, start.step + 1):
         started = time.monotonic() if began is None else began
         batches.dispatch(step - 1)
         stream = BatchStream(config, parts.actor) if streams(config) else None
@@ -127,8 +135,16 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> dict[str, 
         state = replace(state, row=measured.finite(row))
         log.checkpoints.train(state)
         state = _log(config, parts, log, watcher, state, batches)
-        log.checkpoints.after(parts.actor, state)
-    return state.validated
+        log.checkpoints.after(parts.actor, state, log.stopped)
+    return state
+
+
+def _steps(config: Config, log: RunLog, first: int) -> Iterator[int]:
+    """Yield the steps from ``first`` on, up to the last one or until the run is to end before it."""
+    for step in range(first, config.trainer.total_steps + 1):
+        if log.stopped:
+            return
+        yield step
 
 
 def _is_due(config: Config, step: int) -> bool:
@@ -138,23 +154,29 @@ def _is_due(config: Config, step: int) -> bool:
 
 def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: State, batches: Batches) -> State:
     """Validate, if it is time, and write the metrics of a step that is trained and pushed."""
-    step, row, validated = state.step, dict(state.row or {}), state.validated
-    due = _is_due(config, step)
-    if parts.answers is not None and (due or parts.val_sets.due(step)):
-        parts.sync.push()
-    if due:
-        measured_now = measured.finite(parts.validation.run())
-        row |= measured_now
-        validated = {**_of_sets(parts, validated), **measured_now}
-    if of_sets := measured.finite(parts.val_sets.run(step)):
-        validated = {**validated, **of_sets}
-        row |= of_sets
+    step, row = state.step, dict(state.row or {})
+    found = _validate(config, parts, step)
+    if log.stop is not None:
+        log.stop.look(step, found)
+    if log.stopped:  # a run ends with every figure
+        found |= _validate(config, parts, step, rest=True)
+    validated = {**(_of_sets(parts, state.validated) if _is_due(config, step) else state.validated), **found}
+    row |= found
     log.metrics.write({"step": step, "epoch": batches.epoch(step), **row})
     if log.best is not None:
         log.best.look(step, row, parts.actor)
     log.progress.step(step, row)
     watcher.look(step, row)
     return replace(state, validated=validated, row=None)
+
+
+def _validate(config: Config, parts: Parts, step: int, rest: bool = False) -> dict[str, float]:
+    """Return the figures of validation that are due after ``step``, or those that are not, for the ``rest``."""
+    due, of_sets = _is_due(config, step) != rest, parts.val_sets.due(step, rest)
+    if parts.answers is not None and (due or of_sets):
+        parts.sync.push()
+    found = measured.finite(parts.validation.run()) if due else {}
+    return found | measured.finite(parts.val_sets.run(of_sets))
 
 
 def actors_time(started: float, sampled: float, updated: float, computed: float | None) -> dict[str, float]:

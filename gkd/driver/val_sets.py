@@ -29,14 +29,15 @@ class ValSets:
     tokenizer: Any
     rollout: RolloutGroup
 
-    def run(self, step: int) -> dict[str, float]:
-        """Measure it on the sets that are due at ``step``."""
-        return {name: value for questions in self.due(step) for name, value in self._measure(questions).items()}
+    def run(self, sets: Sequence[Questions]) -> dict[str, float]:
+        """Measure it on some of the sets."""
+        return {name: value for questions in sets for name, value in self._measure(questions).items()}
 
-    def due(self, step: int) -> list[Questions]:
-        """Return the sets that are asked at ``step``: all of them at step 0 and at the end."""
+    def due(self, step: int, rest: bool = False) -> list[Questions]:
+        """Return the sets that are asked at ``step``, all of them at step 0 and at the end; or the ``rest``."""
         every, last = self.config.trainer.val_every, step == self.config.trainer.total_steps
-        return [questions for questions in self.sets if last or step % (questions.settings.every or every) == 0]
+        due = [last or step % (questions.settings.every or every) == 0 for questions in self.sets]
+        return [questions for questions, now in zip(self.sets, due, strict=True) if now != rest]
 
     def _measure(self, questions: Questions) -> dict[str, float]:
         settings, n = questions.settings, questions.settings.samples

@@ -21,7 +21,7 @@ from gkd.durable import reason
 from gkd.errors import one_line
 from gkd.observability.metrics import JsonLines
 
-Kind = Literal["start", "resume", "warning", "death", "restart", "checkpoint", "validation", "end"]
+Kind = Literal["start", "resume", "warning", "death", "restart", "checkpoint", "validation", "stop", "end"]
 
 log = logging.getLogger("gkd")
 _SETTING = re.compile(rf"(?<![\w./])(?:{'|'.join(Config.model_fields)})(?:\.[A-Za-z_]\w*)+")

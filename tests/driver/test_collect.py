@@ -182,7 +182,9 @@ def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int) -
         actor=SimpleNamespace(fits=lambda lengths: True),
         answers=None,
     )
-    log: Any = SimpleNamespace(samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples))))
+    log: Any = SimpleNamespace(
+        stopped=False, samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples)))
+    )
     with pytest.raises(RunFailed, match="reward accuracy failed"):
         train(grpo(rounds), parts, log, State())
     assert written == [8]

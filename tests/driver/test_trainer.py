@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from gkd.config import Config, load
+from gkd.config.validating import StopEarly
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
+from gkd.driver.early_stop import EarlyStop
 from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, actors_time, train
 from gkd.errors import RunFailed
@@ -102,8 +104,11 @@ class Played:
         self.note("push")
         self.held_at_push.append(sum(arrays() is not None for arrays in self.arrays))
 
-    def measure_sets(self, step: int) -> dict[str, float]:
-        return {"val/hard/accuracy": step / 100} if step in self.sets_at else {}
+    def sets_due(self, step: int, rest: bool = False) -> list[int]:
+        return [step] if (step in self.sets_at) != rest else []
+
+    def measure_sets(self, due: list[int]) -> dict[str, float]:
+        return {"val/hard/accuracy": due[0] / 100} if due else {}
 
     def validate(self) -> dict[str, float]:
         self.note("validate")
@@ -117,7 +122,7 @@ class Played:
     def rows(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
 
-    def run(self, start: State) -> dict[str, float]:
+    def run(self, start: State, stop_early: dict[str, Any] | None = None) -> dict[str, float]:
         config = three_steps(self.max_staleness)
         cluster = config.cluster.model_copy(update={"offload": self.offload})
         config = config.model_copy(update={"cluster": cluster})
@@ -128,26 +133,38 @@ class Played:
             prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
             validation=SimpleNamespace(run=self.validate),
             val_sets=SimpleNamespace(
-                run=self.measure_sets, sets=[SimpleNamespace(name="hard")], due=lambda step: step in self.sets_at
+                run=self.measure_sets, sets=[SimpleNamespace(name="hard")], due=self.sets_due
             ),
             report=lambda: [REPORT], answers=self if self.supervised else None,
         )  # fmt: skip
         samples: Any = SimpleNamespace(write=lambda step, batch: self.note("log samples"))
         progress: Any = SimpleNamespace(step=self.shown)
         checkpoints = Checkpoints(config, self.output, time.monotonic(), {}, start.step)
-        with JsonLines(self.output / "metrics.jsonl") as metrics:
-            return train(
-                config,
-                parts,
-                RunLog(metrics, samples, progress, checkpoints, Timeline(self.output / "timeline.json", 0)),
-                start,
-            )
+        file = self.output / "metrics.jsonl"
+        stop = EarlyStop(StopEarly(**(stop_early or {})), file)
+        with JsonLines(file) as metrics:
+            timeline = Timeline(self.output / "timeline.json", 0)
+            log = RunLog(metrics, samples, progress, checkpoints, timeline, stop=stop)
+            return train(config, parts, log, start).validated
 
 
 def test_sets_have_intervals_of_their_own_and_the_last_figures_of_each_stay(tmp_path: Path) -> None:
     run = Played(tmp_path, sets_at=(1, 2))
     assert run.run(State()) == pytest.approx({"val/hard/accuracy": 0.02, "val/accuracy": 0.3})
     assert [row.get("val/hard/accuracy") for row in run.rows()] == [0.01, 0.02, None]
+
+
+def test_a_run_that_does_not_get_better_ends_with_every_figure_and_goes_on_to_nothing(tmp_path: Path) -> None:
+    stop = {"metric": "val/hard/accuracy", "patience": 1, "min_delta": 0.01}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/hard/accuracy": 0.0}\n')
+    run = Played(tmp_path, sets_at=(1,))
+    assert run.run(State(), stop) == pytest.approx({"val/hard/accuracy": 0.01, "val/accuracy": 0.1})
+    assert [row["step"] for row in run.rows()] == [0, 1]
+    again = Played(tmp_path, step=1)
+    again.run(State(step=1), stop)
+    assert [call for call, _ in again.calls] == []
+    again.run(State(step=1), {**stop, "patience": 2})  # longer patience goes on
+    assert [row["step"] for row in run.rows()] == [0, 1, 2, 3]
 
 
 def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path) -> None:

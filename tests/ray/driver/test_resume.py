@@ -128,7 +128,7 @@ class World:
         parts: Any = SimpleNamespace(
             prompts=self.prompts, rollout=self, actor=self, sync=SimpleNamespace(push=self.push),
             validation=SimpleNamespace(run=self.validate), vocab_size=10, n_gpus=1, report=self.report,
-            val_sets=SimpleNamespace(run=lambda step: {}, sets=[]),
+            val_sets=SimpleNamespace(run=lambda due: {}, due=lambda step, rest=False: [], sets=[]), answers=None,
         )  # fmt: skip
         checkpoints = Checkpoints(self.config, self.output, time.monotonic(), {}, start.step)
         with JsonLines(self.output / "metrics.jsonl") as metrics, JsonLines(self.output / "samples.jsonl") as file:
@@ -136,7 +136,8 @@ class World:
             progress: Any = SimpleNamespace(step=self.show)
             timeline = Timeline(self.output / "timeline.json", 0)
             try:
-                return train(self.config, parts, RunLog(metrics, samples, progress, checkpoints, timeline), start)
+                log = RunLog(metrics, samples, progress, checkpoints, timeline)
+                return train(self.config, parts, log, start).validated
             except BaseException:
                 checkpoints.rescue(parts.actor)
                 raise

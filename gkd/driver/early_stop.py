@@ -1,0 +1,51 @@
+"""Ends a run whose validation does not get better any more: ``trainer.stop_early``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from gkd.config.validating import StopEarly
+from gkd.errors import ConfigError
+
+
+class EarlyStop:
+    """Looks at a figure of validation, from the first row of metrics.jsonl on, so that a run that goes on knows it.
+
+    ``rows``: that file of the run.
+    """
+
+    def __init__(self, settings: StopEarly, rows: Path) -> None:
+        self.settings = settings
+        self._measured = _measured(settings, rows)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run is to end now, in one line; None where it goes on."""
+        return self.settings.reason(self._measured)
+
+    def require(self, measured: Mapping[str, float]) -> None:
+        """Raise ConfigError where the first validation of a run has no such figure."""
+        metric = self.settings.metric
+        if metric is not None and metric not in measured:
+            raise ConfigError(
+                f"trainer.stop_early.metric={metric}: validation measures {', '.join(measured) or 'nothing'}"
+            )
+
+    def look(self, step: int, measured: Mapping[str, float]) -> None:
+        """Take the figures of a step, in which the one that counts may be."""
+        value = measured.get(self.settings.metric or "")
+        if value is not None:
+            self._measured.append((step, value))
+
+
+def _measured(settings: StopEarly, rows: Path) -> list[tuple[int, float]]:
+    if settings.metric is None or not rows.exists():
+        return []
+    found = []
+    for line in rows.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if settings.metric in row:
+            found.append((int(row["step"]), float(row[settings.metric])))
+    return found
