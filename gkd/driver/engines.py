@@ -14,13 +14,14 @@ from gkd.config import Config
 from gkd.driver.inputs import Inputs
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import environment
+from gkd.scoring.watch import ScorerWatch
 
 WORKER, FOLLOWER = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"
 
 
-def refusal(config: Config, engines: Engines) -> str | None:
-    """Return why engines of a group are not started again when they die; None: they are."""
-    if config.cluster.offload is True:
+def refusal(engines: Engines, in_turn: bool) -> str | None:
+    """Return why engines are not started again when they die; None: they are. ``in_turn``: others have their GPUs."""
+    if in_turn:
         return "where groups have GPUs in turn (cluster.offload) none is started again"
     if engines.nnodes > 1:
         return f"one over {engines.nnodes} nodes is not started again"
@@ -41,19 +42,21 @@ class RolloutEngines:
         arguments = [self._arguments(engine, self.engines.leaders) for engine in range(len(self.engines.leaders))]
         return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)
 
-    def again(self, scorers: Mapping[str, dict[str, Any]]) -> StartAgain:
-        """Return how one that died is started again, and reaches the ``scorers`` as at the beginning."""
+    def again(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> StartAgain:
+        """Return how one that died is started again, and reaches the scorers that are there."""
 
         def start(engine: int) -> Group:
             limit = self.config.cluster.start_timeout_s
             worker = self.engines.start_again(self.placement, engine)
-            arguments = (*self._arguments(engine, self.engines.leaders), None)
-            gather([worker.submit_build(WORKER, [arguments], environment=self._environment)], limit)
-            worker.control("connect", scorers, timeout_s=limit, what="connecting to the models that score")
+            built_of = (*self._arguments(engine, self.engines.leaders), None)
+            gather([worker.submit_build(WORKER, [built_of], environment=self._environment)], limit)
+            absent = [expected.address for expected in scorers.absent()]
+            reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}
+            worker.control("connect", reached, timeout_s=limit, what="connecting to the models that score")
             return worker
 
-        cluster, session = self.config.cluster, self.placement.session
-        return StartAgain(cluster.worker_restarts, start, session.threads, refusal(self.config, self.engines))
+        cluster, why_not = self.config.cluster, refusal(self.engines, self.config.cluster.offload is True)
+        return StartAgain(cluster.worker_restarts, start, self.placement.session.threads, why_not)
 
     def _arguments(self, engine: int, group: Group) -> tuple[Config, EngineSpec]:
         inputs, device = self.inputs, group.reports[engine].device

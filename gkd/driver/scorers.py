@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,15 +12,24 @@ import ray
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.cluster.colocation import SLACK_S
 from gkd.cluster.engines import Engines
-from gkd.cluster.group import Group, Pending
+from gkd.cluster.fleet import Fleet
+from gkd.cluster.group import Group, Pending, gather
+from gkd.cluster.placement import Placement
+from gkd.cluster.restarts import StartAgain
 from gkd.config import Config, RewardModel, Scorer
 from gkd.data.tokenizer import tokenizer_hash
+from gkd.driver.engines import refusal
 from gkd.driver.inputs import Inputs
 from gkd.inference.vllm_environment import environment
 from gkd.scoring.address import Key, external_addresses, external_key
+from gkd.scoring.watch import ScorerModel, ScorerWatch
 from gkd.scoring.worker import ScorerSpec
 
-NAMES = ("teacher", "reference", "reward_model")
+WORKERS = {
+    "teacher": "gkd.scoring.worker:TokenScorerWorker",
+    "reference": "gkd.scoring.worker:TokenScorerWorker",
+    "reward_model": "gkd.scoring.worker:RewardModelWorker",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,7 @@ class Scorers:
         """Find the groups that score among ``groups``. Raises ConfigError where the user's key cannot be read."""
         limit = config.cluster.start_timeout_s
         engines: dict[str, Engines] = {}
-        for name in NAMES:
+        for name in WORKERS:
             if name in groups:
                 settings = _settings(config, name)
                 tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
@@ -60,34 +69,69 @@ class Scorers:
         return {name: partial(self._build, name, engines) for name, engines in self.engines.items()}
 
     def _build(self, name: str, engines: Engines) -> list[Pending]:
-        group, settings, models = engines.leaders, _settings(self.config, name), self._models(name)
+        group = engines.leaders
+        args = [self._worker_arguments(name, engine) for engine in range(len(group))]
+        if name == "reward_model":
+            return [group.submit_build(WORKERS[name], args, environment=self._environment(group))]
+        follower = "gkd.scoring.worker:token_scorer_follower"
+        return engines.submit_build(WORKERS[name], follower, args, self._environment(group))
+
+    def _environment(self, group: Group) -> dict[str, str]:
+        return environment(group.reports[0].device, self.config.cluster.cpu_threads)
+
+    def _worker_arguments(self, name: str, engine: int, port: int = 0) -> tuple[Scorer | RewardModel, ScorerSpec]:
+        """Return what the worker of one engine is built with; it listens on ``port``."""
+        report, settings, models = self.groups[name].reports[engine], _settings(self.config, name), self._models(name)
         if isinstance(settings, Scorer):
             # A server of this run's own takes exactly the sequences and the K that this run has; less memory is set
             # aside for them.
             longest = settings.max_model_len or self.inputs.max_length
             settings = settings.model_copy(update={"max_model_len": longest, "max_top_k": max(1, self._top_k(name))})
-        args = [
-            (
-                settings,
-                ScorerSpec(
-                    self.config.model.dtype_on(report.device),
-                    self.inputs.scorers[models[rank % len(models)]],
-                    report.device,
-                    self._tokenizer(name),
-                    "127.0.0.1" if self.local else report.ip,
-                    self.key,
-                    name in self.sleeping(),
-                    () if name == "reward_model" else tuple(self.inputs.model.eos_ids),
-                ),
-            )
-            for rank, report in enumerate(group.reports)
-        ]
-        threads = environment(group.reports[0].device, self.config.cluster.cpu_threads)
-        if name == "reward_model":
-            return [group.submit_build("gkd.scoring.worker:RewardModelWorker", args, environment=threads)]
-        return engines.submit_build(
-            "gkd.scoring.worker:TokenScorerWorker", "gkd.scoring.worker:token_scorer_follower", args, threads
+        return settings, ScorerSpec(
+            self.config.model.dtype_on(report.device),
+            self.inputs.scorers[models[engine % len(models)]],
+            report.device,
+            self._tokenizer(name),
+            "127.0.0.1" if self.local else report.ip,
+            self.key,
+            name in self.sleeping(),
+            () if name == "reward_model" else tuple(self.inputs.model.eos_ids),
+            port,
         )
+
+    def watch(self, placement: Placement, clients: Mapping[str, dict[str, Any]]) -> ScorerWatch:
+        """Have the servers answer, and return what watches them. ``clients`` are their arguments, by model."""
+        models = {}
+        for model, group in self._by_model().items():
+            name, addresses = model.partition(":")[0], tuple(clients[model]["addresses"])
+            again = StartAgain(
+                self.config.cluster.worker_restarts,
+                partial(self._start_again, placement, model, addresses),
+                placement.session.threads,
+                refusal(self.engines[name], name in self.sleeping()),
+            )
+            models[model] = ScorerModel(
+                group,
+                group.submit("serve", what="serving"),
+                addresses,
+                _settings(self.config, name).request_timeout_s,
+                self.config.cluster.start_timeout_s,
+                again,
+            )
+        return ScorerWatch(models, Fleet())
+
+    def _start_again(self, placement: Placement, model: str, addresses: Sequence[str], member: int) -> Group:
+        """Start a replica again, at its address, where its clients look for it."""
+        name = model.partition(":")[0]
+        models = self._models(name)
+        engine, port = models.index(model) + member * len(models), int(addresses[member].rpartition(":")[2])
+        worker = self.engines[name].start_again(placement, engine)
+        arguments: tuple[Any, ...] = self._worker_arguments(name, engine, port)
+        if name != "reward_model":
+            arguments = (*arguments, None)
+        building = worker.submit_build(WORKERS[name], [arguments], environment=self._environment(worker))
+        gather([building], self.config.cluster.start_timeout_s)
+        return worker
 
     def sleeping(self) -> list[str]:
         """Return groups that sleep while the actor works."""
@@ -115,10 +159,6 @@ class Scorers:
     def _tokenizer(self, name: str) -> str:
         own = self.inputs.tokenizer_hash
         return tokenizer_hash(self.inputs.scorers[name]) if name == "reward_model" else own
-
-    def serve(self) -> dict[str, Pending]:
-        """Have the servers answer, by model; the calls end only when one fails."""
-        return {model: group.submit("serve", what="serving") for model, group in self._by_model().items()}
 
     def _by_model(self) -> dict[str, Group]:
         """Return the engines of every model."""

@@ -10,7 +10,6 @@ from functools import partial
 from gkd.actor.group import ActorGroup
 from gkd.cluster.colocation import Colocation
 from gkd.cluster.engines import Engines
-from gkd.cluster.fleet import Fleet
 from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.placement import Placement
 from gkd.config import Config
@@ -26,7 +25,6 @@ from gkd.inference.vllm_environment import require_device
 from gkd.rollout.group import RolloutGroup
 from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import ScoringClient
-from gkd.scoring.watch import ScorerWatch
 from gkd.weights.choice import choose
 
 log = logging.getLogger("gkd")
@@ -61,20 +59,14 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     for wave in waves({name: groups[name] for name in builds}):
         gather([call for name in wave for call in builds[name]()], limit)
     followers = [found.bind() for found in (engines, *scorers.engines.values())]
-    clients, serving = scorers.client_arguments(len(rollout)), scorers.serve()
+    clients = scorers.client_arguments(len(rollout))
+    scorer_watch = scorers.watch(placement, clients)
     teachers = {name: ScoringClient(**arguments) for name, arguments in clients.items() if name.startswith("teacher")}
     for client in teachers.values():
         client.connect()
     rollout.control("connect", clients, timeout_s=limit, what="connecting to the models that score")
-    rollout_group = RolloutGroup(
-        rollout,
-        config,
-        ScorerWatch(serving, Fleet()),
-        colocation,
-        followers,
-        placement.session.require_control,
-        own.again(clients),
-    )
+    require, again = placement.session.require_control, own.again(clients, scorer_watch)
+    rollout_group = RolloutGroup(rollout, config, scorer_watch, colocation, followers, require, again, teachers)
     if config.cluster.offload is True:
         colocation.actor, colocation.scorers = actor, [scorers]
         colocation.samplers = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
@@ -88,9 +80,8 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     val_sets = ValSets(config, inputs.val_sets, inputs.tokenizer, rollout_group)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
-    measured = tuple(scorers.groups.values())
     parts = Parts(
-        stream, rollout_group, actor, sync, validation, val_sets, measured, n_gpus, inputs.model.vocabulary,
+        stream, rollout_group, actor, sync, validation, val_sets, n_gpus, inputs.model.vocabulary,
         answers=answers,
     )  # fmt: skip
     return System(parts, teachers)

@@ -9,7 +9,7 @@ from functools import partial
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import require_rewards, with_advantages
-from gkd.cluster.group import Group, WorkerReport, WorkerReports
+from gkd.cluster.group import WorkerReport, WorkerReports
 from gkd.config import Config
 from gkd.config.schedule import streams
 from gkd.data.stream import PromptStream
@@ -43,7 +43,6 @@ class Parts:
     sync: WeightSync
     validation: Validation
     val_sets: ValSets
-    scorers: tuple[Group, ...]
     n_gpus: int
     vocab_size: int
     reports: WorkerReports = field(default_factory=WorkerReports)
@@ -52,7 +51,7 @@ class Parts:
 
     def report(self) -> list[WorkerReport]:
         """Return what the workers of every group say of themselves."""
-        return self.reports.read([self.actor.group, self.rollout.living, *self.scorers])
+        return self.reports.read([self.actor.group, self.rollout.living, *self.rollout.scorers.groups])
 
 
 @dataclass(frozen=True, slots=True)

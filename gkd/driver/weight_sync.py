@@ -47,6 +47,17 @@ class WeightSync:
 
         Raises RunFailed when that fails or takes longer than ``weights.timeout_s``.
         """
+        try:
+            self._push(engines)
+        except RunFailed as failure:
+            # What an actor that died was sending is missed elsewhere, maybe before its death is known.
+            calls = [self.actor.group.submit_control("applied")]
+            death = None if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
+            if death is None:
+                raise
+            raise WorkerDied(f"{death}; {failure}") from None
+
+    def _push(self, engines: Sequence[int] | None) -> None:
         self.rollout.take_back()
         self._receiving = self.rollout.present if engines is None else list(engines)
         if not self._receiving:  # those that come back get them then

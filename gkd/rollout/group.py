@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,15 @@ from gkd.cluster.colocation import SLACK_S, Colocation
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
 from gkd.cluster.group import Group, Pending, fetch_samples, gather
+from gkd.cluster.heartbeat import Heartbeat
 from gkd.cluster.restarts import Restarts, StartAgain
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.observability.events import note
 from gkd.rollout.dispatch import RequestDispatcher
-from gkd.rollout.heartbeat import Heartbeat
 from gkd.rollout.stream import SampleStream
-from gkd.scoring.watch import ScorerWatch
+from gkd.scoring.client import ScoringClient
+from gkd.scoring.watch import Expected, ScorerWatch
 from gkd.types import Generated, SampleRequest, ScoredSample, TrainingSample
 
 log = logging.getLogger("gkd")
@@ -43,7 +44,8 @@ class RolloutGroup:
     gets the current weights from ``refresh``, and takes part once it has them; when none is left or comes back the run
     fails. One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died. What an engine had
     finished is not lost: samples belong to this process and stay in the object store of their node.
-    ``scorers`` are watched meanwhile. ``require`` raises what else ends the run while it waits here.
+    ``scorers`` are watched meanwhile, for the engines and for ``clients`` of this process, by model. ``require`` raises
+    what else ends the run while it waits here.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class RolloutGroup:
         followers: Sequence[Pending] = (),
         require: Callable[[], None] = lambda: None,
         again: StartAgain | None = None,
+        clients: Mapping[str, ScoringClient] | None = None,
     ) -> None:
         self.group, self.config, self.colocation = group, config, colocation or Colocation()
-        self._require = require
-        self._scorers = scorers or ScorerWatch({}, Fleet())
-        self._fleet = self._scorers.fleet
+        self._require, self._clients = require, clients or {}
+        self.scorers = scorers or ScorerWatch({}, Fleet())
+        self._fleet = self.scorers.fleet
         self._fleet.add(ENGINES, len(group))
         self._restarts = Restarts(self._fleet, ENGINES, again)
         self.refresh: Callable[[Sequence[int]], None] | None = None
@@ -174,6 +177,7 @@ class RolloutGroup:
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
         self.take_back()
+        self._tell_expected(self.scorers.look(), self.present)
         self._hand_out()
         for engine, samples in self._collect(deadline, calls):
             for sample in samples:
@@ -195,7 +199,7 @@ class RolloutGroup:
         self._require()
         late = [engine for engine, stream in self._streams.items() if stream.is_late]
         engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
-        scoring = self._scorers.calls
+        scoring = self.scorers.calls
         watched = [*engines, *scoring, *self._followers, *calls]
         left = min(LATE_EVERY_S if late else LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
         # Arrays stay on their node until the actor wants them.
@@ -207,7 +211,7 @@ class RolloutGroup:
         for ref in ready:
             if ref in scoring:
                 self._warn_of_followers()
-                self._scorers.lose(ref)
+                self.scorers.lose(ref)
             elif ref in self._followers:
                 self._warn_of_followers()
         collected: list[tuple[int, list[TrainingSample | Generated]]] = []
@@ -275,6 +279,15 @@ class RolloutGroup:
             text = f"{self.group.reports[engine]} is there in place of the one that died, and gets the weights"
             log.info(text)
             note("restart", text)
+            self._tell_expected(self.scorers.absent(), [engine])
+
+    def _tell_expected(self, expected: Iterable[Expected], engines: Sequence[int]) -> None:
+        """Have clients wait for scorers that are being started, where there is no other."""
+        for model, address, within_s in expected:
+            for engine in engines:
+                self.group.workers[engine].control.remote("expect_scorer", model, address, within_s)
+            if model in self._clients:
+                self._clients[model].expect(address, within_s)
 
     def _refresh(self) -> None:
         """Give engines that have come back the actor's weights, while it does not change them."""

@@ -63,6 +63,11 @@ class ScoringPipeline:
             self._clients[name] = ScoringClient(**arguments)
             self._clients[name].connect()
 
+    def expect_scorer(self, scorer: str, address: str, within_s: float) -> None:
+        """Wait for a server that is being started; as :meth:`gkd.scoring.client.ScoringClient.expect`."""
+        if scorer in self._clients:
+            self._clients[scorer].expect(address, within_s)
+
     def submit(self, sample: Sample) -> None:
         """Start scoring a finished sample; never blocks."""
         pending = _Pending(sample, time.time())

@@ -49,6 +49,10 @@ class RolloutWorker:
         """Shake hands with the models that score; as :meth:`gkd.rollout.pipeline.ScoringPipeline.connect`."""
         self.pipeline.connect(scorers)
 
+    def expect_scorer(self, scorer: str, address: str, within_s: float) -> None:
+        """Wait for a server that is being started; as :meth:`gkd.rollout.pipeline.ScoringPipeline.expect_scorer`."""
+        self.pipeline.expect_scorer(scorer, address, within_s)
+
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Hand over requests; their samples come out of :meth:`finished`."""
         self._commands.put(lambda: self._add(requests))

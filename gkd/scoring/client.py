@@ -48,7 +48,8 @@ class ScoringClient:
     ``vocabulary`` the student's rows of logits, put into every request that names none; ``n_clients`` how many use the
     same servers at the same time, each its share of what they can hold; ``key`` that of the servers. The times are
     those of config.Teacher; ``scorer`` is the model's name in messages, with that of its section before a colon, if
-    any. Raises ConfigError for an address that is none.
+    any; servers at ``absent`` addresses are being started, and :meth:`connect` does not wait for them. Raises
+    ConfigError for an address that is none.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ScoringClient:
         max_attempts: int = 3,
         heartbeat_s: float = 2.0,
         scorer: str = "teacher",
+        absent: Sequence[str] = (),
     ) -> None:
         if not addresses:
             raise ConfigError(f"no address of a {scorer} is known")
@@ -72,7 +74,7 @@ class ScoringClient:
             host_of(address)
         self._tokenizer_hash, self._top_k, self._max_length = tokenizer_hash, top_k, max_length
         self._vocabulary, self._timeout_s, self._scorer = vocabulary, request_timeout_s, scorer
-        self._ids = count()
+        self._ids, self._absent = count(), frozenset(absent)
         patience = Patience(request_timeout_s, max_attempts, heartbeat_s, scorer)
         largest = wire.largest_reply(max_length or MOST_TOKENS, min(top_k, vocabulary or MOST_IDS))
         self._dispatcher = Dispatcher(list(dict.fromkeys(addresses)), key, patience, n_clients, largest, self._check)
@@ -83,7 +85,7 @@ class ScoringClient:
         return dict(self._dispatcher.counts)
 
     def connect(self, timeout_s: float | None = None) -> dict[str, Welcome]:
-        """Wait until every replica has answered a greeting; returns the welcome of each, by address.
+        """Wait until every replica that is there has answered a greeting; returns the welcome of each, by address.
 
         Raises ConfigError when one does not fit the student, ScorerUnavailable when one has not answered within
         ``timeout_s`` (None: the time of one request).
@@ -92,6 +94,8 @@ class ScoringClient:
         end = time.monotonic() + timeout_s
         welcomes: dict[str, Welcome] = {}
         for address, future in self._dispatcher.greeted.items():
+            if address in self._absent:
+                continue
             try:
                 welcomes[address] = future.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
@@ -101,6 +105,10 @@ class ScoringClient:
                     "cannot be reached, or has another key"
                 ) from None
         return welcomes
+
+    def expect(self, address: str, within_s: float) -> None:
+        """Have requests wait, where no replica is there, for the one at ``address`` that comes back ``within_s``."""
+        self._dispatcher.expect(address, within_s)
 
     @overload
     def submit(self, request: Score) -> Future[Target]: ...

@@ -80,6 +80,12 @@ class Dispatcher:
                 return
         call.future.set_exception(self._end)
 
+    def expect(self, address: str, within_s: float) -> None:
+        """Wait for the replica at ``address``, which is away, at least ``within_s`` from now. From any thread."""
+        for replica in self.replicas:
+            if replica.address == address:
+                replica.expected_until = time.monotonic() + within_s
+
     def close(self) -> None:
         """End the thread; what is under way fails."""
         self._closing.set()
@@ -146,6 +152,7 @@ class Dispatcher:
             case wire.Welcome():
                 self._check(replica.address, body)
                 replica.greeted(body)
+                self._progress = time.monotonic()  # what waited for it has its time from now on
                 if not self.greeted[replica.address].done():
                     self.greeted[replica.address].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
@@ -248,7 +255,8 @@ class Dispatcher:
         limit = self._patience.request_timeout_s
         if all(replica.welcome is None for replica in self.replicas):
             out = ", ".join(f"{r.address} out for {now - r.out_since:.1f} s" for r in self.replicas)
-            since = max(replica.out_since for replica in self.replicas)
+            # What is expected back has its own time, and after that as much as one that went out then.
+            since = max(max(replica.out_since, replica.expected_until) for replica in self.replicas)
             stale = [c for c in self._waiting if now - max(since, c.submitted) > limit]
             why = f"all replicas are out ({out})"
         else:

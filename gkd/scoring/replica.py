@@ -63,6 +63,7 @@ class Replica:
         # Requests that were given up here, and that the server may still be working on.
         self.abandoned: set[int] = set()
         self.out_since = time.monotonic()
+        self.expected_until = 0.0  # time.monotonic; it is being started until then
         self._missed, self._heard, self._next_beat = 0, True, 0.0
         self.socket = self._open()
 
@@ -87,7 +88,7 @@ class Replica:
 
     def greeted(self, welcome: wire.Welcome) -> None:
         """Count the server in, which has answered."""
-        self.welcome = welcome
+        self.welcome, self.expected_until = welcome, 0.0
 
     def beat(self, now: float) -> bool:
         """Greet or ping when it is time. False when the replica is to be put out."""

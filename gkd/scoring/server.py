@@ -50,6 +50,7 @@ class ScoringServer:
         self._jobs: dict[int, QueuedRequest] = {}
         self._keys = count()
         self._asleep = self._ended = False
+        self._n_steps = 0
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
 
     @property
@@ -61,6 +62,10 @@ class ScoringServer:
     def counts(self) -> dict[str, int]:
         """How many requests were answered ("answered") and how many were not, by the code of the error."""
         return dict(self._frontend.counts)
+
+    def progress(self) -> tuple[int, int]:
+        """Return steps of the engine so far, and requests that it works on. From any thread."""
+        return self._n_steps, len(self._jobs)
 
     def serve(self, stop: threading.Event) -> None:
         """Answer requests on the calling thread until ``stop`` is set, then close; what is unfinished is refused.
@@ -146,7 +151,9 @@ class ScoringServer:
         HERE.switch("score" if self._jobs else None)
         if not self._jobs:
             return
-        for key, answer in self._engine.step():
+        answers = self._engine.step()
+        self._n_steps += 1
+        for key, answer in answers:
             job = self._jobs.pop(key)
             if isinstance(answer, Refused):
                 self._frontend.refuse(job, answer.code, answer.message)

@@ -1,53 +1,157 @@
-"""The driver's view of the models that score: who serves, and who has died."""
+"""The driver's view of the models that score: who serves, who has died or hangs, and who comes back."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import ray
 
-from gkd.cluster.failure import explain
-from gkd.cluster.fleet import PRESENT, Fleet
-from gkd.cluster.group import Pending
-from gkd.cluster.restarts import Restarts
-from gkd.errors import RunFailed
+from gkd.cluster.failure import WorkerHangs, explain
+from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
+from gkd.cluster.group import Group, Pending
+from gkd.cluster.heartbeat import Heartbeat
+from gkd.cluster.restarts import Restarts, StartAgain
+from gkd.errors import ConfigError, RunFailed
+from gkd.observability.events import note
 
 LOG = logging.getLogger("gkd")
 
 
-class ScorerWatch:
-    """Watches the servers of teachers, reference and reward model, ``serving`` by model.
+@dataclass(frozen=True, slots=True)
+class ScorerModel:
+    """One model that scores: its replicas' workers, where these listen, and what is known of them.
 
-    When a replica dies its clients try another one; without any the run fails at once instead of after a deadline.
+    ``request_timeout_s`` of its clients; ``start_timeout_s`` a replica has to come back, as ``again`` says.
     """
 
-    def __init__(self, serving: Mapping[str, Pending], fleet: Fleet) -> None:
+    group: Group
+    serving: Pending
+    addresses: tuple[str, ...]
+    request_timeout_s: float
+    start_timeout_s: float
+    again: StartAgain | None = None
+
+
+class Expected(NamedTuple):
+    """A replica that may be away for ``within_s``: requests are to wait for it where there is no other one."""
+
+    model: str
+    address: str
+    within_s: float
+
+
+@dataclass(slots=True)
+class _Replicas:
+    """The replicas of one model."""
+
+    of: ScorerModel
+    group: Group
+    heartbeat: Heartbeat
+    restarts: Restarts
+    calls: dict[Any, int] = field(default_factory=dict)
+    """Calls that end only when one fails: which replica's."""
+
+
+class ScorerWatch:
+    """Watches the replicas of teachers, reference and reward model, ``models`` by name, and has them come back.
+
+    When one dies its clients try another one at once, and the new one at its address as soon as it is there; where no
+    other is there they wait for it, and where none comes back the run fails. One hangs, and is ended, that has requests
+    and finishes no step of its engine for the ``request_timeout_s`` of the clients.
+    """
+
+    def __init__(self, models: Mapping[str, ScorerModel], fleet: Fleet) -> None:
         self.fleet = fleet
-        self._restarts = {model: Restarts(fleet, model) for model in serving}
-        # Calls that end only when one fails: whose they are.
-        self._calls: dict[Any, tuple[str, int, str]] = {}
-        for model, calls in serving.items():
-            fleet.add(model, len(calls.refs))
-            for member, (ref, worker) in enumerate(zip(calls.refs, calls.workers, strict=True)):
-                self._calls[ref] = model, member, worker
+        self._models: dict[str, _Replicas] = {}
+        self._expected: list[Expected] = []
+        for model, its in models.items():
+            fleet.add(model, len(its.group))
+            heartbeat = Heartbeat(its.group, its.request_timeout_s)
+            replicas = _Replicas(its, its.group, heartbeat, Restarts(fleet, model, its.again))
+            replicas.calls = {ref: member for member, ref in enumerate(its.serving.refs)}
+            self._models[model] = replicas
 
     @property
     def calls(self) -> list[Any]:
         """What ``ray.wait`` is to wait for; one that is done goes to :meth:`lose`."""
-        return list(self._calls)
+        return [call for replicas in self._models.values() for call in replicas.calls]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The replicas that are there, by model."""
+        return [its.group.only(self.fleet.members(model, *PRESENT)) for model, its in self._models.items()]
 
     def lose(self, call: Any) -> None:
-        """Note that a replica serves no more. Raises what ended it where no other one of its model is there."""
-        model, member, worker = self._calls.pop(call)
+        """Note that a replica serves no more. Raises what ended it where none of its model is there or comes back."""
+        model, replicas = next((model, its) for model, its in self._models.items() if call in its.calls)
+        worker = str(replicas.group.reports[replicas.calls[call]])
         try:
             ray.get(call)
             failure: Exception = RunFailed(f"{worker} stopped serving by itself")
         except Exception as error:
             failure = explain(error, worker)
-        then = self._restarts[model].lose(member)
-        others = len(self.fleet.members(model, *PRESENT))
-        if self._restarts[model].is_lost:
+        self._lose(model, replicas.calls[call], failure)
+
+    def _lose(self, model: str, member: int, failure: Exception) -> None:
+        if isinstance(failure, ConfigError):
             raise failure
-        LOG.warning("%s; %d others of %s go on; %s", failure, others, model, then, extra={"kind": "death"})
+        replicas = self._models[model]
+        replicas.calls = {call: its for call, its in replicas.calls.items() if its != member}
+        then = replicas.restarts.lose(member)
+        if replicas.restarts.is_lost:
+            raise failure
+        others = len(self.fleet.members(model, *PRESENT))
+        goes_on = f"{others} others of {model} go on" if others else f"what {model} is to score waits for it"
+        LOG.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})
+        self._expect(model, member, replicas.of.start_timeout_s)
+
+    def look(self) -> list[Expected]:
+        """Take back replicas that were started again, and end those that hang; to be called every second or so.
+
+        Returns what clients are to wait for that was not returned before. Raises as :meth:`lose`.
+        """
+        for model, replicas in self._models.items():
+            for member, worker in replicas.restarts.take().items():
+                self._take_back(model, member, worker)
+            self._end_hanging(model, replicas)
+        expected, self._expected = self._expected, []
+        return expected
+
+    def _take_back(self, model: str, member: int, worker: Group) -> None:
+        """Have a new replica answer; clients shake hands with it by themselves."""
+        replicas = self._models[model]
+        replicas.group = replicas.group.replaced(member, worker)
+        replicas.heartbeat.replace(member, replicas.group)
+        replicas.calls[worker.submit("serve", what="serving").refs[0]] = member
+        self.fleet.change(model, member, Change.READY)
+        text = f"{worker.reports[0]} is there in place of the one that died"
+        LOG.info(text)
+        note("restart", text)
+
+    def _end_hanging(self, model: str, replicas: _Replicas) -> None:
+        limit = replicas.of.request_timeout_s
+        hanging = replicas.heartbeat.hanging(self.fleet.members(model, *WORKING))
+        for member in self.fleet.members(model, *WORKING):
+            silent = replicas.heartbeat.silent_s(member) > limit / 2
+            if silent and self.fleet.health(model, member) is Health.HEALTHY:
+                self._expect(model, member, limit)
+            self.fleet.change(model, member, Change.SILENT if silent else Change.ANSWERED)
+        for member in hanging:
+            replicas.group.end(member)
+            section = model.partition(":")[0]
+            text = f"{replicas.group.reports[member]} has done nothing for {limit:g} s ({section}.request_timeout_s)"
+            self._lose(model, member, WorkerHangs(text))
+
+    def _expect(self, model: str, member: int, within_s: float) -> None:
+        self._expected.append(Expected(model, self._models[model].of.addresses[member], within_s))
+
+    def absent(self) -> list[Expected]:
+        """Return the replicas that are being started now; for clients that begin."""
+        return [
+            Expected(model, its.of.addresses[member], its.of.start_timeout_s)
+            for model, its in self._models.items()
+            for member in self.fleet.members(model, *(set(Health) - set(WORKING)))
+        ]

@@ -18,7 +18,10 @@ from gkd.scoring.address import Key
 
 @dataclass(frozen=True, slots=True)
 class ScorerSpec:
-    """The model that scores, how it runs, and where its server listens. ``sleeps``: it is to give its memory back."""
+    """The model that scores, how it runs, and where its server listens: ``port`` 0 is a free one.
+
+    ``sleeps``: it is to give its memory back.
+    """
 
     dtype: Dtype
     model_path: str
@@ -28,10 +31,11 @@ class ScorerSpec:
     key: Key
     sleeps: bool = False
     eos_ids: tuple[int, ...] = ()
+    port: int = 0
 
 
 class ScoringWorker:
-    """Built inside a Ray worker: has an engine and binds a free port of ``bind_ip``.
+    """Built inside a Ray worker: has an engine and binds a port of ``bind_ip``.
 
     The engine belongs to the thread that builds this object and calls :meth:`serve`; other methods may be called from
     others. Raises ConfigError when there is no usable model, RunFailed when the engine does not start.
@@ -41,11 +45,15 @@ class ScoringWorker:
         from gkd.scoring.server import ScoringServer
 
         self._engine = engine
-        self._server = ScoringServer(engine, spec.tokenizer_hash, spec.bind_ip, 0, spec.key)
+        self._server = ScoringServer(engine, spec.tokenizer_hash, spec.bind_ip, spec.port, spec.key)
 
     def address(self) -> str:
         """Return ``tcp://host:port`` for clients."""
         return self._server.address
+
+    def progress(self) -> tuple[int, int]:
+        """Return steps of the engine so far, and requests that it works on."""
+        return self._server.progress()
 
     def sleep(self, timeout_s: float) -> None:
         """Have the engine leave its GPU to others once it is idle. Raises RunFailed past the deadline."""

@@ -65,6 +65,27 @@ def test_a_server_restarted_between_two_heartbeats_is_noticed(serve: Serve, conn
     assert all_right([future], 25.0)  # before the request's own time is over
 
 
+def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect: Connect) -> None:
+    """Longer than a request has; a client that begins meanwhile does not wait for it, but its requests do."""
+    first = serve()
+    address = first.server.address
+    client = connect(address, request_timeout_s=0.4)
+    client.connect(30)
+    first.end()
+    client.expect(address, 30.0)
+    late = connect(address, request_timeout_s=0.4, absent=[address])
+    assert late.connect(30) == {}
+    late.expect(address, 30.0)
+    futures = [one.submit(a_score(0)) for one in (client, late)]
+    time.sleep(1.5)
+    assert not any(future.done() for future in futures)
+    again = serve(port=int(address.rsplit(":", 1)[1]))
+    assert all(all_right([future], 25.0) for future in futures)
+    again.end()
+    with pytest.raises(ScorerUnavailable, match="all replicas are out"):  # it is expected no more
+        client.submit(a_score(1)).result(10)
+
+
 def test_attempts_are_limited_and_told(serve: Serve, connect: Connect) -> None:
     running = serve(TableEngine(delay_s=1.5))
     client = connect(running.server.address, request_timeout_s=0.3, max_attempts=2)

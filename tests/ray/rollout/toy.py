@@ -79,3 +79,19 @@ class ToyRollout(rollout_worker.RolloutWorker):
 
     def send_half(self) -> None:
         self.sends_half = True
+
+
+class ToyScorer:
+    """What a watch sees of a replica that always has work, and does it."""
+
+    def __init__(self, *_: Any) -> None:
+        self._began = time.monotonic()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def serve(self) -> None:
+        threading.Event().wait()
+
+    def progress(self) -> tuple[int, int]:
+        return int(10 * (time.monotonic() - self._began)), 1

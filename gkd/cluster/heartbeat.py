@@ -1,4 +1,4 @@
-"""Finds engines that have work and do none: their process is stopped, or hangs in a kernel, a driver, a collective."""
+"""Finds engines, and replicas of scorers, that have work and do none: stopped, or hanging in a kernel or a driver."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Heartbeat:
     """Watches engines' progress, on their workers' other threads.
 
     An engine hangs that has had work for ``timeout_s`` and either has not answered in that time or has made no forward
-    pass with responses unfinished. Waiting for the scorers of its samples is no hanging.
+    pass with requests unfinished. Waiting for the scorers of its samples is no hanging.
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
