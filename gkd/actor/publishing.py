@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from gkd.config import Weights
+from gkd.errors import RunFailed
+from gkd.weights.delivery import Delivery
 from gkd.weights.packing import buckets
-from gkd.weights.transfer import Piece, Sender
+from gkd.weights.transfer import IN_FLIGHT, Piece, Sender
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -18,22 +20,55 @@ class Publisher:
     """Gathers the weights in pieces of ``weights.bucket_mb`` and has the transfer's sender pack them.
 
     ``tensors`` begins to gather the current weights, by the names of the model's files; gathering is a collective, so
-    :meth:`pack` is called on all ranks alike.
+    :meth:`send` is called on all ranks alike.
     """
 
     def __init__(self, settings: Weights, device: torch.device, tensors: Callable[[], Named]) -> None:
         self.settings, self._tensors, self._packs = settings, tensors, True
         transfer = settings.transfer_class
-        self._on_host = not transfer.gpu_to_gpu
+        self._on_host, self._collective = not transfer.gpu_to_gpu, transfer.collective
         self.sender: Sender = transfer.sender(settings, device)
         self._buckets: Iterator[tuple[dict[str, Tensor], bool]] = iter(())
 
+    def send(self, delivery: Delivery) -> None:
+        """Send all pieces of the current weights, each as soon as it is packed. A collective.
+
+        A rank whose pieces nobody receives, or nobody any more, takes part in gathering; so does one that cannot send,
+        which raises why at the end.
+        """
+        failure: Exception | None = None
+        last, number = False, 0
+        while not last:
+            packs = delivery.wanted and failure is None
+            try:
+                if packs:
+                    delivery.make_room()
+            except RunFailed as error:
+                failure, packs = error, False
+            piece = self.pack(delivery.push.version, number, packs)
+            try:
+                if packs:
+                    self._hand_over(piece, delivery)
+            except Exception as error:
+                failure = error
+            last, number = piece.last, number + 1
+        if failure is not None:
+            self.sender.release()
+            raise failure
+        delivery.make_room(0)
+        self.sender.release()
+
+    def _hand_over(self, piece: Piece, delivery: Delivery) -> None:
+        delivery.send(piece)
+        if self._collective:
+            self.sender.broadcast()
+
     def pack(self, version: int, number: int, packs: bool) -> Piece:
-        """Gather the next piece of ``version``, after the one before was loaded everywhere; ``number`` 0 begins a push.
+        """Gather the next piece of ``version``, the one before the last being loaded everywhere; 0 begins a push.
 
         A rank that does not pack takes part in gathering and keeps nothing; its piece has no content.
         """
-        self.sender.release()
+        self.sender.release(keep=IN_FLIGHT - 1 if packs and number else 0)
         self._packs = packs
         if number == 0:
             self._buckets = buckets(self._gathered(), self.settings.bucket_mb << 20)

@@ -29,7 +29,7 @@ from gkd.durable import Sum
 from gkd.inference.engine import Device
 from gkd.observability.activity import noted, report_here
 from gkd.types import TrainingSample
-from gkd.weights.transfer import Piece
+from gkd.weights.delivery import Delivery, Destination, Push
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +153,10 @@ class ActorWorker:
         self.trainer.old, self.trainer.reference = kept.old, kept.reference
         self.staging.set(kept.applied, kept.rows)
 
-    @noted("pack weights")
-    def pack_piece(self, version: int, number: int, packs: bool) -> Piece:
-        """Gather and pack the next piece of the weights, see :meth:`Publisher.pack`. A collective."""
-        return self._publisher.pack(version, number, packs)
-
-    def release_piece(self) -> None:
-        """Free the last piece of a push, which every engine has loaded."""
-        self._publisher.sender.release()
+    @noted("send weights")
+    def send_weights(self, push: Push, destinations: Sequence[Destination]) -> None:
+        """Send the weights to the engines that this rank sends to, see :meth:`Publisher.send`. A collective."""
+        self._publisher.send(Delivery(push, destinations))
 
     def new_group(self) -> str:
         """Return the address of a new group for the weights. On rank 0."""
@@ -169,11 +165,6 @@ class ActorWorker:
     def join_group(self, address: str, world: int) -> None:
         """Join the engines' processes in a group of ``world`` ranks. On rank 0."""
         self._publisher.sender.join(address, world)
-
-    @noted("send weights")
-    def broadcast_piece(self) -> None:
-        """Send the packed piece to the group. On rank 0."""
-        self._publisher.sender.broadcast()
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights, gathered as they are iterated; log-probabilities under earlier ones are dropped."""

@@ -26,7 +26,8 @@ from gkd.garbage import uncollected
 
 # "main" has one thread, always the same: torch's thread pools, CUDA contexts and vLLM belong to the thread that made
 # them. "control" stays free for pings, aborts and queue submissions while "main" is busy.
-CONCURRENCY_GROUPS = {"main": 1, "control": 8, "stream": 4}
+# Senders wait for pieces of weights to be loaded: two of every rank that shares GPUs with an engine.
+CONCURRENCY_GROUPS = {"main": 1, "control": 8, "stream": 4, "weights": 32}
 
 
 class Worker:
@@ -111,6 +112,11 @@ class Worker:
     def control(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object at once, on another thread, also while :meth:`call` is busy."""
         return self._method(method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="weights")  # type: ignore[untyped-decorator]
+    def load_piece(self, *args: Any) -> None:
+        """Call the object's ``load_piece``, which waits until a piece of new weights is loaded."""
+        self._method("load_piece")(*args)
 
     @ray.method(concurrency_group="stream", num_returns="streaming")  # type: ignore[untyped-decorator]
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:

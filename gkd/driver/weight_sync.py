@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.assignment import Report
-from gkd.cluster.failure import WorkerDied
+from gkd.cluster.colocation import SLACK_S
+from gkd.cluster.failure import WorkerDied, WorkerHangs
 from gkd.cluster.group import Pending, first_death, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
-from gkd.weights.transfer import Piece, Transfer
+from gkd.weights.delivery import Destination, Push
+from gkd.weights.transfer import Transfer
 
 DEATH_IS_KNOWN_S = 5.0
 """Ray tells of a process that ended within this time."""
+ANSWERS_S = 5.0
+"""Time that an engine which is not hung takes to say how far it is."""
 
 
 class WeightSync:
     """Has every engine that is there serve the actor's weights, whole, before it samples again.
 
-    They go in pieces, one after the other, each loaded everywhere before the next one is packed, so that a piece is all
-    the memory it takes. An engine that dies is left out, as it is while sampling, and gets them when it is back; only
-    in the middle of a collective transfer's piece the others and the actor cannot be had back, and the run ends.
+    They go in pieces, from the actor's ranks to the engines: one call of the driver to each of them starts it, and two
+    pieces at most are packed and not loaded everywhere (:mod:`gkd.weights.delivery`). An engine that dies is left out,
+    as it is while sampling, and gets them when it is back; only in the middle of a collective transfer's piece the
+    others and the actor cannot be had back, and the run ends.
 
     ``workers`` are the reports of all of the rollout group's workers; ``config.weights.transfer`` is decided.
     """
@@ -39,6 +42,7 @@ class WeightSync:
                       for i in range(0, len(workers), self._span)]  # fmt: skip
         self._group: tuple[int, list[tuple[int, int]]] | None = None
         """Actor rank 0's process, and the engines that are in the group with it, with their processes."""
+        self._number = 0  # of the push under way
         self._end = 0.0  # of the push under way (time.monotonic)
         self._receiving: list[int] = []  # engines that the push under way is for
 
@@ -70,13 +74,7 @@ class WeightSync:
             self._call_engines("pause", version, what=f"becoming idle for {about}")
         if self._transfer.collective and self._group != self._members():
             self._form_group(about)
-        for number in itertools.count():
-            piece = self._pack(version, number, about)
-            served = self._load(piece, f"loading piece {number + 1} of {about}")
-            if piece.last or not served:
-                break
-        if self._transfer.gpu_to_gpu:
-            self.actor.group.call("release_piece", timeout_s=self._left(), what=f"freeing the buffers of {about}")
+        served = self._send(about)
         for engine, its in served.items():
             if its != version:
                 raise RunFailed(f"{self.rollout.group.reports[engine]} serves weights {its} instead of {version}")
@@ -91,27 +89,64 @@ class WeightSync:
         """Return seconds that the push under way still has."""
         return max(0.0, self._end - time.monotonic())
 
-    def _pack(self, version: int, number: int, about: str) -> Piece:
-        """Return the next piece, with the contents of all ranks that have packed it for engines that live."""
-        packs = self._packing()
-        arguments = [(version, number, each) for each in packs]
-        pieces: list[Piece] = self.actor.group.call_each(
-            "pack_piece", arguments, timeout_s=self._left(), what=f"packing {about}"
-        )
-        return replace(pieces[0], contents=tuple(content for piece in pieces for content in piece.contents))
-
-    def _packing(self) -> list[bool]:
-        """Return by rank of the actor whether engines that are there receive its pieces."""
-        gpus = {uuid for engine in self._engines for uuid in self._gpus[engine]}
-        return self._transfer.packing(self.actor.group.reports, gpus)
-
-    def _load(self, piece: Piece, what: str) -> dict[int, Any]:
-        """Have the engines load a piece; returns the versions that they serve then, by engine."""
+    def _send(self, about: str) -> dict[int, Any]:
+        """Have the ranks send and the engines load all pieces; returns the versions that they serve then, by engine."""
+        self._number += 1
+        limit = self.config.weights.timeout_s * (1 + len(self._engines)) + SLACK_S  # the driver's own comes before
+        push = Push(self._number, self.actor.version, limit)
+        arguments = [(push, destinations) for destinations in self._destinations()]
+        sending = self.actor.group.submit_each("send_weights", arguments, what=f"sending {about}")
         if self._transfer.collective:
-            sending = self.actor.group.only([0]).submit("broadcast_piece", what=f"sending piece {piece.number + 1}")
-            served = self._together([sending, self._submit("receive", piece, what=what)], what)[1]
+            receiving = self._submit("receive", push, what=f"loading {about}")
+            served = self._together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
             return dict(zip(self._engines, served, strict=True))
-        return self._call_engines("receive", piece, what=what)
+        self._wait_for(sending, about)
+        return self._call_engines("receive", push, what=f"loading {about}")
+
+    def _destinations(self) -> list[list[Destination]]:
+        """Return by rank of the actor which engines that are there receive its pieces."""
+        by_rank: list[list[Destination]] = [[] for _ in range(len(self.actor.group))]
+        for engine in self._engines:
+            packing = self._transfer.packing(self.actor.group.reports, self._gpus[engine])
+            for rank in (rank for rank, packs in enumerate(packing) if packs):
+                by_rank[rank].append(Destination(self.rollout.group.workers[engine], sum(packing)))
+        return by_rank
+
+    def _wait_for(self, sending: Pending, about: str) -> None:
+        """Wait until all pieces are loaded, or their engines lost; those that hang at the deadline are.
+
+        The push then has its time again. Raises RunFailed where no engine hangs, but the actor does.
+        """
+        while True:
+            (ranks,) = gather([sending], self._left(), keep_late=True)
+            late = [rank for rank in ranks if isinstance(rank, WorkerHangs)]
+            if not late:
+                return
+            limit = self.config.weights.timeout_s
+            hanging = {
+                engine: loaded + 1
+                for engine, (arrived, loaded) in self._progress().items()
+                if arrived is None or arrived > loaded
+            }
+            if not hanging:
+                raise RunFailed(str(late[0]))
+            self._end = time.monotonic() + limit
+            for engine, piece in hanging.items():
+                who = self.rollout.group.reports[engine]
+                text = f"loading piece {piece} of {about}: not done after {limit:g} s, still waiting for {who}"
+                self.rollout.lose(engine, WorkerHangs(text))
+
+    def _progress(self) -> dict[int, tuple[int | None, int]]:
+        """Return how many pieces have arrived at each engine, and how many it has loaded; None, 0 without an answer."""
+        engines = self._engines
+        asking = self._submit("arrived", what="saying which pieces are loaded")
+        (answers,) = gather([asking], ANSWERS_S, keep_deaths=True, keep_late=True)
+        there = zip(engines, answers, strict=True)
+        return {engine: (None, 0) if isinstance(its, WorkerDied) else its for engine, its in there}
+
+    def _piece(self) -> int:
+        """Return the number, from 1, of the piece that the engines are at."""
+        return max((arrived or 0 for arrived, _ in self._progress().values()), default=0)
 
     def _call_engines(self, method: str, *args: Any, what: str) -> dict[int, Any]:
         """Call ``method`` of the engines' workers; the results by engine, without those that died of it.
@@ -134,7 +169,7 @@ class WeightSync:
         address = root.call("new_group", timeout_s=self._left(), what=what)[0]
         calls = [root.submit("join_group", address, 1 + self._span * len(engines), what=what),
                  self._submit("join_group", address, engines, self._span, what=what)]  # fmt: skip
-        self._together(calls, what)
+        self._together(calls, lambda: what)
         self._group = self._members()
 
     def _members(self) -> tuple[int, list[tuple[int, int]]]:
@@ -144,7 +179,7 @@ class WeightSync:
     def _submit(self, method: str, *args: object, what: str) -> Pending:
         return self.rollout.group.only(self._engines).submit_control(method, *args, what=what)
 
-    def _together(self, calls: list[Pending], what: str) -> list[list[Any]]:
+    def _together(self, calls: list[Pending], what: Callable[[], str]) -> list[list[Any]]:
         """Wait for calls whose workers wait for each other, so that the first death ends the run; their results."""
         try:
             return gather(calls, self._left())
@@ -153,4 +188,4 @@ class WeightSync:
             death = failure if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
             if death is None:
                 raise
-            raise WorkerDied(f"{death}; the others were in the middle of {what} and wait for it") from None
+            raise WorkerDied(f"{death}; the others were in the middle of {what()} and wait for it") from None

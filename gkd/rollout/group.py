@@ -219,7 +219,7 @@ class RolloutGroup:
             try:
                 collected.append((engine, self._next(engine)))
             except WorkerDied as failure:
-                self._lose(engine, failure)
+                self.lose(engine, failure)
             else:
                 self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
         return collected
@@ -243,7 +243,7 @@ class RolloutGroup:
             self._fleet.change(ENGINES, engine, Change.SILENT if silent else Change.ANSWERED)
         for engine in hanging:
             who = self.group.reports[engine]
-            self._lose(engine, WorkerHangs(f"{who} has done nothing for {limit:g} s (rollout.engine_timeout_s)"))
+            self.lose(engine, WorkerHangs(f"{who} has done nothing for {limit:g} s (rollout.engine_timeout_s)"))
 
     def _late(self, what: str, timeout_s: float) -> str:
         """Return the message for what takes too long."""
@@ -255,7 +255,7 @@ class RolloutGroup:
             f"alive: {len(self.working)} of {len(self.group)}; still at work: {', '.join(holding[:3])}{others}"
         )
 
-    def _lose(self, engine: int, failure: WorkerDied) -> None:
+    def lose(self, engine: int, failure: WorkerDied) -> None:
         """Take an engine out that died, and begin to start it again. Raises ``failure`` when none is left or comes."""
         self._warn_of_followers()
         self._dispatcher.remove(engine)
@@ -342,7 +342,7 @@ class RolloutGroup:
         answers = dict(zip(called, results, strict=True))
         for engine, answer in answers.items():
             if isinstance(answer, WorkerDied):
-                self._lose(engine, answer)
+                self.lose(engine, answer)
         return {engine: answer for engine, answer in answers.items() if not isinstance(answer, WorkerDied)}
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from gkd.rollout.own_answers import own_answer
 from gkd.rollout.pipeline import Scored, ScoringPipeline
 from gkd.rollout.slots import Slots
 from gkd.types import Generated, Sample, SampleRequest, ScoredSample, TrainingSample
+from gkd.weights.delivery import Arrivals, Push
 from gkd.weights.transfer import Piece, Receiver
 
 IDLE_POLL_S = 0.5
@@ -43,6 +45,8 @@ class RolloutWorker:
         self._n_sampled = 0
         self._ended: BaseException | None = None
         self._asleep = False
+        self._arriving = threading.Lock()
+        self._arrivals: Arrivals | None = None
         self._intact = True  # whether the engine holds one whole version of the weights
 
     def connect(self, scorers: Mapping[str, dict[str, Any]]) -> None:
@@ -63,12 +67,33 @@ class RolloutWorker:
         """
         self._between_steps(self._pause, f"become idle for weights version {version}")
 
-    def receive(self, piece: Piece) -> int:
-        """Load the next piece of new weights once the engine computes nothing; returns the version that it serves then.
+    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> None:
+        """Load the next piece of new weights once the engine computes nothing. Called by ranks of the actor.
 
-        From the first piece to the last the engine does not sample. Raises WorkerHangs past the deadline.
+        Each of ``n_senders`` sends a part of it; returns when the whole is loaded. From the first piece to the last the
+        engine does not sample. Raises WorkerHangs past the deadline.
         """
-        return self._between_steps(lambda: self._receive(piece), f"load {piece}")
+        self._arrivals_of(push).load(
+            piece, n_senders, lambda whole: self._between_steps(lambda: self._receive(whole), f"load {whole}")
+        )
+
+    def receive(self, push: Push) -> int:
+        """Wait until all pieces of a push are loaded; returns the version that the engine serves then."""
+        self._arrivals_of(push).wait()
+        return self.engine.version
+
+    def arrived(self) -> tuple[int, int]:
+        """Return how many pieces of the newest push have come, and how many of them are loaded."""
+        return (0, 0) if self._arrivals is None else self._arrivals.progress()
+
+    def _arrivals_of(self, push: Push) -> Arrivals:
+        """Return what has come of a push; the first to ask begins it. Raises RunFailed for one that is over."""
+        with self._arriving:
+            if self._arrivals is None or self._arrivals.push.number < push.number:
+                self._arrivals = Arrivals(push)
+            if self._arrivals.push.number > push.number:
+                raise RunFailed(f"rollout rank {self.rank}: a piece came of a push that is over")
+            return self._arrivals
 
     def join_group(self, address: str, engines: Sequence[int], workers: int) -> None:
         """Join the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a group for weights."""

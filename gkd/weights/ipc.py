@@ -1,10 +1,10 @@
 """Weights between processes on one GPU: an actor rank packs a piece, the engine there opens that memory and copies it.
 
 CUDA's inter-process memory. The handles, bytes and numbers in torch's own form, travel in Ray calls of this run's
-driver: who may call its workers is trusted, as with every other call, and nothing is read from another socket. (vLLM's
-pickled form of them, for HTTP, is not used.) The memory this takes beside the model's: while packing, the gathered
-tensors of a piece and their copy; while loading, that copy and the engine's. Pieces are of weights.bucket_mb, or of
-the largest tensor where that is larger.
+workers: who may call them is trusted, as with every other call, and nothing is read from another socket. (vLLM's
+pickled form of them, for HTTP, is not used.) The memory this takes beside the model's: the gathered tensors of a piece,
+their copy, the piece before it, and the engine's copy of that. Pieces are of weights.bucket_mb, or of the largest
+tensor where that is larger.
 
 Nothing of this has run on a GPU so far.
 """
@@ -61,11 +61,11 @@ class IpcSender(PackingSender):
         _, arguments = reductions.reduce_tensor(self.packed)  # type: ignore[no-untyped-call]
         return gpu_of(self.device), arguments
 
-    def release(self) -> None:
-        """Free the buffer, which the engine has closed."""
+    def release(self, keep: int = 0) -> None:
+        """Free buffers, which the engine has closed."""
         import torch
 
-        super().release()
+        super().release(keep)
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # gives back what an engine had open
 
 

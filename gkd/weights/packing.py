@@ -6,6 +6,7 @@ Everything here works on any device, and asks neither Ray nor vLLM.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from gkd.weights.transfer import Piece, Sender
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from gkd.config import Weights
 
 ALIGNMENT = 16
 """Bytes. Tensors of any type begin at a multiple of it, so that a part of the buffer can be looked at as that type."""
@@ -121,15 +124,23 @@ def digest(packed: Tensor) -> tuple[int, int]:
 class PackingSender(Sender):
     """Packs each piece into one buffer on the sender's device."""
 
-    packed: Tensor | None = None
-    """The bytes of the present piece."""
+    def __init__(self, settings: Weights, device: torch.device) -> None:
+        super().__init__(settings, device)
+        self._held: deque[Tensor] = deque()
+
+    @property
+    def packed(self) -> Tensor | None:
+        """The bytes of the piece that was packed last, while they are held."""
+        return self._held[-1] if self._held else None
 
     def pack_buffer(self, tensors: Mapping[str, Tensor]) -> PackedLayout:
         """Pack ``tensors`` into :attr:`packed`; returns their layout, with its digest where weights.checksum is set."""
         layout = PackedLayout.of(tensors)
-        self.packed = pack(layout, tensors, self.device)
-        return replace(layout, digest=digest(self.packed)) if self.settings.checksum else layout
+        packed = pack(layout, tensors, self.device)
+        self._held.append(packed)
+        return replace(layout, digest=digest(packed)) if self.settings.checksum else layout
 
-    def release(self) -> None:
-        """Free the buffer."""
-        self.packed = None
+    def release(self, keep: int = 0) -> None:
+        """Free all buffers but the newest ``keep``."""
+        while len(self._held) > keep:
+            self._held.popleft()

@@ -1,9 +1,9 @@
 """What a transfer of weights is: a sender in every rank of the actor, a receiver in every process of the engines.
 
-The setting ``weights.transfer`` names a class that derives from :class:`Transfer`. The driver
-(:mod:`gkd.driver.weight_sync`) has the ranks pack one :class:`Piece` after the other and has every engine receive it
-before the next one is packed, so deadlines, deaths and the order of pieces are the driver's. The modules of such
-classes import torch, vLLM and Ray within functions alone.
+The setting ``weights.transfer`` names a class that derives from :class:`Transfer`. The ranks pack one :class:`Piece`
+after the other and send them to the engines (:mod:`gkd.weights.delivery`), which load them in their order; deadlines
+and deaths are the driver's (:mod:`gkd.driver.weight_sync`). The modules of such classes import torch, vLLM and Ray
+within functions alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gkd.config import Weights
+
+
+IN_FLIGHT = 2
+"""Pieces at most that are packed and not loaded everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,8 @@ class Sender(ABC):
         the host.
         """
 
-    def release(self) -> None:  # noqa: B027 (a sender need not hold anything)
-        """Free what :meth:`pack` holds: every engine has loaded the piece."""
+    def release(self, keep: int = 0) -> None:  # noqa: B027 (a sender need not hold anything)
+        """Free what :meth:`pack` holds, but the newest ``keep`` pieces: every engine has loaded the others."""
 
     def new_group(self) -> str:
         """Return, on rank 0 of a ``collective`` transfer, the address of a new group. Raises RunFailed where there is
@@ -77,7 +81,7 @@ class Sender(ABC):
         raise NotImplementedError
 
     def broadcast(self) -> None:
-        """Send the packed piece to the group, while the receivers receive it."""
+        """Send the piece that was packed last to the group, while the receivers receive it."""
         raise NotImplementedError
 
 

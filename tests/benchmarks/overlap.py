@@ -4,7 +4,7 @@ The real loop, the real handing out of prompts and the real accumulation of chun
 takes lognormal times for its responses, a scorer and an actor that sleep. So that two cores are enough. The simulation
 (:mod:`gkd.planning.simulation`) is given the same times, and the measured push.
 
-    python tests/benchmarks/overlap.py [--steps 12] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
+    python tests/benchmarks/overlap.py [--steps 14] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
 """
 
 from __future__ import annotations
@@ -181,12 +181,12 @@ def simulated(config: Config, times: Times, sync_s: float) -> Step:
         {"teacher": ScoringGroup(1, times.score * share / SAMPLES)}, Updating(times.update * share, 0.0, sync_s, chunk),
         config.schedule.max_staleness, config.schedule.in_flight,
     )  # fmt: skip
-    return simulate(run, config.trainer.total_steps - 4 - config.schedule.max_staleness)
+    return simulate(run, config.trainer.total_steps - 4 - 2 * config.schedule.max_staleness)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--scale", type=float, default=1.0, help="of all imposed times; the longer, the less messages")
@@ -207,7 +207,7 @@ def main() -> None:
         schedule = base.schedule.model_copy(update={"streaming": streaming, "max_staleness": staleness})
         config = base.model_copy(update={"schedule": schedule})
         rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
-        rows = run(rollout, actor, config, times)[2 + staleness : -2]
+        rows = run(rollout, actor, config, times)[2 + staleness : -2 - staleness]
         step = statistics.fmean(row["timing_s/step"] for row in rows)
         if not streaming and not staleness:  # where nothing overlaps but scoring
             stages = ("generate", "update")

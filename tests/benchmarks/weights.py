@@ -11,7 +11,6 @@ memory of one device. GB/s are 10^9 bytes of weights over the median round's tim
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ import torch
 from gkd.actor.publishing import Publisher
 from gkd.cluster.gpu import nvml_uuids
 from gkd.config import Weights
+from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.transfer import Piece
 
 TENSOR_BYTES = 64 << 20
@@ -48,17 +48,14 @@ class Sender:
         weights = Weights(transfer=transfer, **self.settings)
         self.publisher = Publisher(weights, self.device, lambda: iter(self.tensors.items()))
 
-    def pack(self, number: int) -> Piece:
-        return self.publisher.pack(1, number, packs=True)
+    def send(self, push: Push, receiver: Any) -> None:
+        self.publisher.send(Delivery(push, [Destination(receiver, 1)]))
 
     def new_group(self) -> str:
         return self.publisher.sender.new_group()
 
     def join(self, address: str) -> None:
         self.publisher.sender.join(address, 2)
-
-    def broadcast(self) -> None:
-        self.publisher.sender.broadcast()
 
     def copy_s(self) -> float:
         """Seconds that copying all tensors within this device takes."""
@@ -88,7 +85,7 @@ class Receiver:
     def join(self, address: str) -> None:
         self.receiver.join(address, 1, 2)
 
-    def receive(self, piece: Piece) -> None:
+    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> None:
         tensors = {name: tensor.to(self.device) for name, tensor in self.receiver.receive(piece).items()}
         assert all(torch.isfinite(t.flatten()[-1]) for t in tensors.values())
 
@@ -97,13 +94,8 @@ def ask(call: Any) -> Any:
     return ray.get(call, timeout=LIMIT_S)
 
 
-def push(transfer: str, sender: Any, receiver: Any) -> None:
-    for number in itertools.count():
-        piece = ask(sender.pack.remote(number))
-        sending = [sender.broadcast.remote()] if transfer == "nccl" else []
-        ask([*sending, receiver.receive.remote(piece)])
-        if piece.last:
-            return
+def push(number: int, sender: Any, receiver: Any) -> None:
+    ask(sender.send.remote(Push(number, 1, LIMIT_S), receiver))
 
 
 def measure(transfer: str, gpus: list[int], options: argparse.Namespace) -> None:
@@ -123,7 +115,7 @@ def measure(transfer: str, gpus: list[int], options: argparse.Namespace) -> None
     times, copies = [], []
     for round_ in range(-1, options.rounds):
         began = time.perf_counter()
-        push(transfer, sender, receiver)
+        push(round_ + 2, sender, receiver)
         taken, copied = time.perf_counter() - began, ask(sender.copy_s.remote())
         if round_ >= 0:
             times.append(taken)

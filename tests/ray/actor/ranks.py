@@ -60,7 +60,10 @@ class Ranks:
 
     def weights(self) -> dict[str, Tensor]:
         def pack(number: int) -> list[Piece]:
-            calls = [w.pack_piece.remote(1, number, rank == 0) for rank, w in enumerate(self.workers)]
+            calls = [
+                w.__ray_call__.remote(lambda worker, packs: worker._publisher.pack(1, number, packs), rank == 0)
+                for rank, w in enumerate(self.workers)
+            ]
             pieces: list[Piece] = ray.get(calls, timeout=60)
             return pieces
 

@@ -25,6 +25,7 @@ from gkd.cluster.placement import place
 from gkd.cluster.session import connect
 from gkd.config import Config, load
 from gkd.errors import OutOfMemory
+from gkd.weights.transfer import Piece
 from tests.actor import models
 from tests.ray.actor.ranks import Ranks, put
 from tests.weights.received import received
@@ -76,10 +77,15 @@ def leave(actor: ActorGroup, megabytes: int) -> None:
 
 
 def weights(actor: ActorGroup) -> dict[str, Tensor]:
-    ranks = range(len(actor.group))
-    return received(
-        lambda number: actor.group.call_each("pack_piece", [(0, number, rank == 0) for rank in ranks], timeout_s=60)
-    )
+    def pack(number: int) -> list[Piece]:
+        calls = [
+            worker.__ray_call__.remote(lambda it, packs: it._object._publisher.pack(0, number, packs), rank == 0)
+            for rank, worker in enumerate(actor.group.workers)
+        ]
+        pieces: list[Piece] = ray.get(calls, timeout=60)
+        return pieces
+
+    return received(pack)
 
 
 def pids(actor: ActorGroup) -> set[int]:

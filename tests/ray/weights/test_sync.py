@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.group import ActorGroup
-from gkd.cluster.colocation import Colocation
 from gkd.cluster.group import Group, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.driver.weight_sync import WeightSync
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
-from gkd.weights.transfer import Piece
 from tests.weights.reports import reports
 
 # By ipc engines are on the actor's GPUs, the other way round.
@@ -127,8 +126,19 @@ def test_every_engine_gets_every_tensor_as_it_is(actors: Group, pair: Group, tra
     config, gpus = settings(transfer, checksum=checksum), ENGINE_GPUS[transfer][:2]
     pair.control("use", config, gpus, timeout_s=30)
     system = start(actors, replace(pair, reports=tuple(reports("rollout", *gpus))), config)
+    pending = Group.pending
     for version in (1, 2):
-        system.push(version)
+        calls: Counter[str] = Counter()
+
+        def count(group: Group, what: str, refs: Any, calls: Counter[str] = calls) -> Any:
+            calls[what.partition(" ")[0]] += len(refs)
+            return pending(group, what, refs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Group, "pending", count)
+            system.push(version)
+        # One to each rank and engine, however many pieces there are.
+        assert (calls["sending"], calls["loading"]) == (2, 2)
         found = system.expect_served(version)
         if transfer != "object_store":
             assert all(pieces > 3 for *_, pieces, _ in found)
@@ -155,7 +165,7 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     assert system.rollout.present == [1]
     system.expect_served(1)
     system.push(2)  # and is not there at this one: nobody packs for it
-    assert system.sync._packing() == [True, False]
+    assert [len(destinations) for destinations in system.sync._destinations()] == [1, 0]
     system.expect_served(2)
     system.trouble(1, "damage", 1)
     with pytest.raises(RunFailed, match=r"^weights version 7, piece 2 differs from what was sent \(weights.checksum"):
@@ -185,51 +195,32 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     end(engines)
 
 
-@pytest.mark.parametrize(
-    ("transfer", "where", "message"),
-    [
-        ("ipc", ("hang in receive", 1), "loading piece 2 of"),
-        ("nccl", ("hang in join", 0), "joining a group for"),
-    ],
-)
-def test_who_does_not_answer_is_named_with_the_version(
-    actors: Group, transfer: str, where: tuple[str, int], message: str
+def test_an_engine_that_hangs_takes_no_time_from_the_others_and_the_last_one_ends_the_run(
+    actors: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = settings(transfer, timeout_s=4.0)
-    engines = make_engines(config, 1)
+    """All that a push may take is waited for it, and as much again for the others; it is named with its piece."""
+    config = settings("ipc", timeout_s=4.0)
+    engines = make_engines(config, 2)
     system = start(actors, engines, config)
-    system.trouble(0, *where)
-    text = rf"{message} weights version 4 \(weights.timeout_s=4\): not done after .* s, .*rollout rank 0 \("
-    with pytest.raises(RunFailed, match=text) as caught:
-        system.push(4)
+    system.trouble(0, "hang in receive", 1)
+    system.push(4)
+    assert system.rollout.present == [1]
+    system.expect_served(4)
+    text = r"loading piece 2 of weights version {} \(weights.timeout_s=4\): not done after .* s, .*rollout rank {} \("
+    assert any(re.search(text.format(4, 0), record.getMessage()) for record in caplog.records)
+    system.trouble(1, "hang in receive", 1)
+    with pytest.raises(RunFailed, match=text.format(5, 1)) as caught:
+        system.push(5)
     assert "\n" not in str(caught.value)
     end(engines)
 
 
-def test_an_engine_that_hangs_takes_no_time_from_the_others() -> None:
-    """All that a push may take is waited for it; what comes after that has as much time as if it had not been there."""
-    limits: list[float] = []
-
-    def tell(method: str, *_: Any, timeout_s: float, what: str, engines: list[int]) -> dict[int, int]:
-        if method == "pause" and len(rollout.present) == 2:
-            time.sleep(timeout_s)
-            rollout.present.remove(1)
-        limits.append(timeout_s)
-        return dict.fromkeys(rollout.present, 3)
-
-    def call(*_: Any, timeout_s: float, what: str) -> list[Piece]:
-        limits.append(timeout_s)
-        return [Piece(3, 0, True)]
-
-    config = settings("ipc", timeout_s=0.5)
-    engines = tuple(reports("rollout", *ENGINE_GPUS["ipc"]))
-    rollout: Any = SimpleNamespace(
-        present=[0, 1], tell=tell, colocation=Colocation(), group=SimpleNamespace(reports=engines), updated=list,
-        take_back=list,
-    )  # fmt: skip
-    ranks = SimpleNamespace(call=call, call_each=call, reports=tuple(reports("actor", "GPU-0")))
-    actor: Any = SimpleNamespace(version=3, group=ranks)
-    WeightSync(actor, rollout, engines, config).push()
-    assert rollout.present == [0]
-    assert len(limits) == 4  # pause, pack_piece, receive, release_piece
-    assert all(limit > 0.25 for limit in limits), limits
+def test_who_does_not_join_a_group_is_named_with_the_version(actors: Group) -> None:
+    config = settings("nccl", timeout_s=4.0)
+    engines = make_engines(config, 1)
+    system = start(actors, engines, config)
+    system.trouble(0, "hang in join", 0)
+    text = r"joining a group for weights version 4 \(weights.timeout_s=4\): not done after .* s, .*rollout rank 0 \("
+    with pytest.raises(RunFailed, match=text):
+        system.push(4)
+    end(engines)

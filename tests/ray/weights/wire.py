@@ -54,8 +54,8 @@ class CopySender(ipc.IpcSender):
     def share(self) -> tuple[str, tuple[Any, ...]]:
         return self.gpu, (self.packed,)
 
-    def release(self) -> None:
-        PackingSender.release(self)
+    def release(self, keep: int = 0) -> None:
+        PackingSender.release(self, keep)
 
 
 class CopyReceiver(ipc.IpcReceiver):
@@ -200,6 +200,7 @@ class CpuRollout(rollout_worker.RolloutWorker):
     def use(self, config: Config, gpus: list[str]) -> None:
         """Have other settings from now on, and believe to be on another GPU."""
         self.config, self._receiver = config, rollout_worker._receiver(config.weights)
+        self._arrivals = None  # pushes of this test count from 1 again
         self.engine.use(config.weights, gpus)
 
     def make_trouble(self, what: str, number: int) -> None:

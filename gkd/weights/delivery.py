@@ -1,0 +1,133 @@
+"""The pieces of a push on their way: from a rank of the actor to the workers of engines, without the driver.
+
+A rank sends each piece as soon as it is packed and packs the next one meanwhile; two pieces at most are not loaded yet.
+An engine loads them in their order. The driver makes one call to every worker, whatever the number of pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gkd.errors import RunFailed
+from gkd.weights.transfer import IN_FLIGHT, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One push: its ``number`` among all of a run, the ``version`` it brings, and the seconds that any wait may take.
+
+    That is longer than the driver waits, which ends an engine that hangs, so that the others go on.
+    """
+
+    number: int
+    version: int
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The ``worker`` of an engine, a handle of Ray's, and how many ranks of the actor send it a part of each piece."""
+
+    worker: Any
+    n_senders: int
+
+
+class Delivery:
+    """Sends pieces of one rank to ``destinations``. One that died or failed gets no more; the driver hears of it."""
+
+    def __init__(self, push: Push, destinations: Sequence[Destination]) -> None:
+        self.push = push
+        self._destinations = list(destinations)
+        self._flying: deque[tuple[Piece, list[tuple[Destination, Any]]]] = deque()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody receives pieces."""
+        return bool(self._destinations)
+
+    def send(self, piece: Piece) -> None:
+        """Start sending a piece."""
+        calls = [(to, to.worker.load_piece.remote(self.push, piece, to.n_senders)) for to in self._destinations]
+        self._flying.append((piece, calls))
+
+    def make_room(self, n: int = IN_FLIGHT - 1) -> None:
+        """Wait until at most ``n`` pieces are not loaded everywhere. Raises RunFailed past the push's limit."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        while len(self._flying) > n:
+            piece, calls = self._flying[0]
+            for to, call in calls:
+                try:
+                    ray.get(call, timeout=self.push.limit_s)
+                except GetTimeoutError:
+                    raise RunFailed(f"{piece} was not loaded within {self.push.limit_s:g} s") from None
+                except (RayError, RunFailed):  # the driver has it from the engine's own answer
+                    if to in self._destinations:
+                        self._destinations.remove(to)
+            self._flying.popleft()
+
+
+class Arrivals:
+    """The pieces of one push at an engine, which come on several threads and are loaded in their order."""
+
+    def __init__(self, push: Push) -> None:
+        self.push = push
+        self._changed = threading.Condition()
+        self._parts: dict[int, list[Piece]] = {}
+        self._n_arrived = self._n_loaded = 0
+        self._complete = False
+        self._failure: BaseException | None = None
+
+    def load(self, part: Piece, n_senders: int, load: Callable[[Piece], object]) -> None:
+        """Have a piece loaded by ``load`` once all its parts are here and the pieces before it are loaded.
+
+        Returns when it is; raises what loading it, or one before it, raised.
+        """
+        with self._changed:
+            parts = self._parts.setdefault(part.number, [])
+            parts.append(part)
+            whole = len(parts) == n_senders
+            self._n_arrived += whole
+            self._wait(lambda: self._n_loaded >= part.number + (not whole), f"{part} to be loaded")
+        if not whole:
+            return
+        try:
+            load(replace(part, contents=tuple(content for one in parts for content in one.contents)))
+        except BaseException as error:
+            self._end(error)
+            raise
+        with self._changed:
+            del self._parts[part.number]
+            self._n_loaded += 1
+            self._complete = part.last
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when the last piece is loaded. Raises what loading one of them raised, RunFailed past the limit."""
+        with self._changed:
+            self._wait(lambda: self._complete, f"weights version {self.push.version}")
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many pieces have arrived, and how many of these are loaded."""
+        with self._changed:
+            return self._n_arrived, self._n_loaded
+
+    def _wait(self, until: Callable[[], bool], what: str) -> None:
+        """Wait with the lock. Raises the failure of a load."""
+        end = time.monotonic() + self.push.limit_s
+        while not until():
+            if self._failure is not None:
+                raise self._failure
+            if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                raise RunFailed(f"waited {self.push.limit_s:g} s in vain for {what}")
+
+    def _end(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()

@@ -1,0 +1,77 @@
+"""Pieces of a push at an engine: whole, in their order, whoever sends them when."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gkd.errors import RunFailed
+from gkd.weights.delivery import Arrivals, Push
+from gkd.weights.transfer import Piece
+
+
+def piece(number: int, n: int, rank: int = 0) -> Piece:
+    return Piece(7, number, number == n - 1, (f"{number} of rank {rank}",))
+
+
+def test_pieces_of_several_ranks_are_loaded_whole_and_in_their_order() -> None:
+    """Eight pieces in parts of three ranks, which come in any order."""
+    n, ranks, loaded, arrivals = 8, 3, [], Arrivals(Push(1, 7, 20.0))
+    parts = [piece(number, n, rank) for number in range(n) for rank in range(ranks)]
+    random.Random(0).shuffle(parts)
+    with ThreadPoolExecutor(len(parts) + 1) as pool:
+        done = pool.submit(arrivals.wait)
+        for call in [pool.submit(arrivals.load, part, ranks, loaded.append) for part in parts]:
+            call.result(20)
+        done.result(20)
+    assert [one.number for one in loaded] == list(range(n))
+    for one in loaded:
+        assert set(one.contents) == {f"{one.number} of rank {rank}" for rank in range(ranks)}
+    assert arrivals.progress() == (n, n)
+
+
+def test_a_part_waits_for_the_others_and_is_told_when_all_is_loaded() -> None:
+    arrivals, begun, go = Arrivals(Push(1, 7, 20.0)), threading.Event(), threading.Event()
+
+    def load(whole: Piece) -> None:
+        begun.set()
+        assert go.wait(20)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(arrivals.load, piece(0, 1, 0), 2, load)
+        assert arrivals.progress() == (0, 0)
+        second = pool.submit(arrivals.load, piece(0, 1, 1), 2, load)
+        assert begun.wait(20)
+        assert arrivals.progress() == (1, 0)  # which is how an engine that hangs is found
+        assert not first.done() and not second.done()
+        go.set()
+        first.result(20)
+        second.result(20)
+    arrivals.wait()
+
+
+def test_what_loading_raises_ends_the_push_for_everyone() -> None:
+    arrivals = Arrivals(Push(1, 7, 20.0))
+
+    def fail(whole: Piece) -> None:
+        raise RunFailed("damaged")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(arrivals.wait)
+        with pytest.raises(RunFailed, match="damaged"):
+            arrivals.load(piece(0, 2), 1, fail)
+        with pytest.raises(RunFailed, match="damaged"):
+            waiting.result(20)
+    with pytest.raises(RunFailed, match="damaged"):
+        arrivals.load(piece(1, 2), 1, lambda whole: None)
+
+
+def test_a_piece_that_does_not_come_has_a_deadline() -> None:
+    arrivals = Arrivals(Push(1, 7, 0.05))
+    with pytest.raises(RunFailed, match="in vain for weights version 7, piece 2 to be loaded"):
+        arrivals.load(piece(1, 3), 1, lambda whole: None)
+    with pytest.raises(RunFailed, match=r"in vain for weights version 7$"):
+        arrivals.wait()
