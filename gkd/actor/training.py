@@ -27,7 +27,7 @@ from gkd.config import Algorithm, Config
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import logprobs, objective
-from gkd.losses.targets import check_targets
+from gkd.losses.targets import check_targets, send
 from gkd.types import ScoredSample, TrainingSample, seed_of
 
 LogprobsByPlace = dict[tuple[Any, int], Tensor]
@@ -228,15 +228,20 @@ class RankTrainer:
         algorithm: Algorithm,
         train: bool,
     ) -> Sums:
-        """Run forward, and backward when training, over micro-batches; returns this rank's part of the metrics."""
+        """Run forward, and backward when training, over micro-batches; returns this rank's part of the metrics.
+
+        Nothing here waits for the GPU, so that a micro-batch is laid out while the one before it is computed.
+        """
         scored = self._with_reference(samples)
-        # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
-        top_k = self._agree(max((s.teacher.ids.shape[1] for s in scored if s.teacher), default=0))
         old = [self.old.get(sample.place) for sample in samples]
-        has_old = bool(self._agree(int(any(values is not None for values in old)))) and train
+        parts = pack([sample.n_tokens for sample in samples], self.budget)
+        widest = max((s.teacher.ids.shape[1] for s in scored if s.teacher), default=0)
+        # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
+        n_parts, top_k, known = self._agree(len(parts), widest, int(any(values is not None for values in old)))
+        has_old = bool(known) and train
         losses, sums = (defaultdict[str, Tensor](self._zero) for _ in range(2))
         largest: dict[str, Tensor] = {}
-        for part in self._micro_batches(samples):
+        for part in [*parts, *[[]] * (n_parts - len(parts))]:
             micro = collate(
                 [scored[i] for i in part],
                 top_k if algorithm.needs_teacher else None,
@@ -254,7 +259,7 @@ class RankTrainer:
                 (total * self.world).backward()
             by_token, most = measured.sums, measured.largest
             if self.config.schedule.max_staleness and train:
-                stale = stale_tokens([samples[i] for i in part], self._version).to(self.device)
+                stale = send(stale_tokens([samples[i] for i in part], self._version), self.device)
                 by_token, most = by_age(by_token, most, stale)
             for name, value in measured.losses.items():
                 losses[name] += value.detach()
@@ -276,13 +281,17 @@ class RankTrainer:
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
         """Return micro-batches of this rank, as many as any rank has: the last of them may be empty."""
         parts = pack([sample.n_tokens for sample in samples], self.budget)
-        return parts + [[]] * (self._agree(len(parts)) - len(parts))
+        (n_parts,) = self._agree(len(parts))
+        return parts + [[]] * (n_parts - len(parts))
 
-    def _agree(self, value: int) -> int:
-        """Return the largest of all ranks' values."""
-        largest = torch.tensor(value, device=self.device)
+    def _agree(self, *values: int) -> list[int]:
+        """Return the largest of all ranks' values, each by itself; among the hosts, as what is known there already."""
+        if self.world == 1:
+            return list(values)
+        largest = torch.tensor(values)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
+        agreed: list[int] = largest.tolist()
+        return agreed
 
     def _reduce(self, sums: Sums) -> Metrics:
         """Return metrics of all ranks together. Every rank had at least one micro-batch, so all know the same names."""

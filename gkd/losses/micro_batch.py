@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.losses.targets import ABSENT_TAIL, PositionTargets
+from gkd.losses.targets import ABSENT_TAIL, PositionTargets, send
 from gkd.types import ScoredSample
 
 
@@ -68,10 +68,12 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the same on a device."""
+        """Return the same on a device, see :func:`gkd.losses.targets.send`."""
 
         def moved(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor | PositionTargets) else value
+            if isinstance(value, PositionTargets):
+                return value.to(device)
+            return send(value, device) if isinstance(value, Tensor) else value
 
         return MicroBatch(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
 

@@ -30,7 +30,9 @@ def sequence_sum(values: Tensor, bounds: Tensor) -> Tensor:
 
 def _over_sequences(values: Tensor, bounds: Tensor, mean: bool) -> Tensor:
     lengths = bounds.diff().long()
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    sequences = torch.arange(len(lengths), device=values.device)
+    # Without the size the host would wait for the GPU to add it up.
+    owner = torch.repeat_interleave(sequences, lengths, output_size=len(values))
     sums = torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(0, owner, values)
     return (sums / lengths.clamp(min=1) if mean else sums)[owner]
 

@@ -10,9 +10,22 @@ import torch
 from torch import Tensor
 
 MASS_TOLERANCE = 1e-3
+MOST_PINNED = 256 << 20  # bytes of a tensor
 
 ABSENT_TAIL = math.log(torch.finfo(torch.float32).eps)
 """Tail of a teacher that gave every token it has, where the student has more (padded) rows: one machine epsilon."""
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host's tensor on ``device``, without waiting for what a GPU is at work on.
+
+    From pinned memory, which torch keeps until it is copied; from other memory the copy waits, as it does here for
+    full-vocabulary targets, since torch never gives pinned memory back. It goes on the stream that computes: with one
+    of its own, the GPU would hold the targets of two micro-batches.
+    """
+    if device.type == "cuda" and tensor.nbytes <= MOST_PINNED:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +71,9 @@ class PositionTargets:
         """Return positions ``start`` to ``stop``, sharing memory."""
         return self._map(lambda tensor: tensor[start:stop])
 
-    def to(self, device: torch.device | str) -> PositionTargets:
-        """Return the same on ``device``."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+    def to(self, device: torch.device) -> PositionTargets:
+        """Return the same on ``device``, see :func:`send`."""
+        return self._map(lambda tensor: send(tensor, device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PositionTargets:
         return PositionTargets(

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.worker import ActorWorker
-from gkd.config import Algorithm, Loss, Model
+from gkd.config import Algorithm, Model
 from tests.actor import models
 from tests.families import make as make_family
 from tests.ray.actor.ranks import Ranks, config, put
@@ -135,8 +135,8 @@ def test_what_an_engine_computes_otherwise_is_corrected_by_itself(ranks: dict[in
 def test_evaluate_changes_nothing(ranks: dict[int, Ranks]) -> None:
     batch = put(models.scored(6, seed=9))
     before = ranks[1].weights()
-    first = ranks[1].run("evaluate", batch, Loss())
-    again = ranks[1].run("evaluate", batch, Loss())
+    first = ranks[1].run("evaluate", batch, Algorithm())
+    again = ranks[1].run("evaluate", batch, Algorithm())
     assert first == again
     after = ranks[1].weights()
     assert all(torch.equal(before[key], after[key]) for key in before)
