@@ -115,6 +115,8 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
         self.eos_ids = spec.model.eos_ids
         self.tokenizer = load_tokenizer(spec.model_path) if spec.settings.stop else None
         self.waiting: list[tuple[int, SampleRequest]] = []
+        self._as_in_files = False
+        """Whether the model holds its weights under the names and in the shapes of its files; known after a push."""
 
     def add(self, key: int, request: SampleRequest) -> None:
         """Queue a request. Raises ValueError when it is longer than the model's positions."""
@@ -202,14 +204,27 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
         """Collect the pieces of the weights, and with the last one copy them into the model.
 
         Raises RuntimeError unless they fit. transformers reads them as it would read the files, so that what it
-        converts while loading is converted.
+        converts while loading is converted; where that was nothing, later ones are copied.
         """
+        import torch
+
         if piece.number == 0:
             self._incoming: dict[str, Tensor] = {}
         self._incoming |= tensors
         if not piece.last:
             return
         state, self._incoming = self._incoming, {}
+        own = self.model.state_dict()
+        if not (self._as_in_files and _covers(state, own)):
+            self.model.load_state_dict(self._converted(piece, state))
+            self._as_in_files = _covers(state, own) and all(torch.equal(own[n], t.to(own[n])) for n, t in state.items())
+            return
+        with torch.no_grad():
+            for name, tensor in state.items():
+                own[name].copy_(tensor)
+
+    def _converted(self, piece: Piece, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights as transformers reads them from files with ``state``. Raises RuntimeError unless they fit."""
         with _without_messages():
             loaded, found = type(self.model).from_pretrained(
                 None, config=self.model.config, state_dict=state, dtype=self.model.dtype, output_loading_info=True
@@ -219,7 +234,16 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
                 raise RuntimeError(
                     f"weights version {piece.version}: {names[0]} is {problem} ({len(names)} tensors in all)"
                 )
-        self.model.load_state_dict(loaded.state_dict())
+        converted: dict[str, Tensor] = loaded.state_dict()
+        return converted
+
+
+def _covers(state: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
+    """Return whether ``state`` has all of ``own``, by name or as the same memory as one that it has, and no others."""
+    if any(name not in own or own[name].shape != tensor.shape for name, tensor in state.items()):
+        return False
+    there = {own[name].data_ptr() for name in state}
+    return all(name in state or tensor.data_ptr() in there for name, tensor in own.items())
 
 
 @contextmanager

@@ -70,6 +70,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
             logprobs=0,  # the sampled token's alone
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
+            skip_clone=True,  # they are this request's alone
             output_kind=RequestOutputKind.FINAL_ONLY,  # one of every request at every step is twice the host's work
         )
         prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())

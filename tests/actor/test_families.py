@@ -133,16 +133,26 @@ def test_tensors_that_are_converted_together_wait_for_each_other(monkeypatch: py
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "falcon_h1", "mamba"])
-def test_sampling_with_transformers_follows_the_actor(family: str, tmp_path: Path) -> None:
+def test_sampling_with_transformers_follows_the_actor(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     student, model = student_of(family, tmp_path)
     engine = HFSampler(EngineSpec(str(tmp_path), DESCRIBED, Rollout(max_num_seqs=64), "cpu", "float32"))
-    wanted = requests(Sampling(8), n=4)
+    wanted, convert = requests(Sampling(8), n=4), engine._converted
+    converted: list[int] = []
+
+    def converts(piece: Piece, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        converted.append(piece.version)
+        return convert(piece, state)
+
+    monkeypatch.setattr(engine, "_converted", converts)
     for version in (0, 1, 2):
         if version:
             model = make(family, seed=version)
             student.lm.load_state_dict(model.state_dict())
             load_in_pieces(engine, student.file_tensors(torch.float32), version)
         assert worst_difference(model, wanted, run(engine, wanted)) < 2e-4
+    assert converted == ([1, 2] if family == "mixtral" else [1])  # its experts are one tensor in the model
     sent = dict(student.file_tensors(torch.float32))
     with pytest.raises(RuntimeError, match=r"weights version 3: strange is unexpected \(1 tensors in all\)"):
         engine.load_weights(Piece(3, 0, True), sent | {"strange": torch.zeros(1)})
