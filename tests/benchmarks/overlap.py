@@ -5,6 +5,8 @@ takes lognormal times for its responses, a scorer and an actor that sleep. So th
 (:mod:`gkd.planning.simulation`) is given the same times, and the measured push.
 
     python tests/benchmarks/overlap.py [--steps 14] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
+
+``--timelines DIR`` keeps each run's timeline.json there, for tests/benchmarks/draw_timeline.py.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import ray
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.aggregation import Totals
-from gkd.cluster.group import Group, gather
+from gkd.cluster.group import Group, WorkerReports, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
@@ -37,6 +39,7 @@ from gkd.driver.checkpoint import State
 from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, train
 from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.observability.activity import noted, report_here
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
 from gkd.planning.simulation import Sampling, SimulatedRun, Step, Updating, simulate
@@ -126,6 +129,10 @@ class Actor:
     def impose(self, times: Times) -> None:
         self.second_a_token = times.update / (SAMPLES * (MEAN_TOKENS + 1))
 
+    def report(self) -> dict[str, Any]:
+        return report_here()
+
+    @noted("update")
     def accumulate(self, samples: Sequence[TrainingSample], *_: Any) -> float:
         seconds = sum(sample.n_tokens for sample in samples) * self.second_a_token
         time.sleep(seconds)
@@ -145,15 +152,20 @@ def group_of(name: str, target: str, *arguments: Any) -> Group:
     return group
 
 
-def run(rollout_group: Group, actor_group: Group, config: Config, times: Times) -> list[dict[str, float]]:
-    """Rows of metrics.jsonl."""
+def run(
+    rollout_group: Group, actor_group: Group, config: Config, times: Times, kept: Path | None
+) -> list[dict[str, float]]:
+    """Rows of metrics.jsonl; the timeline goes to ``kept``."""
+    asked = WorkerReports()
     rollout, actor = RolloutGroup(rollout_group, config), ActorGroup(actor_group, config, "", lambda: actor_group)
     rollout_group.control("impose", times, timeout_s=30)
     actor_group.call("impose", times, timeout_s=30)
     parts: Any = SimpleNamespace(
         prompts=PromptStream([Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)], 0),
-        rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2, report=list,
-        validation=SimpleNamespace(run=dict), val_sets=SimpleNamespace(run=lambda step: {}, sets=[]),
+        rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2,
+        report=lambda: asked.read([actor_group, rollout_group]),
+        validation=SimpleNamespace(run=dict),
+        val_sets=SimpleNamespace(run=lambda step: {}, due=lambda step: [], sets=[]),
         sync=SimpleNamespace(push=lambda: rollout.tell("load", actor.version, timeout_s=60, what="loading")),
     )  # fmt: skip
     quiet: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)
@@ -161,8 +173,9 @@ def run(rollout_group: Group, actor_group: Group, config: Config, times: Times) 
         file = Path(path, "metrics.jsonl")
         with JsonLines(file) as metrics:
             checkpoints = Checkpoints(config, Path(path), time.monotonic(), {})
-            timeline = Timeline(Path(path, "timeline.json"), 0)
+            timeline = Timeline(kept or Path(path, "timeline.json"), config.trainer.n_timeline_steps)
             train(config, parts, RunLog(metrics, quiet, quiet, checkpoints, timeline), State())
+            timeline.write()
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -190,7 +203,10 @@ def main() -> None:
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--scale", type=float, default=1.0, help="of all imposed times; the longer, the less messages")
+    parser.add_argument("--timelines", type=Path, help="directory")
     options = parser.parse_args()
+    if options.timelines:
+        options.timelines.mkdir(parents=True, exist_ok=True)
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     base = load(
         {
@@ -207,7 +223,9 @@ def main() -> None:
         schedule = base.schedule.model_copy(update={"streaming": streaming, "max_staleness": staleness})
         config = base.model_copy(update={"schedule": schedule})
         rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
-        rows = run(rollout, actor, config, times)[2 + staleness : -2 - staleness]
+        name = f"{bound}_{'streaming' if streaming else 'whole'}_{staleness}.json"
+        kept = options.timelines / name if options.timelines else None
+        rows = run(rollout, actor, config, times, kept)[2 + staleness : -2 - staleness]
         step = statistics.fmean(row["timing_s/step"] for row in rows)
         if not streaming and not staleness:  # where nothing overlaps but scoring
             stages = ("generate", "update")
