@@ -123,8 +123,13 @@ def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, director
     described.inference_mode = True
     directory.mkdir(parents=True, exist_ok=True)
     described.save_pretrained(directory)
-    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": t.contiguous() for name, t in tensors.items()}
+    named = {name_in_peft(name): tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, directory / "adapter_model.safetensors")
+
+
+def name_in_peft(name: str) -> str:
+    """Return the name of an adapter's tensor in peft's files."""
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def is_adapter(name: str) -> bool:

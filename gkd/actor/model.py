@@ -96,7 +96,13 @@ class Student(nn.Module):
         """Yield the adapter's parameters, gathered. A collective."""
         from gkd.actor.lora import is_adapter
 
-        return ((name, whole) for name, whole in self._gathered() if is_adapter(name))
+        return ((name, _whole(value.detach())) for name, value in named_tensors(self.lm) if is_adapter(name))
+
+    def adapter_file_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same as ``dtype``, by the names in peft's files. A collective as well."""
+        from gkd.actor.lora import name_in_peft
+
+        return ((name_in_peft(name), whole.to(dtype)) for name, whole in self.adapter_tensors())
 
     def _gathered(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         return dequantized(self.lm, self._stored(dtype))

@@ -167,8 +167,13 @@ class ActorWorker:
         self._publisher.sender.join(address, world)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights, gathered as they are iterated; log-probabilities under earlier ones are dropped."""
+        """Return the weights, gathered as they are iterated; log-probabilities under earlier ones are dropped.
+
+        With weights.adapter_only, the adapter's.
+        """
         self.trainer.forget_logprobs()
+        if self.config.weights.adapter_only:
+            return self.student.adapter_file_tensors(self.dtype)
         return self.student.file_tensors(self.dtype)
 
     @noted("save")

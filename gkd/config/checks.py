@@ -110,6 +110,31 @@ def _the_engine_takes_the_weights(config: Config) -> None:
         )
 
 
+def _the_adapter_can_be_sent_alone(config: Config) -> None:
+    if not config.weights.adapter_only:
+        return
+    lora, rollout = config.actor.lora, config.rollout
+    way = config.weights.transfer
+    if lora.r is None:
+        why = "there is no adapter; actor.lora.r, a rank, would do"
+    elif lora.quantize is not None:
+        why = f"engines have the weights under it as they are, not in 4 bits as actor.lora.quantize={lora.quantize} has"
+    elif not rollout.engine_class.adapter_ranks:
+        why = f"rollout.engine={rollout.engine} takes whole weights alone; rollout.engine=vllm would do"
+    elif lora.r > rollout.engine_class.adapter_ranks[-1]:
+        most = rollout.engine_class.adapter_ranks[-1]
+        why = f"rollout.engine={rollout.engine} takes ranks up to {most}, not actor.lora.r={lora.r}"
+    elif config.schedule.in_flight:
+        why = "adapters are replaced between batches alone; schedule.in_flight=false would do"
+    elif config.weights.transfer_class.gpu_to_gpu:
+        why = f"an adapter goes through the host, not by weights.transfer={way}; object_store or auto would do"
+    elif rollout.nodes_an_engine > 1:
+        why = "engines over several nodes do not share its file; rollout.across_nodes=false would do"
+    else:
+        return
+    raise ValueError(f"weights.adapter_only=true: {why}")
+
+
 def _the_engine_samples_at_the_temperature(config: Config) -> None:
     engine, highest = config.rollout.engine, config.rollout.engine_class.max_temperature
     if highest is not None and config.rollout.temperature > highest:
@@ -215,6 +240,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _colocated_groups_fit_on_their_hosts,
     _turns_can_be_taken,
     _the_engine_takes_the_weights,
+    _the_adapter_can_be_sent_alone,
     _the_engine_samples_at_the_temperature,
     _policy_gradient_is_on_policy,
     _rewards_can_be_learned_from,

@@ -19,7 +19,7 @@ from gkd.inference.requests import Limits, Refused
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gkd.config import Config, Weights
+    from gkd.config import Config, Lora, Weights
     from gkd.data.model_info import ModelInfo
     from gkd.weights.transfer import Piece
 
@@ -49,6 +49,7 @@ class EngineSpec:
     ``weights`` is the section of that name, None for an engine whose weights never change. ``span``: which part
     of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
     engine's own rule. ``keeps_cache``: requests that weights are changed under go on with what older ones cached.
+    ``lora``: pushes bring an adapter of this kind alone, None for whole weights.
     """
 
     model_path: str
@@ -64,6 +65,7 @@ class EngineSpec:
     span: Span | None = None
     max_num_batched_tokens: int | None = None
     keeps_cache: bool = False
+    lora: Lora | None = None
 
     @staticmethod
     def for_rollout(
@@ -82,6 +84,7 @@ class EngineSpec:
             sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
             weights=config.weights,
             keeps_cache=config.schedule.in_flight and not config.schedule.recompute_cache,
+            lora=config.actor.lora if config.weights.adapter_only else None,
         )
 
     def require_positions(self) -> None:
@@ -113,6 +116,8 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Whether the engine takes ``quantization``, the name of a method of vLLM's."""
     max_temperature: ClassVar[float | None] = None
     """The highest temperature that the engine samples at; None for any."""
+    adapter_ranks: ClassVar[tuple[int, ...]] = ()
+    """Sizes that LoRA adapters are given room for, rising; empty where adapters have to be merged into the weights."""
     gpu_transfers: ClassVar[bool] = False
     """Whether :meth:`receive_weights` takes weights from other processes' GPUs. All engines take them from the host."""
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gkd.weights.transfer import Piece
+    from gkd.weights.vllm_adapter import AdapterLoader
     from gkd.weights.vllm_backend import Running
 
 
@@ -28,6 +29,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
     can_sample = needs_vllm = tensor_parallel = managed_memory = gpu_transfers = in_flight = True
     max_temperature = 2.0  # SamplingParams refuses more
+    adapter_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
     def __init__(self, spec: EngineSpec) -> None:
         self.llm = start_llm(_arguments(spec), spec.device)
@@ -37,6 +39,11 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         self._paused = False
         self._finished: list[tuple[int, Sample]] = []  # while it was being paused
         self._salted = spec.keeps_cache
+        self._adapter: AdapterLoader | None = None
+        if spec.lora is not None:
+            from gkd.weights.vllm_adapter import AdapterLoader
+
+            self._adapter = AdapterLoader(self.llm, spec.lora)
         if spec.weights is not None and spec.weights.transfer_class.gpu_to_gpu:
             from gkd.weights import vllm_backend
 
@@ -77,7 +84,8 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         if self._salted:  # what weights of another version have cached is not this one's prefix
             prompt["cache_salt"] = str(self.version)
         try:
-            self.engine.add_request(str(key), prompt, params)
+            lora = None if self._adapter is None else self._adapter.request
+            self.engine.add_request(str(key), prompt, params, lora_request=lora)
         except VLLMValidationError as error:
             raise ValueError(str(error)) from None
         self._requests[str(key)] = request
@@ -133,6 +141,9 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         """Load the next piece while idle or paused; with the last one forget every cached prefix."""
         from gkd.weights import vllm_backend
 
+        if self._adapter is not None:
+            self._adapter.load(piece, tensors)
+            return
         vllm_backend.load(self.llm, piece, tensors, running=self._running)
         self._resume(piece)
 
@@ -158,6 +169,8 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
     def close(self) -> None:
         """Free memory and end processes."""
+        if self._adapter is not None:
+            self._adapter.close()
         self.engine.engine_core.shutdown()
 
 
@@ -182,6 +195,10 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         seeded=True,
         with_tokenizer=bool(spec.settings.stop),  # which finds the texts that end a response
     )
+    if spec.lora is not None:
+        from gkd.weights import vllm_adapter
+
+        return arguments | vllm_adapter.arguments(spec.lora, VLLMSampler.adapter_ranks)
     if spec.weights is None:
         return arguments
     return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register()}}

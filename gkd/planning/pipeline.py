@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gkd.config import TRANSFERS, Config, Engine, Pool
+from gkd.planning.actor_memory import adapter_weights
 from gkd.planning.layout import F32, Layout, engine_class, with_settings
 from gkd.planning.memory import concurrent_sequences, kv_bytes, largest_micro_batch
 from gkd.planning.shapes import ModelShape
@@ -24,6 +25,7 @@ ENGINE_STEP_S = 0.004  # of vLLM's own work a step: 512 steps of 128 sequences o
 NETWORK_WAIT_S = 20e-6  # until a sum over several nodes begins to arrive
 SAVE_BYTES_S, LOAD_BYTES_S = 0.44e9, 1.5e9  # safetensors.torch.save and load, measured on two cores
 HOST_LINK, HOST_MEMORY = 25e9, 100e9  # PCIe 4.0 x16 and eight channels of DDR4 in practice, bytes a second
+ADAPTER_TOKEN = 1.35  # a token's time where vLLM applies an adapter beside the weights: 1.33 to 1.39 were measured
 SWITCH_S = 0.02  # of an object store and an engine that stops and starts, measured with small models
 
 
@@ -169,7 +171,8 @@ def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     read = c * (shape.n_active if n < 4 else shape.n_parameters) + n * context * kv_bytes(shape, 1, c)
     computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
     own = 0.0 if layout.hardware.is_cpu else ENGINE_STEP_S
-    return own + max(read / reading, computed) + network_s(layout, shape, engine, n)
+    step = own + max(read / reading, computed) + network_s(layout, shape, engine, n)
+    return step * (ADAPTER_TOKEN if layout.config.weights.adapter_only else 1.0)
 
 
 def network_s(layout: Layout, shape: ModelShape, engine: Engine, tokens: float) -> float:
@@ -259,7 +262,10 @@ def sync_s(layout: Layout, world: int) -> float:
     Through the object store they are serialised and loaded. From GPU to GPU they are read and written twice, as they
     are packed and as they are loaded, and go over the link where engines are not on the actor's GPUs.
     """
-    hardware, n_bytes = layout.hardware, layout.compute_bytes * layout.models.student.n_parameters
+    hardware, shape, n_sent = layout.hardware, layout.models.student, layout.models.student.n_parameters
+    if layout.config.weights.adapter_only:
+        n_sent = round(sum(n * w.shard_size(1) for n, w in adapter_weights(shape, layout.config.actor.lora)))
+    n_bytes = layout.compute_bytes * n_sent
     gathered = 0.0 if world == 1 else n_bytes / hardware.link
     if not TRANSFERS.load(transfer_of(layout)).gpu_to_gpu:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S

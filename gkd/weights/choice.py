@@ -17,7 +17,7 @@ def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: S
     """
     wanted = weights.transfer
     names = TRANSFERS.names()
-    why_not = {name: _why_not(name, engine, actor, rollout) for name in dict.fromkeys((*names, wanted))}
+    why_not = {name: _why_not(name, weights, engine, actor, rollout) for name in dict.fromkeys((*names, wanted))}
     possible = [name for name in names if why_not[name] is None]
     if wanted == "auto":
         return possible[0]
@@ -27,10 +27,14 @@ def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: S
     return wanted
 
 
-def _why_not(name: str, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+def _why_not(
+    name: str, weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]
+) -> str | None:
     if name == "auto":
         return None
     transfer = TRANSFERS.load(name)
+    if weights.adapter_only and transfer.gpu_to_gpu:
+        return "an adapter alone goes through the host (weights.adapter_only)"
     if transfer.gpu_to_gpu and not engine.engine_class.gpu_transfers:
         return f"rollout.engine={engine.engine} takes no weights from GPU to GPU"
     reason: str | None = transfer.why_not(actor, rollout)

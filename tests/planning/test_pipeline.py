@@ -87,6 +87,14 @@ def test_an_engine_over_two_nodes_waits_for_the_network() -> None:
     assert score_s(s, "teacher", s.config.teacher) - score_s(s, "teacher", on_one) == pytest.approx(waited)
 
 
+def test_an_adapter_alone_is_sent_at_once_and_costs_every_token() -> None:
+    merged = layout_of(*H200, "actor.lora.r=16", "rollout.engine=vllm")
+    alone = layout_of(*H200, "actor.lora.r=16", "rollout.engine=vllm", "weights.adapter_only=true")
+    assert transfer_of(alone) == "object_store"
+    assert stages_of(alone).sync < 0.1 * stages_of(layout_of(*H200, "weights.transfer=object_store")).sync
+    assert 1.25 < stages_of(alone).generate / stages_of(merged).generate < 1.35
+
+
 def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:
     slow, fast = (layout_of(*H200, f"plan.network_gb_s={g}") for g in ("0.1", "400"))
     assert update_s(slow, 16, 2) > 5 * update_s(fast, 16, 2)

@@ -82,6 +82,33 @@ def test_the_hf_engine_is_refused_before_anything_starts(wanted: str) -> None:
     assert compose(["rollout.engine=hf"]).weights.transfer == "auto"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([], r"there is no adapter; actor.lora.r, a rank, would do"),
+        (["actor.lora.r=8", "actor.lora.quantize=nf4"], r"not in 4 bits as actor.lora.quantize=nf4 has"),
+        (["actor.lora.r=8", "rollout.engine=hf"], r"rollout.engine=hf takes whole weights alone; rollout.engine=vllm"),
+        (["actor.lora.r=513"], r"takes ranks up to 512, not actor.lora.r=513"),
+        (["actor.lora.r=8", "schedule.max_staleness=1", "schedule.in_flight=true"], r"in_flight=false would do"),
+        (["actor.lora.r=8", "weights.transfer=nccl"], r"not by weights.transfer=nccl; object_store or auto would do"),
+        (
+            ["actor.lora.r=8", "rollout.across_nodes=true", "rollout.nnodes=2", "rollout.n_gpus_per_node=2",
+             "rollout.tensor_parallel_size=4"],
+            r"engines over several nodes do not share its file",
+        ),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_cannot_go_alone_is_refused_by_name(overrides: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"weights.adapter_only=true: .*{why}"):
+        compose(["+recipe=on_policy_distill", "weights.adapter_only=true", *overrides])
+
+
+def test_an_adapter_alone_goes_through_the_host() -> None:
+    who = reports("actor", G[0]), reports("rollout", G[1])
+    assert choose(Weights(adapter_only=True), Rollout(engine="vllm"), *who) == "object_store"
+    assert choose(Weights(), Rollout(engine="vllm"), *who) == "nccl"
+
+
 places = st.sampled_from([*G, SIM[0]])
 
 

@@ -1,0 +1,79 @@
+"""The receiving end of an adapter that is sent alone: vLLM's LoRA, one adapter, replaced in place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+
+from gkd.weights.transfer import Piece
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    from gkd.config import Lora
+
+NAME, NUMBER = "student", 1
+
+
+def arguments(lora: Lora, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """Return arguments of vLLM's engine: room for one adapter, of the smallest of ``ranks`` that holds it."""
+    assert lora.r is not None, "an adapter has a rank"
+    rank = next(rank for rank in ranks if rank >= lora.r)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+
+
+class AdapterLoader:
+    """Collects the pieces of an adapter, and has ``llm`` take it in place of the one before.
+
+    vLLM reads adapters from files in peft's format: they are written to a directory of this machine.
+    """
+
+    def __init__(self, llm: LLM, lora: Lora) -> None:
+        self._llm, self._lora = llm, lora
+        self._directory = TemporaryDirectory(prefix="gkd-adapter-")
+        self._tensors: dict[str, Tensor] = {}
+        self.request: LoRARequest | None = None
+        """What requests name the adapter by; None before the first push, as a new one changes nothing."""
+
+    def load(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
+        """Take the next piece while the engine is idle; with the last one the adapter serves, and no prefix is cached.
+
+        Raises RuntimeError where vLLM does not take it: do not sample then.
+        """
+        from vllm.lora.request import LoRARequest
+
+        if piece.number == 0:
+            self._tensors = {}
+        self._tensors |= tensors
+        if not piece.last:
+            return
+        self._write(Path(self._directory.name))
+        added = self._llm.llm_engine.add_lora(LoRARequest(NAME, NUMBER, self._directory.name, load_inplace=True))
+        if not added or not self._llm.llm_engine.reset_prefix_cache():
+            raise RuntimeError(f"vLLM did not take the adapter of weights version {piece.version}")
+        self.request = LoRARequest(NAME, NUMBER, self._directory.name)
+        self._tensors = {}
+
+    def _write(self, directory: Path) -> None:
+        layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in self._tensors}
+        described = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self._lora.r,
+            "lora_alpha": 2 * (self._lora.r or 0) if self._lora.alpha is None else self._lora.alpha,
+            "target_modules": sorted(layers),
+            "bias": "none",
+        }
+        (directory / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
+        save_file({name: tensor.contiguous() for name, tensor in self._tensors.items()},
+                  directory / "adapter_model.safetensors")  # fmt: skip
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._directory.cleanup()
