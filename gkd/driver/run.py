@@ -37,6 +37,7 @@ from gkd.observability.timeline import Timeline
 from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
 from gkd.planning.advice import offload_needed, require_memory
 from gkd.planning.layout import models_of
+from gkd.planning.resplit import faster_split
 
 log = logging.getLogger("gkd")
 
@@ -115,6 +116,9 @@ def _drive(
                 timeline.write()
             if pace := timeline.summary():
                 progress.say(pace)
+            on_gpus = placement.groups["actor"].reports[0].device == "cuda"  # whose times depend on the split
+            if pace and on_gpus and (split := faster_split(config, output)):
+                progress.say(split)
             if stop.reason is not None:
                 progress.say(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
