@@ -165,7 +165,7 @@ def run(
         rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2,
         report=lambda: asked.read([actor_group, rollout_group]),
         validation=SimpleNamespace(run=dict),
-        val_sets=SimpleNamespace(run=lambda step: {}, due=lambda step: [], sets=[]),
+        val_sets=SimpleNamespace(run=lambda *_: {}, due=lambda *_: [], sets=[]),
         sync=SimpleNamespace(push=lambda: rollout.tell("load", actor.version, timeout_s=60, what="loading")),
     )  # fmt: skip
     quiet: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)
