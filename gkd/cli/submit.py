@@ -1,6 +1,7 @@
 """Submit a run to a Ray cluster as a job, follow it, stop it.
 
     gkd submit --address http://HOST:8265 --follow +recipe=grpo trainer.total_steps=50
+    gkd submit --address http://HOST:8265 --multirun --follow +recipe=grpo actor.lr=1e-5,1e-4   # a job for each
     gkd submit --address http://HOST:8265 --status [JOB]
     gkd submit --address http://HOST:8265 --attach JOB      # follow a job that runs already
     gkd submit --address http://HOST:8265 --stop JOB
@@ -9,7 +10,8 @@ The directory it is started in goes with the job, without names that begin with 
 directories, and outputs, data, build, dist, runs and wandb at its top; what is left out is said. Paths are made
 absolute, so models, data and the output directory are to be where every machine sees them. The address may be left out
 where launch/ray_cluster.sh started the head. With --follow, and for --attach, the exit code is the job's
-own; Ctrl-C stops following, not the job. Otherwise: 0 done, 1 failed, 2 what was asked cannot be.
+own; Ctrl-C stops following, not the job. Runs of --multirun wait for GPUs of each other, and with --follow their
+validations are in one table at the end. Otherwise: 0 done, 1 failed, 2 what was asked cannot be.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,7 @@ from gkd.errors import ConfigError, Parser, guarded
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
+    from gkd.config import Config
     from gkd.launch.jobs import Jobs
 
 
@@ -40,6 +44,20 @@ FIND_PYTHON = (
     """python=$(tr '\\0' '\\n' 2>/dev/null </proc/$raylet/cmdline | sed -n -e """
     """'s/^--python_worker_command="\\([^"]*\\)".*/\\1/p' -e 's/^--python_worker_command=\\([^" ]*\\) .*/\\1/p')"""
 )
+
+
+WAITS_S = 86_400
+"""Seconds that a run of a sweep waits for GPUs of the others, unless ``cluster.reserve_timeout_s`` is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """One run to submit: the job's name, where it writes, and its settings."""
+
+    name: str
+    output: Path
+    overrides: Sequence[str]
+    config: Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,8 +74,10 @@ def _main(arguments: Sequence[str]) -> int:
         raise ConfigError("--status, --attach, --stop and a run to submit exclude each other")
     if any(getattr(options, name) == "" for name in ("attach", "stop")):
         raise ConfigError(f"--{chosen[0]} needs the name of a job; --status lists them")
-    if not chosen:
-        _require_recipe(options.overrides)
+    if chosen and options.multirun:
+        raise ConfigError(f"--multirun is for runs to submit, not for --{chosen[0]}")
+    runs = [] if chosen else _runs(options.overrides, options.multirun)
+    _require_recipe(runs)
     jobs = Jobs(_address(options.address))
     if options.status is not None:
         return _status(jobs, options.status)
@@ -65,13 +85,16 @@ def _main(arguments: Sequence[str]) -> int:
         return _follow(jobs, options.attach)
     if options.stop is not None:
         return _stop(jobs, options.stop)
-    return _submit(jobs, options.overrides, options.follow)
+    return _submit(jobs, runs, options.follow)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("gkd submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", metavar="http://HOST:8265", help="the dashboard of the cluster's head")
     parser.add_argument("--follow", action="store_true", help="print the job's log and end with its exit code")
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="a job for each combination of values: actor.lr=1e-5,1e-4"
+    )
     parser.add_argument("--status", nargs="?", const="", metavar="JOB", help="how a job, or every job, is")
     parser.add_argument("--attach", metavar="JOB", help="follow a job that was submitted before")
     parser.add_argument("--stop", metavar="JOB", help="end a job")
@@ -91,37 +114,83 @@ def _address(asked: str | None) -> str:
     return found
 
 
-def _require_recipe(overrides: Sequence[str]) -> None:
+def _require_recipe(runs: Sequence[JobRun]) -> None:
     """Raise ConfigError for a run that would end at once; it does so here sooner and more visibly."""
-    from gkd.config.compose import compose, groups
+    from gkd.config.compose import groups
 
-    if compose(overrides).recipe == "none":
+    if any(run.config.recipe == "none" for run in runs):
         names = ",".join(groups()["recipe"])
         raise ConfigError(f"name a recipe: python launch/submit.py --address http://HOST:8265 +recipe={{{names}}}")
 
 
-def _submit(jobs: Jobs, overrides: Sequence[str], follow: bool) -> int:
+def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
+    """Return what is to be submitted, checked. Raises ConfigError where one run could not begin."""
+    from gkd.cli.sweep import expand
+    from gkd.config import quoted
     from gkd.config.compose import compose
+
+    here, stamp = Path.cwd(), f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+    if not multirun:
+        config = compose(overrides)
+        name = f"{config.recipe}-{stamp}"
+        return [
+            JobRun(name, here / (config.trainer.output_dir or f"outputs/{config.recipe}/{name}"), overrides, config)
+        ]
+    found = []
+    for number, run in enumerate(expand(overrides), 1):
+        config = compose(run.overrides)
+        directory = here / (config.trainer.output_dir or f"outputs/{config.recipe}/sweep_{stamp}")
+        further = []
+        if config.trainer.run_group is None:
+            further.append(f"trainer.run_group={quoted(directory.name)}")
+        if not any(override.startswith("cluster.reserve_timeout_s=") for override in overrides):
+            further.append(f"cluster.reserve_timeout_s={WAITS_S}")  # for the GPUs of the others
+        found.append(
+            JobRun(f"{config.recipe}-{stamp}-{number}", directory / run.name, (*run.overrides, *further), config)
+        )
+    return found
+
+
+def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
     from gkd.launch.package import pack
     from gkd.launch.paths import settle
 
-    config, here = compose(overrides), Path.cwd()
-    name = f"{config.recipe}-{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
-    output = here / (config.trainer.output_dir or f"outputs/{config.recipe}/{name}")
-    command = shlex.join(["-m", "gkd.main", *overrides, *settle(config, here, output)])
+    here = Path.cwd()
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "working_dir.zip"
+        commands = [["-m", "gkd.main", *run.overrides, *settle(run.config, here, run.output)] for run in runs]
         n_files, left_out = pack(here, package)
         without = f", without {', '.join(left_out)}" if left_out else ""
         print(f"packed {n_files} files of {here}, {package.stat().st_size / 1e6:.1f} MB{without}", flush=True)
-        jobs.submit(name, f'{FIND_PYTHON}; exec "${{python:-python}}" {command}', package, output)
-    print(f"submitted {name} to {jobs.address}")
-    print(f"it writes to {output}, as the cluster's head sees it", flush=True)
+        for run, command in zip(runs, commands, strict=True):
+            jobs.submit(
+                run.name, f'{FIND_PYTHON}; exec "${{python:-python}}" {shlex.join(command)}', package, run.output
+            )
+            print(f"submitted {run.name} to {jobs.address}")
+            print(f"it writes to {run.output}, as the cluster's head sees it", flush=True)
     if follow:
-        return _follow(jobs, name)
-    for option in ("attach", "stop"):
-        print(f"python launch/submit.py --address {jobs.address} --{option} {name}")
+        codes = [_follow(jobs, run.name) for run in runs]
+        if len(runs) > 1:
+            _show(runs, codes)
+        return codes[0] if len(codes) == 1 else int(any(codes))
+    for run in runs:
+        for option in ("attach", "stop"):
+            print(f"python launch/submit.py --address {jobs.address} --{option} {run.name}")
     return 0
+
+
+def _show(runs: Sequence[JobRun], codes: Sequence[int]) -> None:
+    """Print what the runs of a sweep came to, where their directory is to be seen from here."""
+    from gkd.cli.sweep import SweptRun, show
+    from gkd.observability.progress import console
+
+    directory = runs[0].output.parent
+    there = [(directory / run.output.name / "summary.json").exists() for run in runs]
+    ends = [code if code or seen else -1 for code, seen in zip(codes, there, strict=True)]
+    if any(there):
+        show([SweptRun(run.output.name, ()) for run in runs], ends, directory, console())
+    else:
+        print(f"the runs are in {directory}, as the cluster's head sees it")
 
 
 def _follow(jobs: Jobs, name: str) -> int:

@@ -76,9 +76,12 @@ def _sum(model: str, saved: Saved) -> str:
 def _read(saved: Saved) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a checkpoint, an adapter merged into them."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from gkd.actor.loading import load
     from gkd.actor.state import load_state
+
+    disable_progress_bar()  # of files that are read in an instant
 
     lora, dtype = Lora.model_validate(saved.config["actor"]["lora"]), getattr(torch, saved.dtype)
     student = load(saved.model, lora=lora, dtype=dtype)

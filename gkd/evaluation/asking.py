@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -113,9 +114,20 @@ def answer_all(
             group.create_task(_cancel_after(workers, serving))
 
     try:
-        asyncio.run(run())
+        _to_its_end(run())
     except BaseExceptionGroup as failures:
         raise next(_flat(failures)) from None
+
+
+def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work`` in a loop of its own; on another thread where this one has a loop already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+        return
+    with ThreadPoolExecutor(1, "evaluation") as thread:
+        thread.submit(asyncio.run, work).result()
 
 
 async def _answer(strategy: Any, ask: Asking, job: Job) -> Answer:

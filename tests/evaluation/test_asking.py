@@ -87,6 +87,13 @@ def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
     assert [sampling.temperature for *_, sampling, _ in source.seen[:2]] == [0.7, 0.0]
 
 
+def test_questions_are_put_where_a_loop_runs_already_as_in_a_notebook() -> None:
+    async def cell() -> list[Asked]:
+        return ask(Echo(), jobs(3), plain)
+
+    assert len(asyncio.run(cell())) == 3
+
+
 def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> None:
     found: list[Asked] = []
     with pytest.raises(RunFailed, match="no engine is left"):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import http.server
 import os
+import re
+import shlex
 import shutil
 import socket
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.job_submission import JobStatus
 
 from gkd.cli.submit import main
 from gkd.config.compose import compose
@@ -21,6 +26,7 @@ from gkd.launch import package as package_module
 from gkd.launch.package import pack
 from gkd.launch.paths import settle
 from tests.e2e.on_a_cluster.conftest import free_port
+from tests.observability.runs import make_run
 
 
 def packed(directory: Path, target: Path) -> set[str]:
@@ -224,6 +230,51 @@ def test_a_job_without_a_name_is_refused(option: str, capfd: pytest.CaptureFixtu
     assert main(["--address", "http://127.0.0.1:9", option, ""]) == 2
     err = capfd.readouterr().err
     assert err.startswith(f"error: {option} ") and err.count("\n") == 1
+
+
+class PlayedJobs:
+    """A cluster that does each job as it is followed: one that leaves a run behind, and one that fails."""
+
+    address = "http://cluster"
+
+    def __init__(self, address: str) -> None:
+        self.submitted: dict[str, tuple[str, Path]] = {}
+        PLAYED.append(self)
+
+    def submit(self, name: str, command: str, package: Path, output: Path) -> None:
+        assert zipfile.is_zipfile(package)
+        self.submitted[name] = command, output
+
+    def follow(self, name: str, write: Callable[[str], None]) -> Any:
+        fails = len([*self.submitted]) == [*self.submitted].index(name) + 1
+        if not fails:
+            self.submitted[name][1].parent.mkdir()
+            make_run(self.submitted[name][1])
+        status = JobStatus.FAILED if fails else JobStatus.SUCCEEDED
+        return SimpleNamespace(status=status, driver_exit_code=int(fails))
+
+
+PLAYED: list[PlayedJobs] = []
+
+
+def test_a_sweep_is_a_job_for_each_run_and_a_table_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jobs_module, "Jobs", PlayedJobs)
+    monkeypatch.chdir(tmp_path)
+    given = ["+recipe=grpo", "actor.lr=1e-5,1e-4", "trainer.seed=3", "trainer.output_dir=sweep"]
+    assert main(["--address", "http://cluster", "--multirun", "--follow", *given]) == 1  # one of them failed
+    jobs = [*PLAYED[-1].submitted.values()]
+    assert [output for _, output in jobs] == [tmp_path / "sweep" / f"actor.lr={lr}" for lr in ("1e-05", "0.0001")]
+    for lr, (command, output) in zip((1e-5, 1e-4), jobs, strict=True):
+        config = compose(shlex.split(command.partition(" -m gkd.main ")[2]))
+        assert (config.actor.lr, config.trainer.seed, config.trainer.output_dir) == (lr, 3, str(output))
+        assert (config.trainer.run_group, config.cluster.reserve_timeout_s) == ("sweep", 86_400)
+    said = capsys.readouterr().out
+    assert re.search(r"actor.lr=1e-05 +0\.4500", said) and "actor.lr=0.0001" in said and "failed, exit code 1" in said
+    assert (tmp_path / "sweep" / "report.html").exists()
+    assert main(["--address", "http://cluster", "-m", "--status"]) == 2
+    assert "--multirun is for runs to submit, not for --status" in capsys.readouterr().err
 
 
 def test_a_bad_setting_is_refused_before_anything_is_asked(capfd: pytest.CaptureFixture[str]) -> None:
