@@ -18,6 +18,10 @@ class WorkerHangs(WorkerDied):
     """A worker does nothing and may never do so again: to be ended, and to be treated as one that died."""
 
 
+class NodeLeft(RunFailed):
+    """The node is gone on which a worker was to be started again, and with it what is reserved there."""
+
+
 def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     """Return the error to raise for what ``ray.get`` raised about a worker.
 

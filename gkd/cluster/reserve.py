@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from gkd.cluster import gpu
 from gkd.cluster.assignment import DeviceReport
-from gkd.cluster.failure import explain
+from gkd.cluster.failure import NodeLeft, explain
 from gkd.cluster.fit import request_text, require_fit
 from gkd.cluster.layout import GroupRequest, Node, Slot, choose_devices, solve
 from gkd.cluster.session import Session
@@ -59,6 +59,9 @@ class Claim:
     device: DeviceReport
     resources: dict[str, float]
     """What Ray counts for the worker: ``num_gpus`` and ``num_cpus``."""
+
+
+_NODE_LEFT = "a node left"
 
 
 class _Missed(Exception):
@@ -108,13 +111,15 @@ def reserve(
 def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> list[Claim]:
     """Start new workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
 
-    Raises RunFailed when one does not start, its node has left, or it sees another GPU; then none of them is left.
+    Raises RunFailed when one does not start or sees another GPU, NodeLeft when its node has left; then none of them is
+    left.
     """
     session.release([claim.worker for claim in claims if claim.worker in session.workers], [])
     try:
         started = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
     except _Missed as error:
-        raise RunFailed(f"workers could not be started again: {error}") from None
+        kind = NodeLeft if str(error) == _NODE_LEFT else RunFailed
+        raise kind(f"workers could not be started again: {error}") from None
     for old, new in zip(claims, started, strict=True):
         if new.device.gpu_uuids != old.device.gpu_uuids:
             session.release([claim.worker for claim in started], [])
@@ -277,7 +282,7 @@ def _wait_started(refs: Sequence[Any], node_ids: set[str], timeout_s: float) -> 
 
 def _require_alive(node_ids: set[str]) -> None:
     if not node_ids <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-        raise _Missed("a node left")
+        raise _Missed(_NODE_LEFT)
 
 
 def _by_group(requests: Sequence[GroupRequest], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from gkd.cluster.failure import WorkerDied
+from gkd.cluster.failure import NodeLeft, WorkerDied
 from gkd.cluster.fleet import Change, Fleet, Health
 from gkd.cluster.group import Group
 from gkd.errors import one_line
@@ -39,16 +39,19 @@ class Restarts:
         self.fleet, self.group, self._again = fleet, group, again
         self._starting: dict[int, Future[Group]] = {}
 
-    def lose(self, member: int) -> str:
-        """Note that a member died, and begin to start it again or give it up; returns which, for messages."""
+    def lose(self, member: int, final: bool = False) -> str:
+        """Note that a member died, and begin to start it again or give it up; returns which, for messages.
+
+        ``final``: no further attempt will do.
+        """
         self.fleet.change(self.group, member, Change.DIED)
         again, number = self._again, self.fleet.restarts(self.group, member) + 1
-        if again is not None and again.refusal is None and number <= again.limit:
+        if again is not None and again.refusal is None and number <= again.limit and not final:
             self.fleet.change(self.group, member, Change.RESTARTED)
             self._begin(member, again)
             return f"it is started again ({number} of cluster.worker_restarts={again.limit})"
         self.fleet.change(self.group, member, Change.GIVEN_UP)
-        if again is None:
+        if again is None or final:
             return "it is given up"
         return f"it is given up: {again.refusal or f'cluster.worker_restarts={again.limit}'}"
 
@@ -80,7 +83,7 @@ class Restarts:
                 started[member] = done.result()
                 continue
             failure = f"a new worker in place of {self.group} {member} did not start: {one_line(error)}"
-            then = self.lose(member)
+            then = self.lose(member, isinstance(error, NodeLeft))
             if self.is_lost:
                 raise WorkerDied(failure) from error
             LOG.warning("%s; %s", failure, then, extra={"kind": "death"})

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gkd.cluster.failure import NodeLeft
 from gkd.cluster.fleet import NEXT, PRESENT, WORKING, Change, Fleet, Health
 from gkd.cluster.restarts import Restarts, StartAgain
 from gkd.errors import RunFailed
@@ -100,6 +101,18 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
     with pytest.raises(RunFailed, match=r"^a new worker in place of rollout 0 did not start: a node left$"):
         restarts.take()
     assert fleet.health("rollout", 0) is Health.RETIRED
+
+    fleet.add("reference", 2)
+
+    def on_a_node_that_left(member: int) -> object:
+        raise NodeLeft("workers could not be started again: a node left")
+
+    restarts = Restarts(fleet, "reference", StartAgain(3, on_a_node_that_left, threads))  # type: ignore[arg-type]
+    restarts.lose(1)
+    threads[-1].join(10)  # type: ignore[attr-defined]
+    assert restarts.take() == {}
+    assert fleet.health("reference", 1) is Health.RETIRED  # at once: what was reserved there is gone with it
+    assert not restarts.is_lost
 
     fleet.add("teacher", 2)
     refused = Restarts(fleet, "teacher", StartAgain(3, start, [], "one over 2 nodes is not started again"))  # type: ignore[arg-type]
