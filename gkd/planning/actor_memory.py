@@ -47,7 +47,7 @@ class Training:
 
     ``sharded``: whether FSDP2 holds the model; without it nothing is gathered. ``frozen``: bytes of a number of the
     weights under an adapter. ``offloaded``: whether parameters, gradients and moments are in the host's memory.
-    ``nucleus``: copies of a block's logits that it takes to find the tokens of ``rollout.top_p``, 0 for all of them.
+    ``nucleus``: copies of a block's logits that leaving tokens out takes (``rollout.top_p``, top_k, min_p), 0 without.
     ``on_cpu``: whether it is a CPU that computes, a smaller block at a time.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gkd.config import GROUPS, Engine, Pool, Scorer
+from gkd.config import GROUPS, Config, Engine, Pool, Scorer
 from gkd.inference.engine import Device
 from gkd.inference.torch_scorer import LOGIT_BYTES, PASS_TOKENS
 from gkd.inference.vllm_scorer import ENTRY_BYTES, RESULT_BYTES, ROW_BYTES, batched_tokens
@@ -26,6 +26,7 @@ FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without b
 # temporary. On a GPU torch.sort itself takes more: sorted values, their ids of 8 bytes, ids in order, and buffers of
 # values and ids for the radix sort.
 NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
+MASKED = 4  # without a sort, as rollout.top_k and rollout.min_p need none: what is left out, and what stays normalised
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
 
@@ -161,6 +162,15 @@ def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
     return MicroBatchSize(tokens, max(1, round(tokens * part)), workload.top_k, alone=tokens == whole)
 
 
+def truncation_copies(config: Config, is_cpu: bool) -> int:
+    """Count the float32 copies of a block of logits that leaving tokens out takes, as the sampler did."""
+    rollout = config.rollout
+    if rollout.top_p < 1.0:
+        return NUCLEUS_CPU if is_cpu else NUCLEUS_GPU
+    truncates = rollout.top_k is not None or rollout.min_p > 0.0
+    return MASKED if truncates and config.algorithm.needs_policy else 0
+
+
 def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
     training = Training(
@@ -172,7 +182,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
         actor.lora,
         frozen=F32 if is_cpu else layout.compute_bytes,
         offloaded=actor.offload_optimizer and not is_cpu,
-        nucleus=0 if layout.config.rollout.top_p == 1.0 else NUCLEUS_CPU if is_cpu else NUCLEUS_GPU,
+        nucleus=truncation_copies(layout.config, is_cpu),
         on_cpu=is_cpu,
     )
     micro = largest_micro_batch(layout, world)

@@ -15,6 +15,7 @@ import argparse
 import heapq
 import itertools
 import json
+import math
 import statistics
 import tempfile
 import threading
@@ -218,6 +219,7 @@ def main() -> None:
     actor = group_of("actor", "tests.benchmarks.overlap:Actor")
     print(f"{'bound by':10} {'streaming':10} {'staleness':>10} {'s/step':>8} {'simulated':>10} {'ratio':>6}"
           f" {'over its longest stage':>24}")  # fmt: skip
+    longest = math.nan  # where staleness 0 is left out
     for bound, staleness, streaming in itertools.product(options.bound, options.staleness, (False, True)):
         times = Times(*(options.scale * seconds for seconds in astuple(BOUND[bound])))
         schedule = base.schedule.model_copy(update={"streaming": streaming, "max_staleness": staleness})
