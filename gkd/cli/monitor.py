@@ -152,6 +152,9 @@ def progress_line(run: RunFiles) -> str:
     if "timing_s/step" in run.last:
         parts.append(f"{run.last['timing_s/step']:.2f} s/step")
         parts.append(f"{clock(run.last['timing_s/step'] * (run.total_steps - run.step))} left")
-    shown = ("reward/mean", "distill/loss", "val/accuracy", "val/reverse_kl", "response/clip_ratio")
+    shown = (
+        "reward/mean", "distill/loss", "actor/supervised_loss", "val/accuracy", "val/reverse_kl", "val/loss",
+        "response/clip_ratio",
+    )  # fmt: skip
     parts += [f"{name} {run.last[name]:.4g}" for name in shown if name in run.last]
     return "  ".join(parts)

@@ -20,8 +20,8 @@ BARS = "▁▂▃▄▅▆▇█"
 CURVE = 40
 """Characters of a curve."""
 CURVES = (
-    "val/accuracy", "val/reverse_kl", "reward/mean", "distill/loss", "actor/kl_reference", "actor/entropy",
-    "response/length_mean", "actor/grad_norm", "perf/tokens_per_second",
+    "val/accuracy", "val/reverse_kl", "reward/mean", "distill/loss", "actor/supervised_loss",
+    "actor/kl_reference", "actor/entropy", "response/length_mean", "actor/grad_norm", "perf/tokens_per_second",
 )  # fmt: skip
 """Metrics that have a curve, where they are measured; and each other val/* one."""
 STAGES = ("generate", "score", "reward", "update", "sync")

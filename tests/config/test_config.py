@@ -25,6 +25,12 @@ def test_gpu_ranges(value: object, expected: list[int] | None) -> None:
     assert parse_gpus(value) == expected
 
 
+@pytest.mark.parametrize("placement", groups()["placement"])
+def test_every_recipe_goes_with_every_placement(placement: str) -> None:
+    for recipe in groups()["recipe"]:
+        assert compose([f"+recipe={recipe}", f"placement={placement}"]).recipe == recipe
+
+
 @pytest.mark.parametrize("value", ["", "a", "3-1", "0,0", "-1", "1.5", "0-", True, [], "0-99999"])
 def test_what_is_no_gpu_range(value: object) -> None:
     with pytest.raises(ValueError, match=r"."):
