@@ -62,6 +62,7 @@ GROUPS = {"trainer": "actor"}
 GROUP_OF = {name: GROUPS.get(name, name) for name in ("trainer", "rollout", "teacher", "reference", "reward_model")}
 
 
+DEFAULT_SLOTS = 128
 OWN_CLASS = "your own class as package.module:name or FILE.py:name"
 
 
@@ -183,7 +184,12 @@ class Engine(Pool):
         "sglang_mem_fraction_static)",
     )
     kv_cache_gb: int = Field(1, ge=1, description="size of the key-value cache of an engine on a CPU, GiB")
-    max_num_seqs: int = Field(128, ge=1, description="sequences one engine works on at the same time")
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="sequences one engine works on at the same time; null: in training on GPUs what its cache holds of "
+        "the samples that the schedule asks for, otherwise 128",
+    )
     enforce_eager: bool = Field(False, description="no CUDA graphs and no compilation on a GPU; a CPU never has them")
 
     @model_validator(mode="after")
@@ -200,6 +206,11 @@ class Engine(Pool):
                 f"divide nnodes={self.nnodes}"
             )
         return self
+
+    @property
+    def slots(self) -> int:
+        """Sequences that one engine works on at the same time, where no plan says how many."""
+        return DEFAULT_SLOTS if self.max_num_seqs is None else self.max_num_seqs
 
     @property
     def nodes_an_engine(self) -> int:

@@ -35,8 +35,8 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
-from gkd.planning.advice import offload_needed, require_memory
-from gkd.planning.layout import models_of
+from gkd.planning.advice import offload_needed, planned_slots, require_memory
+from gkd.planning.layout import models_of, with_settings
 from gkd.planning.resplit import faster_split
 
 log = logging.getLogger("gkd")
@@ -238,11 +238,11 @@ def _place_and_show(config: Config, session: Session, output: Path) -> Placement
 
 
 def _with_offload(config: Config, placement: Placement) -> Config:
-    """Return ``config`` with cluster.offload decided.
+    """Return ``config`` with cluster.offload and rollout.max_num_seqs decided.
 
     Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
     """
-    offload = _check_memory(config, placement)
+    offload, slots = _check_memory(config, placement)
     if offload:
         engines = ", ".join(config.on_the_actors_gpus())
         log.info(
@@ -250,7 +250,9 @@ def _with_offload(config: Config, placement: Placement) -> Config:
             engines,
             config.cluster.offload,
         )
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"offload": offload})})
+    if config.rollout.max_num_seqs is None and slots != config.rollout.slots:
+        log.info("each rollout engine samples up to %d sequences at a time (rollout.max_num_seqs=null)", slots)
+    config = with_settings(config, {"cluster.offload": offload, "rollout.max_num_seqs": slots})
     try:
         require_possible(config)
     except ValueError as error:
@@ -258,9 +260,12 @@ def _with_offload(config: Config, placement: Placement) -> Config:
     return config
 
 
-def _check_memory(config: Config, placement: Placement) -> bool:
-    """Raise ConfigError for a layout that cannot fit; returns whether colocated groups are offloaded."""
-    offload = config.cluster.offload is True
+def _check_memory(config: Config, placement: Placement) -> tuple[bool, int]:
+    """Raise ConfigError for a layout that cannot fit.
+
+    Returns whether colocated groups are offloaded, and how many sequences a sampling engine runs at a time.
+    """
+    offload, unplanned = config.cluster.offload is True, config.rollout.slots
     reports = placement.reports
     sizes = {
         group: min(found)
@@ -268,18 +273,19 @@ def _check_memory(config: Config, placement: Placement) -> bool:
         if (found := [r.gpu_bytes for r in reports if r.group == group and r.gpu_bytes is not None])
     }
     if not sizes and len({report.node_id for report in reports}) > 1:
-        return offload  # whose memory groups on CPUs have depends on which of them are on one machine
+        return offload, unplanned  # whose memory groups on CPUs have depends on which of them are on one machine
     try:
         models = models_of(config)
     except ConfigError as error:
         log.info("whether the layout fits into memory is not known: %s", error)
-        return offload
+        return offload, unplanned
     if notes := [shape.note for shape in (models.student, models.teacher) if shape is not None and shape.note]:
         log.info("whether the layout fits into memory is not known: %s", notes[0])
-        return offload
+        return offload, unplanned
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
-    return offload or offload_needed(config, models, sizes or None)
+    slots = planned_slots(config, models, sizes or None)
+    return offload or offload_needed(config, models, sizes or None), slots
 
 
 def _next_command(config: Config, output: Path) -> str:

@@ -70,7 +70,7 @@ class EngineReplies:
     def __init__(self, config: Config, model: LocalModel, rollout: RolloutGroup, max_length: int) -> None:
         self.model, self.rollout, self.timeout_s = model, rollout, config.rollout.timeout_s
         self.max_length = max_length
-        self._capacity = config.rollout.max_num_seqs
+        self._capacity = config.rollout.slots
         self._wanted: list[tuple[SampleRequest, asyncio.Future[Sample]]] = []
         self._futures: dict[int, asyncio.Future[Sample]] = {}
         self._wake = asyncio.Event()

@@ -111,7 +111,7 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
         self.model = lm.to(spec.device).eval()
         # A model's own settings (a repetition penalty, a nucleus) would change the distribution that is sampled from.
         self.model.generation_config = GenerationConfig()
-        self.info, self.device, self.max_batch = spec.model, spec.device, spec.settings.max_num_seqs
+        self.info, self.device, self.max_batch = spec.model, spec.device, spec.settings.slots
         self.eos_ids = spec.model.eos_ids
         self.tokenizer = load_tokenizer(spec.model_path) if spec.settings.stop else None
         self.waiting: list[tuple[int, SampleRequest]] = []

@@ -46,7 +46,7 @@ def engine_arguments(
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "dtype": spec.dtype,
         "max_model_len": -1 if max_model_len is None else max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
+        "max_num_seqs": settings.slots,
         "max_logprobs": -1,
         "logprobs_mode": logprobs_mode,
         "enable_prefix_caching": prefix_caching,

@@ -27,7 +27,7 @@ from gkd.planning.layout import (
     with_settings,
     without_colocation,
 )
-from gkd.planning.memory import GroupMemory, all_memory, groups_that_do_not_fit, memory_of, needs_offload
+from gkd.planning.memory import GroupMemory, all_memory, groups_that_do_not_fit, memory_of, needs_offload, slots_of
 from gkd.planning.pipeline import quick_step_s, stages_of
 
 log = logging.getLogger("gkd")
@@ -292,6 +292,13 @@ def require_memory(
 def offload_needed(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> bool:
     """Say whether the actor and the engines on its GPUs are offloaded in turn; arguments of :func:`require_memory`."""
     return any(needs_offload(layout) for layout in _layouts(config, models, gpu_bytes_by_group).values())
+
+
+def planned_slots(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> int:
+    """Return how many sequences a sampling engine runs at a time; arguments of :func:`require_memory`."""
+    layouts = _layouts(config, models, gpu_bytes_by_group)
+    layout = layouts.get("rollout", layouts.get(None))
+    return config.rollout.slots if layout is None else slots_of(layout, "rollout", config.rollout)
 
 
 def _layouts(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gkd.config import GROUPS, Config, Engine, Pool, Scorer
 from gkd.planning.layout import Layout, engine_class, with_settings
-from gkd.planning.memory import GroupMemory, memory_of
+from gkd.planning.memory import GroupMemory, memory_of, slots_of
 
 Value = int | float | bool
 LEVEL_NAMES = {
@@ -119,7 +119,8 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
     auto = isinstance(engine, Scorer) and engine.engine == "auto"  # which is vLLM as soon as it spans GPUs
     named = engine.model_copy(update={"engine": "vllm"}) if auto else engine
     properties = engine_class(named, layout.models.of(GROUPS.get(section, section)))
-    seqs = tuple(engine.max_num_seqs >> i for i in (1, 2, 3) if engine.max_num_seqs >> i >= 8)
+    slots = slots_of(layout, GROUPS.get(section, section), engine)
+    seqs = tuple(slots >> i for i in (1, 2, 3) if slots >> i >= 8)
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
     if layout.hardware.is_cpu:
         sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)

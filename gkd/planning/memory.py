@@ -28,6 +28,8 @@ FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without b
 NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
 MASKED = 4  # without a sort, as rollout.top_k and rollout.min_p need none: what is left out, and what stays normalised
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
+LARGE_GPU = 70 * GIB  # with more memory than that vLLM takes larger steps, and more sequences, by default
+VLLM_SEQS = {False: 256, True: 1024}  # vllm.engine.arg_utils, for vllm.LLM
 PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
 
 
@@ -221,9 +223,9 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return the memory of one GPU of a vLLM engine."""
     shape, gpu, tp, c = layout.models.of(group), layout.hardware, engine.tensor_parallel_size, layout.compute_bytes
     weights = _engine_weights(shape, engine, c) / tp
-    step = _step_activations(shape, engine, gpu.memory, c)
-    graphs = CONTEXT + (0 if engine.enforce_eager else GRAPHS)
-    cache = engine.gpu_memory_utilization * gpu.memory - weights - step - graphs
+    slots = slots_of(layout, group, engine)
+    step, graphs = _step_activations(shape, engine, slots, gpu.memory, c), _process_bytes(engine)
+    cache = _cache_bytes(layout, group, engine, slots)
     items = {
         "weights": weights,
         "activations of a step": step,
@@ -244,7 +246,7 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         shortage = f"tensor_parallel_size={tp} does not divide {shape.heads} attention heads"
     elif n_held < 1:
         shortage = f"{(kv_bytes(shape, tp, c) * longest - cache) / GB:.1f} GB short of one sequence's cache"
-    return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, engine))
+    return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, slots))
 
 
 def _engine_weights(shape: ModelShape, engine: Engine, c: int) -> float:
@@ -266,21 +268,21 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
     if isinstance(engine, Scorer):
         tokens = batched_tokens(shape.vocabulary, engine, "cpu")
         assert tokens is not None, "on a CPU a step is always limited"
-        n_rows = min(tokens, engine.max_num_seqs * workload.longest)
+        n_rows = min(tokens, engine.slots * workload.longest)
         items["logits"] = float(2 * n_rows * shape.vocabulary * F32)
-        running = min(engine.max_num_seqs, workload.samples)
+        running = min(engine.slots, workload.samples)
         top_k = _largest_top_k(layout, group, shape)
         items["results"] = float(min(RESULT_BYTES, running * workload.longest * (top_k + 1) * 8))
     n_held = engine.kv_cache_gb * GIB // (kv_bytes(shape, 1, c) * workload.longest)
     shortage = "" if n_held else f"kv_cache_gb={engine.kv_cache_gb} holds no sequence of {workload.longest:,} tokens"
-    notes = _cache_notes(n_held, workload.longest, engine)
+    notes = _cache_notes(n_held, workload.longest, engine.slots)
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
 
 
 def _unmanaged_sampler_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Count a cache for every sequence of a batch at full length, and their float32 logits: transformers' generate."""
     shape, c, workload = layout.models.student, layout.compute_bytes, layout.workload()
-    batch = min(engine.max_num_seqs, workload.samples)
+    batch = min(engine.slots, workload.samples)
     items = {
         "weights": float(c * shape.n_parameters),
         "key-value cache": float(batch * workload.longest * kv_bytes(shape, 1, c)),
@@ -297,7 +299,7 @@ def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> Grou
     """
     shape, c, longest = layout.models.of(group), layout.compute_bytes, layout.workload().longest
     device: Device = "cpu" if layout.hardware.is_cpu else "cuda"
-    tokens = max(longest, min(PASS_TOKENS[device], engine.max_num_seqs * longest))
+    tokens = max(longest, min(PASS_TOKENS[device], engine.slots * longest))
     width = max(layers.width for layers in shape.layers)
     copied = shape.head if shape.tied and layout.hardware.is_cpu else 0
     k = _largest_top_k(layout, group, shape)
@@ -314,11 +316,40 @@ def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> Grou
 
 
 def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
-    """Count the sequences of mean length that an engine runs at a time: its cache's, at most max_num_seqs."""
+    """Count the sequences of mean length that an engine runs at a time: its cache's, at most its slots."""
     shape, c = layout.models.of(group), layout.compute_bytes
     cache = pool_memory(layout, group, engine).items.get("key-value cache", 0.0)
     a_sequence = kv_bytes(shape, engine.tensor_parallel_size, c) * _in_blocks(layout.workload().length)
-    return max(1, min(engine.max_num_seqs, int(cache // a_sequence)))
+    return max(1, min(slots_of(layout, group, engine), int(cache // a_sequence)))
+
+
+def slots_of(layout: Layout, group: str, engine: Engine) -> int:
+    """Return the sequences that an engine may run at a time: ``max_num_seqs``, or what is planned where that is null.
+
+    That is as many as the schedule asks an engine for (128 at least, for validation), vLLM's own limit, and what the
+    cache holds of sequences of mean length: of more, vLLM would throw caches away and compute them once more.
+    """
+    shape, c, gpu = layout.models.of(group), layout.compute_bytes, layout.hardware
+    if engine.max_num_seqs is not None or gpu.is_cpu or not engine_class(engine, shape).managed_memory:
+        return engine.slots
+    ahead = layout.workload().samples * (1 + layout.config.schedule.max_staleness)
+    most = VLLM_SEQS[gpu.memory >= LARGE_GPU]
+    wanted = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
+    cache = _cache_bytes(layout, group, engine, wanted)
+    a_sequence = kv_bytes(shape, engine.tensor_parallel_size, c) * _in_blocks(layout.workload().length)
+    return max(1, min(wanted, int(cache // a_sequence)))
+
+
+def _cache_bytes(layout: Layout, group: str, engine: Engine, slots: int) -> float:
+    """Return what vLLM's share of a GPU leaves for the cache, negative where it is too small for the rest."""
+    shape, c, memory = layout.models.of(group), layout.compute_bytes, layout.hardware.memory
+    taken = _engine_weights(shape, engine, c) / engine.tensor_parallel_size
+    taken += _step_activations(shape, engine, slots, memory, c) + _process_bytes(engine)
+    return engine.gpu_memory_utilization * memory - taken
+
+
+def _process_bytes(engine: Engine) -> float:
+    return CONTEXT + (0 if engine.enforce_eager else GRAPHS)
 
 
 def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
@@ -331,16 +362,16 @@ def _in_blocks(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-def _step_activations(shape: ModelShape, engine: Engine, memory: float, c: int) -> float:
+def _step_activations(shape: ModelShape, engine: Engine, slots: int, memory: float, c: int) -> float:
     """Return the bytes of the largest step that vLLM measures itself with: its default tokens, and sampling."""
     width = max(layers.width for layers in shape.layers)
     a_token = c * (3 * shape.hidden + 3 * width / engine.tensor_parallel_size)
-    return _step_tokens(memory) * a_token + engine.max_num_seqs * shape.vocabulary * (c + 2 * F32)
+    return _step_tokens(memory) * a_token + slots * shape.vocabulary * (c + 2 * F32)
 
 
 def _step_tokens(memory: float) -> int:
     """Return the tokens of a step, as vLLM chooses them by the memory of the GPU."""
-    return 16384 if memory >= 70 * GIB else 8192
+    return 16384 if memory >= LARGE_GPU else 8192
 
 
 def _largest_top_k(layout: Layout, group: str, shape: ModelShape) -> int:
@@ -349,6 +380,6 @@ def _largest_top_k(layout: Layout, group: str, shape: ModelShape) -> int:
     return max(layout.workload().top_k, in_validation) if group == "teacher" else 0
 
 
-def _cache_notes(n_held: int, longest: int, engine: Engine) -> tuple[str, ...]:
-    text = f"the cache holds {n_held:,} sequences of {longest:,} tokens; max_num_seqs={engine.max_num_seqs}"
-    return (text if n_held >= engine.max_num_seqs else f"{text}: long ones would wait",)
+def _cache_notes(n_held: int, longest: int, slots: int) -> tuple[str, ...]:
+    text = f"the cache holds {n_held:,} sequences of {longest:,} tokens; max_num_seqs={slots}"
+    return (text if n_held >= slots else f"{text}: long ones would wait",)

@@ -15,7 +15,7 @@ import numpy as np
 
 from gkd.config.schedule import streaming_obstacle
 from gkd.planning.layout import Layout
-from gkd.planning.memory import concurrent_sequences, largest_micro_batch, needs_offload
+from gkd.planning.memory import concurrent_sequences, largest_micro_batch, needs_offload, slots_of
 from gkd.planning.pipeline import (
     Factors,
     adam_s,
@@ -105,7 +105,7 @@ def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> Sampling:
 
     return Sampling(
         n_engines,
-        capacity=max(1, round(engine.max_num_seqs / each)),
+        capacity=max(1, round(slots_of(layout, "rollout", engine) / each)),
         running=max(1, round(concurrent_sequences(layout, "rollout", engine) / each)),
         token_s=token_s,
         prefill_s=prefill * each * share,

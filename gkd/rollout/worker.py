@@ -39,7 +39,7 @@ class RolloutWorker:
         self._receiver = _receiver(config.weights)
         self._eos_ids = spec.model.eos_ids
         self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank)
-        self._slots = Slots(config.rollout.max_num_seqs)
+        self._slots = Slots(config.rollout.slots)
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._unfinished = 0  # requests in the engine
         self._n_sampled = 0

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gkd.planning.memory import concurrent_sequences, kv_bytes, pool_memory
+from gkd.planning.advice import planned_slots
+from gkd.planning.memory import concurrent_sequences, kv_bytes, pool_memory, slots_of
 from tests.planning.layouts import layout_of
 
 DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.gpu_type=a100-80gb")
@@ -26,7 +27,37 @@ def test_the_cache_is_what_the_share_of_the_gpu_leaves() -> None:
     assert sum(found.items[name] for name in inside) == pytest.approx(0.85 * s.hardware.memory)
     held = int(found.items["key-value cache"] // (kv_bytes(s.models.student, 1, 2) * 1280))
     assert f"holds {held:,} sequences of 1,280 tokens" in found.notes[0]
-    assert concurrent_sequences(s, "rollout", s.config.rollout) == s.config.rollout.max_num_seqs
+    assert concurrent_sequences(s, "rollout", s.config.rollout) == 128
+
+
+def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() -> None:
+    """By hand: 0.85 of the GPU without weights, context, graphs and the largest step, in sequences of mean length."""
+    large, length = (*DISTIL, "trainer.batch_size=4096"), 1280
+    s = layout_of(*large)
+    assert s.workload().length == length and s.hardware.memory == pytest.approx(79.1 * 2**30)
+    assert slots_of(s, "rollout", s.config.rollout) == 1024  # vLLM's own limit; its cache holds more
+    assert concurrent_sequences(s, "rollout", s.config.rollout) == 1024
+    shape, engine = s.models.student, s.config.rollout
+    small = replace(s, hardware=replace(s.hardware, memory=12e9))
+    width = max(layers.width for layers in shape.layers)
+    taken = 2 * shape.n_parameters + 1.1 * 2**30 + 8192 * 2 * (3 * shape.hidden + 3 * width)
+    left = 0.85 * 12e9 - taken - 256 * shape.vocabulary * (2 + 2 * 4)
+    held = slots_of(small, "rollout", engine)
+    assert held == int(left // (kv_bytes(shape, 1, 2) * length)) < 256
+    found = pool_memory(small, "rollout", engine)
+    assert f"max_num_seqs={held}" in found.notes[0]
+    assert found.items["key-value cache"] >= held * kv_bytes(shape, 1, 2) * length
+    for overrides, slots in (
+        ((), 128), (("schedule.max_staleness=2",), 192), (("rollout.n=8",), 512), (("rollout.max_num_seqs=7",), 7),
+        (("rollout.n=8", "rollout.n_gpus_per_node=2"), 256), (("rollout.n=8", "rollout.engine=hf"), 128),
+    ):  # fmt: skip
+        given = layout_of(*DISTIL, *overrides)
+        assert slots_of(given, "rollout", given.config.rollout) == slots, overrides
+    on_cpu = layout_of(*DISTIL, "rollout.n=8", on_cpu=True)
+    assert slots_of(on_cpu, "rollout", on_cpu.config.rollout) == 128
+    config, models = s.config, s.models
+    assert planned_slots(config, models, {"actor": 80e9, "rollout": 12e9}) == held
+    assert planned_slots(config, models, None) == planned_slots(config, models, {"actor": 80e9}) == 128
 
 
 def test_tensor_parallelism_divides_weights_and_must_divide_heads() -> None:
