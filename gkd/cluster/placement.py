@@ -87,13 +87,13 @@ def lay_out(config: Config) -> Config:
     return changed
 
 
-def place(config: Config, session: Session) -> Placement:
+def place(config: Config, session: Session, nodes_come: bool = False) -> Placement:
     """Reserve every pool, start its workers, and check that each has the right GPU, before any model loads.
 
-    Raises ConfigError for a layout that fits nowhere,
+    Raises ConfigError for a layout that fits nowhere, unless further ``nodes_come``, in place of one that left;
     RunFailed when it does not get free in time or a worker does not start, PlacementFault when the check fails.
     """
-    claims, names = reserve(session, requests_of(config), config.cluster)
+    claims, names = reserve(session, requests_of(config), config.cluster, nodes_come)
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
     groups = {group: _group(group, claims[group], names, session) for group in pools}
     placement = Placement(groups, claims, names, session, config.cluster)

@@ -69,17 +69,18 @@ class _Missed(Exception):
 
 
 def reserve(
-    session: Session, requests: Sequence[GroupRequest], cluster: Cluster
+    session: Session, requests: Sequence[GroupRequest], cluster: Cluster, nodes_come: bool = False
 ) -> tuple[dict[str, list[Claim]], dict[str, str]]:
     """Return claims by group, in rank order, and names of nodes by id. Colocated groups are on the GPUs of their hosts.
 
-    Raises ConfigError when the groups do not fit even on the idle cluster, RunFailed when
-    ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
+    Raises ConfigError when the groups do not fit even on the idle cluster, unless further ``nodes_come``; RunFailed
+    when ``cluster.reserve_timeout_s`` pass before everything is free or when a worker does not start.
     """
     deadline = time.monotonic() + cluster.reserve_timeout_s
     indices: dict[str, list[int]] | None = {} if any(request.ranges for request in requests) else None
     nodes = read_nodes(indices)
-    require_fit(requests, nodes, cluster.cpus_per_worker)
+    if not nodes_come:
+        require_fit(requests, nodes, cluster.cpus_per_worker)
     # Of a GPU, as Ray counts it; the groups themselves share its memory.
     share = 1 / max(request.workers_per_gpu for request in requests)
     pause, logged, unlucky = 0.5, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()

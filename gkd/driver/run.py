@@ -227,7 +227,7 @@ def _restore(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
 def _place_and_show(config: Config, session: Session, output: Path) -> Placement:
     """Place the groups; the table is shown and placement.json written also when the check fails."""
     try:
-        placement = place(config, session)
+        placement = place(config, session, nodes_come=restarts() > 0)
     except PlacementFault as fault:
         print_table(fault.placement.reports)
         fault.placement.write_json(output / "placement.json")

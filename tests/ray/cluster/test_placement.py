@@ -108,6 +108,9 @@ def test_a_layout_beyond_the_cluster_ends_at_once(cluster):
     config = configuration(1, {"n_gpus_per_node": 8, "nnodes": 4}, 1)
     with connect(config) as session, pytest.raises(ConfigError, match=r"8 on each of 4 nodes.*nearest that fits"):
         place(config, session)
+    config = configuration(1, {"n_gpus_per_node": 8, "nnodes": 4}, 1, reserve_timeout_s=1.0)
+    with connect(config) as session, pytest.raises(RunFailed, match=r"^no room after 1 s \(cluster\.reserve"):
+        place(config, session, nodes_come=True)  # in place of one that left
 
 
 def test_cpus_are_counted(cluster):
