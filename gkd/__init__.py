@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,9 +15,23 @@ __version__ = "0.2.0"
 """The version of this code, which packaging reads from here and a run writes into its files."""
 
 
+_API = ("train", "evaluate", "plan")
+
+
+class _Package(ModuleType):
+    """Keeps the names of :data:`_API` where the programs ``gkd.plan`` and ``gkd.evaluate`` are imported as well."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _API and isinstance(value, ModuleType)):  # which importing a module of the package does
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
     """Return train, evaluate or plan of :mod:`gkd.api`, which is imported when one is first asked for."""
-    if name in ("train", "evaluate", "plan"):
+    if name in _API:
         from gkd import api
 
         return getattr(api, name)

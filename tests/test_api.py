@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from gkd.errors import ConfigError
 from tests.docs.pages import ROOT, python_files
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1)
+
+
+def test_functions_keep_their_names_beside_programs_of_the_same_name() -> None:
+    import gkd.evaluate
+    import gkd.plan
+
+    assert gkd.plan is plan and gkd.evaluate is gkd.api.evaluate
+    assert callable(sys.modules["gkd.plan"].main)
 
 
 @given(st.one_of(TEXT, st.text("\\'\"{}[]$:,= ", min_size=1)))
