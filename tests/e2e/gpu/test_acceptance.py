@@ -148,7 +148,7 @@ def test_the_machine_and_the_wish_go_together(monkeypatch: pytest.MonkeyPatch) -
 def test_all_of_it_fits_into_its_time_on_one_gpu() -> None:
     assert sum(check.estimate_s for check in CHECKS if check.n_gpus == 1) <= 9 * 60
     assert all(check.estimate_s < check.limit_s for check in CHECKS)
-    assert len({check.name for check in CHECKS}) == len(CHECKS) == 14
+    assert len({check.name for check in CHECKS}) == len(CHECKS) == 15
 
 
 def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +174,7 @@ class Recorded:
 
     mismatch: float = 0.001
     peak_gb: float = 30.0
+    grad_norm: float = 1.0
     weights: bytes = b"weights"
     names: list[str] = field(default_factory=list)
 
@@ -188,6 +189,7 @@ class Recorded:
         files = {"actor/rank_0.safetensors": Sum(7, hashlib.sha256(b"weights").hexdigest())}
         write(Saved(rank.parents[1], "step", State(4), {}, "", "bfloat16", {}, files))
         steps = [{"step": i, "distill/loss": 2 - i / 10, "mismatch/kl": self.mismatch, "timing_s/step": 2.5,
+                  "staleness/max": float(config.schedule.max_staleness), "actor/grad_norm": self.grad_norm,
                   **{f"timing_s/{stage}": 0.5 for stage in ("generate", "score", "update", "sync")},
                   "memory/actor/peak_gb": self.peak_gb} for i in range(1, config.trainer.total_steps + 1)]  # fmt: skip
         (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
@@ -203,7 +205,7 @@ class Recorded:
         return Run(output, text, steps, 40.0, 60.0)
 
 
-RUNS = ("eager", "graphs", "colocation", "transfers", "little_memory", "curve", "two_gpus", "against_trl")
+RUNS = ("eager", "graphs", "ahead", "colocation", "transfers", "little_memory", "curve", "two_gpus", "against_trl")
 
 
 @pytest.fixture
@@ -228,7 +230,7 @@ def test_every_run_is_one_that_can_be_configured(recorded: Recorded, tmp_path: P
     for name in RUNS:
         assert check(name, 2, tmp_path / name)
     assert recorded.names == [
-        "eager", "graphs", "colocation", "ipc", "object_store", "grpo", "curve", "nccl", "both", "w1",
+        "eager", "graphs", "ahead", "colocation", "ipc", "object_store", "grpo", "curve", "nccl", "both", "w1",
     ]  # fmt: skip
 
 
@@ -238,7 +240,14 @@ def test_losses_are_compared_with_those_of_the_run_before(recorded: Recorded, tm
     assert recorded.names == ["eager", "object_store"]
 
 
-@pytest.mark.parametrize("name", ["graphs", "little_memory", "two_gpus", "against_trl"])
+def test_compiled_layers_are_compared_with_the_eager_run(recorded: Recorded, tmp_path: Path) -> None:
+    check("eager", 1, tmp_path)
+    recorded.grad_norm = 1.1
+    with pytest.raises(AssertionError, match=r"actor/grad_norm of the first step: 1\.0, 1\.1"):
+        check("graphs", 1, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["graphs", "ahead", "little_memory", "two_gpus", "against_trl"])
 def test_a_sampler_that_has_other_weights_than_the_trainer_fails_every_run(
     name: str, recorded: Recorded, tmp_path: Path
 ) -> None:

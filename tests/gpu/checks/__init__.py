@@ -37,7 +37,8 @@ CHECKS = (
     Check("transfers", "tests.gpu.checks.runs:transfers", 40, 150, rehearses=False),
     Check("little_memory", "tests.gpu.checks.runs:little_memory", 40, 120),
     Check("out_of_memory", "tests.gpu.checks.out_of_memory:update_again", 25, 90),
-    Check("w1", "tests.gpu.checks.w1:against_trl", 95, 240),
+    Check("w1", "tests.gpu.checks.w1:against_trl", 85, 240),
+    Check("ahead", "tests.gpu.checks.runs:ahead", 22, 120),
     Check("curve", "tests.gpu.checks.runs:curve", 85, 240),
     Check("two_gpus", "tests.gpu.checks.runs:two_gpus", 100, 240, n_gpus=2, rehearses=False),
 )

@@ -14,7 +14,7 @@ from tests.gpu.checks.program import run
 TRL_STEP_S, TRL_PEAK_GIB = 4.95, 64.8
 """Of TRL 1.16's DistillationTrainer on one H200, vLLM colocated; the peak is that of its trainer."""
 
-WORDS, PROMPT, RESPONSE, BATCH, STEPS = 151_936, 128, 512, 128, 8
+WORDS, PROMPT, RESPONSE, BATCH, STEPS = 151_936, 128, 512, 128, 6
 SHAPES = {"student": (896, 4864, 24, 14, 2), "teacher": (1536, 8960, 28, 12, 2)}
 SMALL = {"student": (64, 128, 2, 2, 2), "teacher": (128, 256, 2, 4, 2)}
 
