@@ -17,6 +17,7 @@ from gkd.planning.pipeline import Factors, stages_of
 from gkd.planning.steps import simulate_layout
 
 MOST_SPREAD = 3.0
+SCORERS = ("teacher", "reference", "reward_model")
 SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it says how long scoring takes in all
 
 
@@ -35,13 +36,17 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     ran = replace(layout, config=config, models=models_of(config))
     planned, simulated = stages_of(ran), simulate_layout(ran, config.schedule.max_staleness)
     seconds = {name: _median(rows, name) for name in ("generate", "score", "update", "sync")}
-    score = 1.0
+    generate, score = _ratio(seconds["generate"], simulated.generate), 1.0
     scoring = max(planned.score, planned.reference, planned.reward)
     if scoring and seconds["score"] > SCORING_LED * seconds["generate"]:
         score = (seconds["generate"] + seconds["score"]) / (scoring + planned.tail)
+    device_of = {group: layout.hosts.get(group, group) for group in ("rollout", *SCORERS)}
+    if scoring and device_of["rollout"] in [device_of[group] for group in SCORERS]:
+        # Each is slower while the other works, so what was measured is the time of both together.
+        generate = score = _ratio(seconds["generate"] + seconds["score"], simulated.scored)
     return replace(
         lengths,
-        generate=_ratio(seconds["generate"], simulated.generate),
+        generate=generate,
         score=score,
         update=_ratio(seconds["update"], planned.update),
         sync=_ratio(seconds["sync"], planned.sync),

@@ -84,7 +84,8 @@ class SimulatedRun:
 class Step:
     """Describes one step in the long run. ``busy``: seconds that the workers of each group work, on average.
 
-    ``bound``: the group that is most busy; ``generate``: seconds from a batch's request to its last finished sample.
+    ``bound``: the group that is most busy; ``generate``: seconds from a batch's request to its last finished sample,
+    and ``scored`` to its last scored one.
     """
 
     staleness: int
@@ -92,6 +93,7 @@ class Step:
     busy: dict[str, float]
     bound: str
     generate: float = 0.0
+    scored: float = 0.0
 
     @property
     def waits(self) -> dict[str, float]:
@@ -107,9 +109,11 @@ def simulate(run: SimulatedRun, steps: int = MEASURED) -> Step:
     ends = [0.0, *simulation.ends]
     busy = {name: group.worked_at[first + steps] - group.worked_at[first] for name, group in simulation.groups.items()}
     busy = {name: seconds / steps for name, seconds in busy.items()}
-    generated = [simulation.generated[s] - simulation.requested[s] for s in range(first + 1, first + steps + 1)]
+    measured = range(first + 1, first + steps + 1)
+    generated = fmean(simulation.generated[s] - simulation.requested[s] for s in measured)
+    scored = fmean(simulation.all_scored[s] - simulation.requested[s] for s in measured)
     seconds = (ends[first + steps] - ends[first]) / steps
-    return Step(run.max_staleness, seconds, busy, max(busy, key=lambda name: busy[name]), fmean(generated))
+    return Step(run.max_staleness, seconds, busy, max(busy, key=lambda name: busy[name]), generated, scored)
 
 
 @dataclass(slots=True)
@@ -167,6 +171,7 @@ class _Simulation:
         self.unsampled: dict[int, int] = {}
         self.requested: dict[int, float] = {}
         self.generated: dict[int, float] = {}
+        self.all_scored: dict[int, float] = {}
         self.ends: list[float] = []
         self.number = 0
         # Of the actor's present step: samples that were fed, the open chunk's tokens, chunks that wait, and its state.
@@ -304,6 +309,8 @@ class _Simulation:
     def _finish(self, sample: _Sample) -> None:
         """Give the sample to the actor once it is its turn."""
         self.scored[sample.step].add(sample.place)
+        if len(self.scored[sample.step]) == len(self.batches[sample.step]):
+            self.all_scored[sample.step] = self.time
         if sample.step == self.step:
             self._feed()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from gkd.planning import steps
+from gkd.planning.measured import factors_of
 from gkd.planning.pipeline import Factors
 from gkd.planning.simulation import Sampling, Scoring, SimulatedRun, Updating, simulate
 from gkd.planning.steps import response_lengths, simulate_layout, streams
@@ -130,3 +134,18 @@ def test_factors_scale_what_they_are_of() -> None:
     one, other = simulate_layout(layout, 0), simulate_layout(layout, 0, Factors(2.0, 2.0, 2.0, 2.0))
     assert other.seconds == pytest.approx(2 * one.seconds)
     assert other.generate == pytest.approx(2 * one.generate)
+
+
+def test_on_shared_cores_a_runs_timings_give_its_step(tmp_path: Path) -> None:
+    """What was measured of sampling has the scoring in it that went on beside it."""
+    recipe = ("+recipe=on_policy_distill", "schedule.streaming=false")
+    layout = layout_of(*recipe, on_cpu=True)
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
+    row = {"timing_s/generate": 0.2, "timing_s/score": 0.1, "timing_s/update": 0.15, "timing_s/sync": 0.05}
+    lines = [json.dumps({"step": step, "response/length_mean": 9.0, **row}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    factors = factors_of(str(tmp_path), layout)
+    layout = replace(layout, config=factors.lengths(layout.config))
+    step = simulate_layout(layout, 0, factors)
+    assert step.scored == pytest.approx(0.3)
+    assert step.seconds == pytest.approx(sum(row.values()))
