@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
-from gkd.weights.object_store import ObjectStoreSender
-from gkd.weights.packing import buckets
-from gkd.weights.transfer import Piece
+from gkd.weights.delivery import Delivery, Destination, Push
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,17 +31,18 @@ class FurtherWeights:
 def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weights, version: int) -> None:
     """Have every engine load ``weights``, in pieces through the object store, and serve them as ``version``.
 
-    Raises RunFailed when that takes longer than ``weights.timeout_s`` or leaves no engine.
+    Versions rise. Raises RunFailed when that takes longer than ``weights.timeout_s`` or leaves no engine.
     """
     import torch
 
-    deadline, sender = time.monotonic() + settings.timeout_s, ObjectStoreSender(settings, torch.device("cpu"))
-    served: dict[int, int] = {}
-    for number, (bucket, last) in enumerate(buckets(weights.read(), settings.bucket_mb << 20)):
-        piece = Piece(version, number, last)
-        piece = replace(piece, contents=(sender.pack(bucket, piece),))
-        left = max(0.0, deadline - time.monotonic())
-        served = rollout.tell("receive", piece, timeout_s=left, what=f"loading the weights of {weights.name}")
+    from gkd.actor.publishing import Publisher
+
+    engines, limit = rollout.present, settings.timeout_s
+    push = Push(version, version, limit)
+    delivery = Delivery(push, [Destination(rollout.group.workers[engine], 1) for engine in engines])
+    Publisher(settings, torch.device("cpu"), weights.read).send(delivery)
+    what = f"loading the weights of {weights.name}"
+    served = rollout.tell("receive", push, timeout_s=limit, what=what, engines=engines)
     for engine, its in served.items():
         if its != version:
             raise RunFailed(f"{rollout.group.reports[engine]} does not serve the weights of {weights.name}")
