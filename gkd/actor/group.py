@@ -274,9 +274,9 @@ class ActorGroup:
     def _of_one_step(self, method: str, timeout_s: float, what: str) -> Applied:
         end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
         while True:
-            found: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, what=what)
-            if found[0] is not None and all(one is not None and one.step == found[0].step for one in found):
-                return found[0]
+            results: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, what=what)
+            if results[0] is not None and all(one is not None and one.step == results[0].step for one in results):
+                return results[0]
             end = min(end, time.monotonic() + WHOLE_S)
             if time.monotonic() >= end:
                 raise RunFailed("the actor is in the middle of an update")

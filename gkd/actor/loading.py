@@ -111,7 +111,7 @@ def load(
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     adapted = lora is not None and lora.r is not None
-    lm, found = AutoModelForCausalLM.from_pretrained(
+    lm, report = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         dtype=dtype if adapted and device.type == "cuda" else torch.float32,
@@ -121,7 +121,7 @@ def load(
         **(loading(device, dtype) if lora is not None and lora.quantize else {}),
         **({} if packed is None else {"device_map": "meta"}),
     )
-    if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+    if lacking := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
         raise ConfigError(f"model.path={path}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -43,7 +43,7 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     """
     targets = _linear_layers(lm) if settings.target_modules == ALL else settings.target_modules
     try:
-        inject_adapter_in_model(_described(settings, targets), lm)
+        inject_adapter_in_model(_lora_config(settings, targets), lm)
     except ValueError as error:
         given, reason = settings.target_modules, one_line(error)
         raise ConfigError(f"actor.lora.target_modules={given}: {reason}") from None
@@ -68,7 +68,7 @@ def _linear_layers(lm: Any) -> list[str]:
     ]
 
 
-def _described(settings: Lora, targets: str | list[str]) -> LoraConfig:
+def _lora_config(settings: Lora, targets: str | list[str]) -> LoraConfig:
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.r,
@@ -97,8 +97,8 @@ def merged(lm: nn.Module, tensors: Iterator[tuple[str, Tensor]], whole: Whole) -
 def _delta(layer: Any, whole: Whole) -> Tensor:
     down, up = (whole(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     product = (up @ down) * layer.scaling[ADAPTER]
-    found: Tensor = product.T if layer.fan_in_fan_out else product
-    return found
+    delta: Tensor = product.T if layer.fan_in_fan_out else product
+    return delta
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def without_adapter(lm: nn.Module) -> Iterator[None]:
 def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, directory: Path) -> None:
     """Write the adapter alone in peft's format, for the model in ``base``; ``tensors`` are those of the adapter."""
     adapted = sorted({name.partition(_LORA)[0] for name in tensors})
-    described = _described(settings, adapted if settings.target_modules == ALL else settings.target_modules)
+    described = _lora_config(settings, adapted if settings.target_modules == ALL else settings.target_modules)
     described.base_model_name_or_path = base
     described.inference_mode = True
     directory.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ class Student(nn.Module):
         are named once. Without an adapter, which is added before anything is rounded, it is shards of ``dtype`` that
         are gathered.
         """
-        tensors = self._gathered(None if self.has_adapter else dtype)
+        tensors = self._gather(None if self.has_adapter else dtype)
         if self.has_adapter:
             from gkd.actor.lora import merged
 
@@ -104,10 +104,10 @@ class Student(nn.Module):
 
         return ((name_in_peft(name), whole.to(dtype)) for name, whole in self.adapter_tensors())
 
-    def _gathered(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        return dequantized(self.lm, self._stored(dtype))
+    def _gather(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        return dequantized(self.lm, self._gather_stored(dtype))
 
-    def _stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    def _gather_stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         return ((name, _whole(value.detach(), dtype)) for name, value in named_tensors(self.lm))
 
 
@@ -121,10 +121,10 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor
     local, mesh = tensor.to_local(), tensor.device_mesh
     local = local.to(device=mesh.device_type, dtype=dtype if local.is_floating_point() else None)
-    found: Tensor = DTensor.from_local(
+    sharded: Tensor = DTensor.from_local(
         local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     ).full_tensor()
-    return found
+    return sharded
 
 
 def named_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

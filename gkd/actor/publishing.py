@@ -71,7 +71,7 @@ class Publisher:
         self.sender.release(keep=IN_FLIGHT - 1 if packs and number else 0)
         self._packs = packs
         if number == 0:
-            self._buckets = buckets(self._gathered(), self.settings.bucket_mb << 20)
+            self._buckets = buckets(self._gather(), self.settings.bucket_mb << 20)
         bucket, last = next(self._buckets)
         if last:  # what gathered the pieces holds the last tensor
             self._buckets = iter(())
@@ -82,7 +82,7 @@ class Publisher:
         bucket.clear()  # what was gathered is not needed beside its copy
         return Piece(version, number, last, (content,))
 
-    def _gathered(self) -> Named:
+    def _gather(self) -> Named:
         for name, tensor in self._tensors():
             if not self._packs:
                 yield name, tensor.to("meta")

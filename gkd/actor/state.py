@@ -62,7 +62,7 @@ def write_part(optimizer: Optimizer, part: Part, file: Path) -> Sum:
     Names are the optimizer's: in the middle of a pass, FSDP has whole parameters in the model's place of shards.
     """
     arrays, shards = {}, {}
-    for (name, p), kept in zip(_named(optimizer), part, strict=True):
+    for (name, p), kept in zip(_named_parameters(optimizer), part, strict=True):
         shards[name] = {"shape": list(p.shape), "start": _start(p)}
         arrays.update({f"{kind}.{name}": value for kind, value in kept.items()})
     try:
@@ -118,7 +118,7 @@ class _Saved:
     def rows(self, kind: str, name: str, p: Tensor) -> Tensor:
         """Return those of a parameter's weight or moment that this rank holds, gathered from all files."""
         start, local = _start(p), _local(p)
-        found: list[tuple[int, Tensor]] = []
+        parts: list[tuple[int, Tensor]] = []
         for file, keys, shards in self._files:
             if (key := f"{kind}.{name}") not in keys:
                 continue
@@ -132,9 +132,9 @@ class _Saved:
             first = shards[name]["start"]
             low, high = max(start, first), min(start + len(local), first + shape[0])
             if low < high:
-                found.append((low, tensor[low - first : high - first]))
+                parts.append((low, tensor[low - first : high - first]))
         none = local.new_empty(0, *local.shape[1:], device="cpu")
-        whole = torch.cat([none, *(rows for _, rows in sorted(found, key=lambda at: at[0]))])
+        whole = torch.cat([none, *(rows for _, rows in sorted(parts, key=lambda at: at[0]))])
         if whole.shape != local.shape:
             raise RunFailed(f"the checkpoint lacks {len(local) - len(whole)} rows of {kind} of {name}")
         return whole
@@ -165,14 +165,14 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for group in optimizer.param_groups:
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _start(p: Tensor) -> int:

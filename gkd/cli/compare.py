@@ -61,14 +61,14 @@ def show(rows: Sequence[Comparison]) -> None:
             shown.add((row.set, row.first))
         needed = "" if row.paired.needed is None else f"{row.paired.needed:,}"
         p, corrected = (_p(value) for value in (row.paired.p, row.holm_p))
-        table.add_row(row.set, row.second, f"{row.values[1]:.3f}", _signed(row), p, corrected, needed)
+        table.add_row(row.set, row.second, f"{row.values[1]:.3f}", _format_difference(row), p, corrected, needed)
     out = console()
     out.print(table)
     for row in rows:
         out.print(_verdict(row))
 
 
-def _signed(row: Comparison) -> str:
+def _format_difference(row: Comparison) -> str:
     low, high = row.paired.difference.low, row.paired.difference.high
     assert low is not None and high is not None, "two questions or more are compared"
     return f"{row.paired.difference.value:+.3f} ({low:+.3f} to {high:+.3f})"

@@ -53,30 +53,30 @@ def _n_rows(text: str) -> int:
     return int(text)
 
 
-def show(found: Preview, config: Config, out: Console, n_rows: int) -> None:
+def show(sets: Preview, config: Config, out: Console, n_rows: int) -> None:
     """Print ``n_rows`` prompts of each file, and what there is of each."""
-    special = {*found.tokenizer.all_special_ids, *found.tokenizer.added_tokens_decoder}
-    for number, file in enumerate(found.files):  # training files come first
+    special = {*sets.tokenizer.all_special_ids, *sets.tokenizer.added_tokens_decoder}
+    for number, file in enumerate(sets.files):  # training files come first
         out.print(f"=== data.{file.use}_files: {file.file}", style="bold")
         for prompt in file.prompts[:n_rows]:
-            _show_prompt(prompt, found, special, out)
-        _show_lengths(file, found.longest, out)
-        _show_counts(file, found.longest, config, out)
+            _show_prompt(prompt, sets, special, out)
+        _show_lengths(file, sets.longest, out)
+        _show_counts(file, sets.longest, config, out)
         if (weights := config.data.train_weights) is not None and file.use == "train":
             out.print(f"{weights[number] / sum(weights):.1%} of what is trained on (data.train_weights)")
         out.print()
 
 
-def _show_prompt(prompt: Prompt, found: Preview, special: set[int], out: Console) -> None:
-    left_out = "" if len(prompt.token_ids) <= found.longest else ", left out"
-    asked = "text as it is" if prompt.messages is None else f"{len(prompt.messages)} messages"
-    out.print(f"row {prompt.id + 1}: {asked}, {len(prompt.token_ids):,} tokens{left_out}", style="bold")
-    out.print(_readable(prompt.token_ids, found.tokenizer, special))
-    if found.has_teacher and prompt.teacher_ids is not None:
+def _show_prompt(prompt: Prompt, sets: Preview, special: set[int], out: Console) -> None:
+    left_out = "" if len(prompt.token_ids) <= sets.longest else ", left out"
+    form = "text as it is" if prompt.messages is None else f"{len(prompt.messages)} messages"
+    out.print(f"row {prompt.id + 1}: {form}, {len(prompt.token_ids):,} tokens{left_out}", style="bold")
+    out.print(_readable(prompt.token_ids, sets.tokenizer, special))
+    if sets.has_teacher and prompt.teacher_ids is not None:
         of = "the teacher" if prompt.teacher is None else f"the teacher {prompt.teacher}"
         out.print(f"as {of} sees it, {len(prompt.teacher_ids):,} tokens:", style="bold")
-        out.print(_readable(prompt.teacher_ids, found.tokenizer, special))
-    elif found.has_teacher:
+        out.print(_readable(prompt.teacher_ids, sets.tokenizer, special))
+    elif sets.has_teacher:
         out.print("the teacher sees the same", style="bold")
     if prompt.answers:
         out.print("answer: " + " | ".join(map(repr, prompt.answers)), style="bold")

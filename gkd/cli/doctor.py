@@ -72,17 +72,17 @@ def _places() -> dict[str, Path]:
     }
 
 
-def _cluster(asked: str | None) -> Iterator[Finding]:
+def _cluster(wanted: str | None) -> Iterator[Finding]:
     import ray
 
     from gkd.cluster.session import cluster_address, join
     from gkd.doctor.cluster import check_cluster
 
-    address = cluster_address(asked)
+    address = cluster_address(wanted)
     if address is None:
         yield ok("cluster", "none is named and none was started here: a run starts a private Ray")
         return
-    join(address, "RAY_ADDRESS" if asked is None and "RAY_ADDRESS" in os.environ else "--address")
+    join(address, "RAY_ADDRESS" if wanted is None and "RAY_ADDRESS" in os.environ else "--address")
     try:
         yield from check_cluster()
     finally:

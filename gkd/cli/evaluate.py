@@ -55,10 +55,10 @@ def _main(arguments: Sequence[str]) -> int:
     config, further = configure(options.overrides)
     results = evaluate(config, out, options.quick, further)
     out.print()
-    show(sorted(results, key=lambda found: list(config.evaluate.sets).index(found.set)), out)
-    if len({found.name for found in results}) > 1 and all(found.n > 1 for found in results):
+    show(sorted(results, key=lambda one: list(config.evaluate.sets).index(one.set)), out)
+    if len({one.name for one in results}) > 1 and all(one.n > 1 for one in results):
         out.print()
-        score = "accuracy" if all("accuracy" in found.scores for found in results) else next(iter(results[0].scores))
+        score = "accuracy" if all("accuracy" in one.scores for one in results) else next(iter(results[0].scores))
         show_comparisons(compare_all(results, score))
     out.print(f"\n{config.evaluate.output_dir}: results/ has these scores, answers.jsonl every answer", soft_wrap=True)
     return 0

@@ -102,16 +102,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _address(asked: str | None) -> str:
+def _address(wanted: str | None) -> str:
     from gkd.cluster import local
 
-    found = asked or os.environ.get("RAY_API_SERVER_ADDRESS") or local.dashboard()
-    if not found:
+    address = wanted or os.environ.get("RAY_API_SERVER_ADDRESS") or local.dashboard()
+    if not address:
         raise ConfigError(
             "no --address, and launch/ray_cluster.sh started no head here: --address http://HOST:8265 names the "
             "dashboard of a cluster"
         )
-    return found
+    return address
 
 
 def _require_recipe(runs: Sequence[JobRun]) -> None:
@@ -136,7 +136,7 @@ def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
         return [
             JobRun(name, here / (config.trainer.output_dir or f"outputs/{config.recipe}/{name}"), overrides, config)
         ]
-    found = []
+    runs = []
     for number, run in enumerate(expand(overrides), 1):
         config = compose(run.overrides)
         directory = here / (config.trainer.output_dir or f"outputs/{config.recipe}/sweep_{stamp}")
@@ -145,10 +145,10 @@ def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
             further.append(f"trainer.run_group={quoted(directory.name)}")
         if not any(override.startswith("cluster.reserve_timeout_s=") for override in overrides):
             further.append(f"cluster.reserve_timeout_s={WAITS_S}")  # for the GPUs of the others
-        found.append(
+        runs.append(
             JobRun(f"{config.recipe}-{stamp}-{number}", directory / run.name, (*run.overrides, *further), config)
         )
-    return found
+    return runs
 
 
 def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
@@ -211,10 +211,10 @@ def _follow(jobs: Jobs, name: str) -> int:
 
 
 def _status(jobs: Jobs, name: str) -> int:
-    found = [jobs.info(name)] if name else jobs.list()
-    if not found:
+    records = [jobs.info(name)] if name else jobs.list()
+    if not records:
         print(f"no jobs on {jobs.address}")
-    for job in found:
+    for job in records:
         print(f"{job.submission_id}  {_line(job)}  {(job.metadata or {}).get('output_dir', '')}")
     return 0
 

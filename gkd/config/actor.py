@@ -44,9 +44,9 @@ class Lora(Settings):
     @model_validator(mode="after")
     def _without_a_rank_there_are_no_adapters(self) -> Lora:
         fields = type(self).model_fields
-        told = [name for name in fields if name != "r" and getattr(self, name) != fields[name].default]
-        if self.r is None and told:
-            raise ValueError(f"{told[0]}={getattr(self, told[0])} is for adapters, and there are none: set r as well")
+        given = [name for name in fields if name != "r" and getattr(self, name) != fields[name].default]
+        if self.r is None and given:
+            raise ValueError(f"{given[0]}={getattr(self, given[0])} is for adapters, and there are none: set r as well")
         return self
 
 

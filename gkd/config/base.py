@@ -36,7 +36,7 @@ def parse_gpus(value: Any) -> list[int] | None:
     parts = value if isinstance(value, list) else str(value).split(",")
     if not parts:
         raise ValueError("the list of GPUs is empty")
-    found: list[int] = []
+    indices: list[int] = []
     for part in parts:
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part))
         if match is None:
@@ -46,10 +46,10 @@ def parse_gpus(value: Any) -> list[int] | None:
             raise ValueError(f"the range {first}-{last} runs backwards")
         if last - first >= 1024:
             raise ValueError(f"the range {first}-{last} names more GPUs than any node has")
-        found += range(first, last + 1)
-    if len(set(found)) != len(found):
+        indices += range(first, last + 1)
+    if len(set(indices)) != len(indices):
         raise ValueError("an index is named twice")
-    return sorted(found)
+    return sorted(indices)
 
 
 GroupName = Literal["actor", "rollout", "teacher", "reference", "reward_model"]
@@ -125,10 +125,10 @@ class Pool(Settings):
         by_node = values.get("gpus_by_node")
         ranges = by_node if isinstance(by_node, list) and by_node else [values.get("gpus")]
         try:
-            found = parse_gpus(ranges[0])
+            indices = parse_gpus(ranges[0])
         except ValueError:  # the field's own check names the key
-            found = None
-        counted = {"n_gpus_per_node": len(found or [0]), "nnodes": len(ranges)}
+            indices = None
+        counted = {"n_gpus_per_node": len(indices or [0]), "nnodes": len(ranges)}
         return {**values, **{name: n for name, n in counted.items() if values.get(name) is None}}
 
     @model_validator(mode="after")
@@ -145,8 +145,8 @@ class Pool(Settings):
             return self
         lengths = [len(indices) for indices in self.gpus_by_node]
         if len(set(lengths)) > 1:
-            told = ", ".join(map(str, lengths))
-            raise ValueError(f"gpus_by_node has ranges of {told} GPUs: a group has as many on each of its nodes")
+            counts = ", ".join(map(str, lengths))
+            raise ValueError(f"gpus_by_node has ranges of {counts} GPUs: a group has as many on each of its nodes")
         if lengths != [self.n_gpus_per_node] * self.nnodes:
             raise ValueError(
                 f"gpus_by_node names {(lengths or [0])[0]} GPUs on each of {len(lengths)} nodes but "

@@ -61,10 +61,10 @@ def _matches(setting: Setting, word: str) -> bool:
         or re.search(rf"\b{re.escape(word)}", setting.meaning.lower())
     ):
         return True
-    return any(setting.name in _dotted(ours) for theirs, ours in ELSEWHERE.items() if word == theirs.lower())
+    return any(setting.name in _dotted_names(ours) for theirs, ours in ELSEWHERE.items() if word == theirs.lower())
 
 
-def _dotted(text: str) -> list[str]:
+def _dotted_names(text: str) -> list[str]:
     return re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+", text)
 
 
@@ -88,12 +88,12 @@ def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:
 
 def _fields_of_entries(section: type[OpenSettings], prefix: str) -> dict[str, FieldInfo]:
     """Collect the settings of a registry's classes, in the section itself or in one with the class' name."""
-    found: dict[str, FieldInfo] = {}
+    fields: dict[str, FieldInfo] = {}
     for entry in section.registry.names():
         own = getattr(getattr(section.registry.load(entry), "Config", None), "model_fields", {})
         for name, field in own.items():
-            found |= {f"{prefix}{name}": field, f"{prefix}{entry}.{name}": field}
-    return found
+            fields |= {f"{prefix}{name}": field, f"{prefix}{entry}.{name}": field}
+    return fields
 
 
 def _setting(name: str, field: FieldInfo, meaning: str) -> Setting:
@@ -121,8 +121,8 @@ def _kinds(annotation: Any) -> list[str]:
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    found = [(sign, getattr(item, key)) for item in metadata for key, sign in _BOUNDS.items() if hasattr(item, key)]
-    return " and".join(f" {sign} {bound:g}" for sign, bound in found)
+    bounds = [(sign, getattr(item, key)) for item in metadata for key, sign in _BOUNDS.items() if hasattr(item, key)]
+    return " and".join(f" {sign} {bound:g}" for sign, bound in bounds)
 
 
 def _yaml(value: Any) -> str:

@@ -60,7 +60,7 @@ def _in_section(key: str, names: Sequence[str], cutoff: float) -> list[str]:
     sections = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
     for own in difflib.get_close_matches(section, list(sections), n=1, cutoff=0.75):
         within = {name.partition(".")[2]: name for name in names if name.startswith(f"{own}.")}
-        return [within[found] for found in difflib.get_close_matches(rest, list(within), n=1, cutoff=cutoff)]
+        return [within[close] for close in difflib.get_close_matches(rest, list(within), n=1, cutoff=cutoff)]
     return []
 
 
@@ -82,8 +82,8 @@ def _alike(key: str, names: Sequence[str]) -> list[str]:
 
 def _owners(leaf: str, names: Sequence[str]) -> list[str]:
     """Return settings whose last part is ``leaf``, where they are few."""
-    found = [name for name in names if name.rpartition(".")[2] == leaf]
-    return found if len(found) <= MOST_OWNERS else []
+    owners = [name for name in names if name.rpartition(".")[2] == leaf]
+    return owners if len(owners) <= MOST_OWNERS else []
 
 
 def _leaf_alike(leaf: str, names: Sequence[str]) -> list[str]:

@@ -215,7 +215,7 @@ class Algorithm(Settings):
         unused = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
         sampling = [] if self.weighs_samples else ["importance_sampling"]
         for section in ("advantage", "policy", *sampling, "dynamic_sampling"):
-            unused += [f"{section}.{name}={value}" for name, value in _changed(getattr(self, section)).items()]
+            unused += [f"{section}.{name}={value}" for name, value in _settings_changed(getattr(self, section)).items()]
         if unused:
             raise ValueError(
                 f"{unused[0]} is about learning from rewards, and name={self.name} does not: reward_weight=0"
@@ -229,7 +229,7 @@ class Algorithm(Settings):
         unused = {name: getattr(self, name) for name in ("on_policy_share", "supervised_weight")}
         unused = {name: value for name, value in unused.items() if value != type(self).model_fields[name].default}
         unused |= {f"{part}.{name}": value for part in ("loss", "kl")
-                   for name, value in _changed(getattr(self, part)).items()}  # fmt: skip
+                   for name, value in _settings_changed(getattr(self, part)).items()}  # fmt: skip
         for name, value in unused.items():
             raise ValueError(
                 f"{name}={value}: name={self.name} learns from the data's own answers alone, with the cross-entropy"
@@ -287,7 +287,7 @@ class Algorithm(Settings):
         return self.kl.coef > 0
 
 
-def _changed(section: Settings) -> dict[str, Any]:
+def _settings_changed(section: Settings) -> dict[str, Any]:
     """Return settings of a section, its class' own among them, that are neither null nor as they are by default."""
     fields = dict(type(section).model_fields)
     if isinstance(section, OpenSettings):

@@ -44,18 +44,18 @@ def doubts(config: Config) -> str | None:
 
     Models that a task makes on the spot may be far smaller than what the rates are usual for, and are left out.
     """
-    lr, found = config.actor.lr, rates(config)
-    if lr is None or config.uses_task or found.usual / 10 < lr < found.most:
+    lr, bounds = config.actor.lr, rates(config)
+    if lr is None or config.uses_task or bounds.usual / 10 < lr < bounds.most:
         return None
     what = "LoRA adapters" if config.actor.lora.r is not None else "all weights"
     algorithm = config.algorithm
     source = "a teacher" if algorithm.distils else "answers" if algorithm.supervised else "rewards"
     why = (
         "so little teaches next to nothing in hundreds of steps"
-        if lr < found.usual
+        if lr < bounds.usual
         else "AdamW moves every weight by about that much a step, which undoes a pretrained model"
     )
     return (
-        f"actor.lr={lr:g} is unlikely to work: for {what} learning from {source} {found.usual / 4:g} to "
-        f"{found.usual * 5:g} is usual ({found.usual:g} unless set); {why}"
+        f"actor.lr={lr:g} is unlikely to work: for {what} learning from {source} {bounds.usual / 4:g} to "
+        f"{bounds.usual * 5:g} is usual ({bounds.usual:g} unless set); {why}"
     )

@@ -67,7 +67,7 @@ class OpenSettings(Settings):
         for section, owner in owners.items():
             kind, extra = getattr(owner, "Config", None) or Settings, (self.model_extra or {}).get(section, {})
             if not isinstance(extra, Mapping):
-                raise _refused(section, extra, f"a section with the settings of {owner.__name__} is expected")
+                raise _refusal(section, extra, f"a section with the settings of {owner.__name__} is expected")
             if not section and (twice := sorted(kind.model_fields.keys() & type(self).model_fields.keys())):
                 raise ValueError(f"{owner.__name__}: {twice[0]} is the name of another setting here; give it another")
             given = self._given(section)
@@ -81,15 +81,15 @@ class OpenSettings(Settings):
                 key = prefix + ".".join(map(str, first["loc"]))
                 why = " ".join(str(first["msg"]).removeprefix("Value error, ").split())
                 known = [f"{prefix}{name}" for name in kind.model_fields]
-                raise _refused(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
+                raise _refusal(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
             if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them
                 for name in given.keys() - kind.model_fields:
                     known = [f"{prefix}{field}" for field in kind.model_fields]
-                    raise _refused(f"{prefix}{name}", given[name], "", unknown=True, known=known)
+                    raise _refusal(f"{prefix}{name}", given[name], "", unknown=True, known=known)
         if "" not in owners:
             for name, value in (self.model_extra or {}).items():
                 if name not in owners:
-                    raise _refused(name, value, "", unknown=True)
+                    raise _refusal(name, value, "", unknown=True)
         return self
 
     @model_validator(mode="after")
@@ -148,7 +148,7 @@ class OpenSections(OpenSettings):
         return self
 
 
-def _refused(key: str, value: Any, why: str, unknown: bool = False, known: Sequence[str] = ()) -> PydanticCustomError:
+def _refusal(key: str, value: Any, why: str, unknown: bool = False, known: Sequence[str] = ()) -> PydanticCustomError:
     """Return the error of one setting: of an unknown section its first setting, of a known one without its value.
 
     ``known``: settings beside it that its class takes, one of which may be meant.

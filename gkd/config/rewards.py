@@ -20,17 +20,17 @@ class _Rewards(Registry):
 
     def load(self, name: str) -> Any:
         """Return what ``name`` stands for; a function with such parameters has a ``Config``."""
-        found = super().load(name)
-        if inspect.isfunction(found) and not hasattr(found, "Config"):
+        reward = super().load(name)
+        if inspect.isfunction(reward) and not hasattr(reward, "Config"):
             with_defaults = {
                 parameter.name: (Any, parameter.default)
-                for parameter in list(inspect.signature(found).parameters.values())[1:]
+                for parameter in list(inspect.signature(reward).parameters.values())[1:]
                 if isinstance(parameter.default, bool | int | float | str | list | dict | None)
                 and parameter.name not in OWN_PARAMETERS
             }
             if with_defaults:
-                found.Config = create_model("Config", __base__=Settings, **with_defaults)  # type: ignore[attr-defined, call-overload]
-        return found
+                reward.Config = create_model("Config", __base__=Settings, **with_defaults)  # type: ignore[attr-defined, call-overload]
+        return reward
 
 
 REWARDS = _Rewards(
@@ -85,15 +85,15 @@ class Reward(OpenSections):
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions")
         for name in self.functions:
-            found = REWARDS.load(name)
-            if not callable(found) or (isinstance(found, type) and not _makes_callables(found)):
-                raise ValueError(f"functions: {name} is no function but {type(found).__name__}")
-            self._group_of[name] = getattr(found, "group", None)
-            if getattr(found, "needs_answer", False):
+            reward = REWARDS.load(name)
+            if not callable(reward) or (isinstance(reward, type) and not _makes_callables(reward)):
+                raise ValueError(f"functions: {name} is no function but {type(reward).__name__}")
+            self._group_of[name] = getattr(reward, "group", None)
+            if getattr(reward, "needs_answer", False):
                 self._needing_answers.append(name)
-            if getattr(found, "needs_columns", name not in REWARDS.names()):
+            if getattr(reward, "needs_columns", name not in REWARDS.names()):
                 self._needing_columns.append(name)
-            call = getattr(found, "__call__", found) if isinstance(found, type) else found  # noqa: B004
+            call = getattr(reward, "__call__", reward) if isinstance(reward, type) else reward  # noqa: B004
             if inspect.iscoroutinefunction(call):
                 self._asynchronous.add(name)
         return self

@@ -114,7 +114,7 @@ class Config(Settings):
         """
         sections = {group: section for section, group in GROUP_OF.items()}
         present = [GROUP_OF[section] for section, _ in self.pools()]
-        found: dict[str, str] = {}
+        hosts: dict[str, str] = {}
         for group in present:
             host, seen = group, [group]
             while (following := getattr(self, sections[seen[-1]]).colocate_with) is not None:
@@ -123,8 +123,8 @@ class Config(Settings):
                 seen.append(following)
                 host = following if following in present else host
             if host != group:
-                found[group] = host
-        return found
+                hosts[group] = host
+        return hosts
 
     def may_share(self) -> set[frozenset[str]]:
         """Return pairs of groups that may be on the same GPU."""

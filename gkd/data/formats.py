@@ -26,7 +26,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
                 raise ConfigError(f"{place} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
             if not line.strip():
                 continue
-            yield Row(_object(_parsed(line, place), place), place)
+            yield Row(_object(_parse(line, place), place), place)
 
 
 def read_json(path: Path) -> Iterator[Row]:
@@ -44,7 +44,7 @@ def read_json(path: Path) -> Iterator[Row]:
     if _is_object(text.lstrip().partition("\n")[0]) and not _is_object(text):
         yield from read_jsonl(path)
         return
-    content = _parsed(text, str(path))
+    content = _parse(text, str(path))
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         if len(lists) != 1:
@@ -99,7 +99,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
         raise ConfigError(f"data file {path} is not a readable Parquet file: {one_line(error)}") from None
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parse(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits

@@ -77,10 +77,10 @@ def answers_of(row: Row, data: Data) -> tuple[str, ...]:
 
 def messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages without the assistant's at their end."""
-    asked = list(messages)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    return asked
+    question = list(messages)
+    while question and question[-1]["role"] == "assistant":
+        question.pop()
+    return question
 
 
 def is_message(message: Any) -> bool:

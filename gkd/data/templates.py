@@ -20,7 +20,7 @@ def question_of(row: Row, key: str, data: Data) -> Any:
     ``data.system_prompt`` says so. Raises ConfigError as :func:`gkd.data.layouts.prompt_of`, and for a template that
     names what the row has not.
     """
-    value = prompt_of(row, key) if data.prompt_template is None else _filled(row, data.prompt_template)
+    value = prompt_of(row, key) if data.prompt_template is None else _fill(row, data.prompt_template)
     if isinstance(value, str) and data.asks_in_chat:
         value = [{"role": "user", "content": value}]
     if data.system_prompt is not None and isinstance(value, list) and value and value[0].get("role") != "system":
@@ -37,13 +37,13 @@ def rendered(row: Row, key: str, messages: Sequence[Mapping[str, Any]], tokenize
         raise ConfigError(
             f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template"
         )
-    asked = messages_to_answer(messages)
-    if not asked:
+    question = messages_to_answer(messages)
+    if not question:
         raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
     try:
         return str(
             tokenizer.apply_chat_template(
-                asked, add_generation_prompt=True, tokenize=False, **data.chat_template_kwargs
+                question, add_generation_prompt=True, tokenize=False, **data.chat_template_kwargs
             )
         )
     except Exception as error:  # a template computes with what the messages hold, and raises what it meets
@@ -75,7 +75,7 @@ def chat_template_of(tokenizer: Any) -> str | None:
     return chosen
 
 
-def _filled(row: Row, template: str) -> str:
+def _fill(row: Row, template: str) -> str:
     def value_of(place: re.Match[str]) -> str:
         if place["name"] is None:  # doubled braces
             return place[0][1:-1]

@@ -40,31 +40,31 @@ def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
             )
             continue
         usage = shutil.disk_usage(there)
-        found = f"{usage.free / GIB:.0f} GiB free in {there} ({what})"
+        state = f"{usage.free / GIB:.0f} GiB free in {there} ({what})"
         if usage.free < TOO_LITTLE_DISK:
-            yield failed("disk", found, "make room, or choose a directory on another disk")
+            yield failed("disk", state, "make room, or choose a directory on another disk")
         elif usage.free < LITTLE_DISK:
-            yield warning("disk", found, "models of some billion parameters need more")
+            yield warning("disk", state, "models of some billion parameters need more")
         elif what == "Ray" and usage.used > RAY_FULL * usage.total:
             yield warning(
-                "disk", f"{found}, but more than {RAY_FULL:.0%} full, where Ray stops", "make room, or set RAY_TMPDIR"
+                "disk", f"{state}, but more than {RAY_FULL:.0%} full, where Ray stops", "make room, or set RAY_TMPDIR"
             )
         else:
-            yield ok("disk", found)
+            yield ok("disk", state)
 
 
 def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
     """Compare /dev/shm with what Ray's object store and NCCL put there."""
     size = shutil.disk_usage("/dev/shm").total
     wanted = min(OBJECT_STORE_SHARE * memory(), 200e9)
-    found = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {wanted / GIB:.1f} GiB"
+    state = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {wanted / GIB:.1f} GiB"
     do = f"in Docker --shm-size={wanted / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if n_gpus > 1 and size < NCCL_SHM:
-        yield failed("shared memory", f"{found}, and NCCL needs some too", do)
+        yield failed("shared memory", f"{state}, and NCCL needs some too", do)
     elif size < wanted:
-        yield warning("shared memory", f"{found}, or uses the disk, slowly", do)
+        yield warning("shared memory", f"{state}, or uses the disk, slowly", do)
     else:
-        yield ok("shared memory", found)
+        yield ok("shared memory", state)
 
 
 def check_limits() -> Iterator[Finding]:

@@ -23,8 +23,8 @@ class BestModel:
         self.metric, self.directory, self.file = metric, output / "best", output / "best.json"
         self.value: float | None = None
         if self.file.exists():
-            found = json.loads(self.file.read_text(encoding="utf-8"))
-            self.value = found["value"] if found["metric"] == metric else None
+            best = json.loads(self.file.read_text(encoding="utf-8"))
+            self.value = best["value"] if best["metric"] == metric else None
 
     def require(self, measured: Mapping[str, float]) -> None:
         """Raise ConfigError where the first validation of a run has no such figure."""

@@ -105,15 +105,15 @@ def read(path: Path) -> Saved:
             raise Damaged(f"{STATE} is not what was written: its sum differs")
         content.setdefault("version", "0.1.0")  # the last that did not write its own
         content["state"] = State(**content["state"])
-        content["files"] = {name: Sum(**found) for name, found in content["files"].items()}
-        found = Saved(path, **content)
+        content["files"] = {name: Sum(**saved) for name, saved in content["files"].items()}
+        saved = Saved(path, **content)
     except OSError as error:
         raise Damaged(reason(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{STATE} cannot be read: {type(error).__name__}: {error}") from None
-    if strange := [name for name in found.files if not _RANK_FILE.fullmatch(name)]:
+    if strange := [name for name in saved.files if not _RANK_FILE.fullmatch(name)]:
         raise Damaged(f"{STATE} names {strange[0]!r}, which is no file of a checkpoint")
-    return found
+    return saved
 
 
 def read_intact(path: Path) -> Saved:

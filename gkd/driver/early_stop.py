@@ -18,7 +18,7 @@ class EarlyStop:
 
     def __init__(self, settings: StopEarly, rows: Path) -> None:
         self.settings = settings
-        self._measured = _measured(settings, rows)
+        self._measured = _read_figures(settings, rows)
 
     @property
     def reason(self) -> str | None:
@@ -40,12 +40,12 @@ class EarlyStop:
             self._measured.append((step, value))
 
 
-def _measured(settings: StopEarly, rows: Path) -> list[tuple[int, float]]:
+def _read_figures(settings: StopEarly, rows: Path) -> list[tuple[int, float]]:
     if settings.metric is None or not rows.exists():
         return []
-    found = []
+    figures = []
     for line in rows.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if settings.metric in row:
-            found.append((int(row["step"]), float(row[settings.metric])))
-    return found
+            figures.append((int(row["step"]), float(row[settings.metric])))
+    return figures

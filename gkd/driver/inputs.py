@@ -133,7 +133,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
 
 def _val_sets(config: Config, tokenizer: Any, max_length: int, say: Callable[[str], None]) -> tuple[Questions, ...]:
     """Read ``data.val_sets``, each as the student is asked it."""
-    found = []
+    sets = []
     for name, settings in config.data.val_sets.items():
         section, response = f"data.val_sets.{name}", settings.max_response_length or config.rollout.max_response_length
         if response >= max_length:
@@ -145,8 +145,8 @@ def _val_sets(config: Config, tokenizer: Any, max_length: int, say: Callable[[st
         reward_settings(config, questions)
         if questions.n_too_long:
             say(f"{section}: {questions.n_too_long} questions are too long and left out")
-        found.append(questions)
-    return tuple(found)
+        sets.append(questions)
+    return tuple(sets)
 
 
 def _require_known(config: Config) -> None:

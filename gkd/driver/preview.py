@@ -74,12 +74,12 @@ def preview(config: Config, say: Callable[[str], None]) -> Preview:
     uses: tuple[tuple[Use, list[str]], ...] = (("train", train), ("val", val))
     for use, names in uses:
         for name in names:
-            found = _read(config, use, name, tokenizer, longest)
+            read = _read(config, use, name, tokenizer, longest)
             if config.algorithm.needs_teacher:
                 kwargs = config.data.chat_template_kwargs
-                sets = teacher_prompts(config.teacher, scorers, tokenizer, {use: found}, FARTHEST * longest, kwargs)
-                found = sets[use]
-            files.append(FilePreview(use, name, found.prompts, found.n_too_long))
+                sets = teacher_prompts(config.teacher, scorers, tokenizer, {use: read}, FARTHEST * longest, kwargs)
+                read = sets[use]
+            files.append(FilePreview(use, name, read.prompts, read.n_too_long))
     return Preview(tokenizer, longest, files, config.algorithm.needs_teacher)
 
 

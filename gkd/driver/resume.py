@@ -116,8 +116,8 @@ def differences(saved: Saved, config: Config) -> str:
 
 def require_same_data(saved: Saved, data: Mapping[str, str]) -> None:
     """Raise ConfigError unless ``data``, fingerprints of the prompts by their use, are those of the checkpoint."""
-    for use, found in data.items():
-        if saved.data.get(use) != found:
+    for use, fingerprint in data.items():
+        if saved.data.get(use) != fingerprint:
             raise ConfigError(
                 f"trainer.resume=true: the prompts of data.{use}_files are not those that {saved.path} was made with"
             )

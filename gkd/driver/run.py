@@ -268,9 +268,9 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, int]:
     offload, unplanned = config.cluster.offload is True, config.rollout.slots
     reports = placement.reports
     sizes = {
-        group: min(found)
+        group: min(memory)
         for group in placement.groups
-        if (found := [r.gpu_bytes for r in reports if r.group == group and r.gpu_bytes is not None])
+        if (memory := [r.gpu_bytes for r in reports if r.group == group and r.gpu_bytes is not None])
     }
     if not sizes and len({report.node_id for report in reports}) > 1:
         return offload, unplanned  # whose memory groups on CPUs have depends on which of them are on one machine

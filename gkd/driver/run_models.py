@@ -40,18 +40,20 @@ def models_of(run: Path, config: Config) -> RunModels:
 
     Raises ConfigError where nothing was trained yet, or the model that was trained is not where it was.
     """
-    found: dict[int, Saved] = {}
+    checkpoints: dict[int, Saved] = {}
     for path in complete(run / "checkpoints"):
         try:
             saved = read_intact(path)
-            found[saved.state.step] = saved
+            checkpoints[saved.state.step] = saved
         except Damaged as why:
             log.warning("%s is damaged and left out: %s", path, why)
-    base = next((saved.model for saved in found.values()), None) or find_files(config, log.info)[0]
+    base = next((saved.model for saved in checkpoints.values()), None) or find_files(config, log.info)[0]
     base = check_causal_lm(base, "the model that was trained")
     its = fingerprint(base)
-    further = [FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved)) for step, saved in found.items()]
-    if (steps := _steps(run)) is not None and steps not in found:
+    further = [
+        FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved)) for step, saved in checkpoints.items()
+    ]
+    if (steps := _steps(run)) is not None and steps not in checkpoints:
         model = check_causal_lm(str(run / "model"), "the student of the run")
         further.append(FurtherWeights(f"step_{steps}", fingerprint(model), partial(_read_model, model)))
     if not further:
@@ -69,7 +71,7 @@ def _steps(run: Path) -> int | None:
 
 def _sum(model: str, saved: Saved) -> str:
     """Return the fingerprint of a checkpoint of what began as the model with that fingerprint."""
-    files = {name: asdict(found) for name, found in saved.files.items()}
+    files = {name: asdict(sum_) for name, sum_ in saved.files.items()}
     return hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
 
 

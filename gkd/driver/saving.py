@@ -150,7 +150,7 @@ class Checkpoints:
                 limit = self.config.trainer.save_timeout_s
                 raise RunFailed(f"it was not on the disk after {limit:g} s (trainer.save_timeout_s)")
             written: list[tuple[str, Sum]] = gather([writing.calls], left)[0]
-            files = {f"{RANKS}/{name}": found for name, found in written}
+            files = {f"{RANKS}/{name}": sum_ for name, sum_ in written}
             state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
             checkpoint.write(replace(saved, files=files, state=state))
         except (RunFailed, OSError) as error:

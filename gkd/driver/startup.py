@@ -58,7 +58,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     }
     for wave in waves({name: groups[name] for name in builds}):
         gather([call for name in wave for call in builds[name]()], limit)
-    followers = [found.bind() for found in (engines, *scorers.engines.values())]
+    followers = [own.bind() for own in (engines, *scorers.engines.values())]
     clients = scorers.client_arguments(len(rollout))
     scorer_watch = scorers.watch(placement, clients)
     teachers = {name: ScoringClient(**arguments) for name, arguments in clients.items() if name.startswith("teacher")}
@@ -93,17 +93,17 @@ def waves(groups: Mapping[str, Group]) -> list[list[str]]:
 
     Simulated GPUs have nothing that could be measured; and the actor takes no memory before it loads.
     """
-    found: list[list[str]] = [[]]
+    waves: list[list[str]] = [[]]
     for name, group in groups.items():
         own = {uuid for r in group.reports if r.device == "cuda" and name != "actor" for uuid in r.gpu_uuids}
-        for wave in found:
+        for wave in waves:
             others = {uuid for other in wave for r in groups[other].reports for uuid in r.gpu_uuids if other != "actor"}
             if not own & others:
                 wave.append(name)
                 break
         else:
-            found.append([name])
-    return found
+            waves.append([name])
+    return waves
 
 
 def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:

@@ -154,13 +154,13 @@ def _is_due(config: Config, step: int) -> bool:
 def _log(config: Config, parts: Parts, log: RunLog, watcher: Watcher, state: State, batches: Batches) -> State:
     """Validate, if it is time, and write the metrics of a step that is trained and pushed."""
     step, row = state.step, dict(state.row or {})
-    found = _validate(config, parts, step)
+    figures = _validate(config, parts, step)
     if log.stop is not None:
-        log.stop.look(step, found)
+        log.stop.look(step, figures)
     if log.stopped:  # a run ends with every figure
-        found |= _validate(config, parts, step, rest=True)
-    validated = {**(_of_sets(parts, state.validated) if _is_due(config, step) else state.validated), **found}
-    row |= found
+        figures |= _validate(config, parts, step, rest=True)
+    validated = {**(_of_sets(parts, state.validated) if _is_due(config, step) else state.validated), **figures}
+    row |= figures
     log.metrics.write({"step": step, "epoch": batches.epoch(step), **row})
     if log.best is not None:
         log.best.look(step, row, parts.actor)
@@ -174,8 +174,8 @@ def _validate(config: Config, parts: Parts, step: int, rest: bool = False) -> di
     due, of_sets = _is_due(config, step) != rest, parts.val_sets.due(step, rest)
     if parts.answers is not None and (due or of_sets):
         parts.sync.push()
-    found = measured.finite(parts.validation.run()) if due else {}
-    return found | measured.finite(parts.val_sets.run(of_sets))
+    figures = measured.finite(parts.validation.run()) if due else {}
+    return figures | measured.finite(parts.val_sets.run(of_sets))
 
 
 def actors_time(started: float, sampled: float, updated: float, computed: float | None) -> dict[str, float]:

@@ -43,13 +43,13 @@ class ValSets:
         settings, n = questions.settings, questions.settings.samples
         sampling = sampling_of(self.config.rollout, settings)
         length = sampling.max_tokens
-        asked = [(question, index) for question in questions.questions for index in range(n)]
-        requests = [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in asked]
+        jobs = [(question, index) for question in questions.questions for index in range(n)]
+        requests = [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in jobs]
         samples = self.rollout.fetch(self.rollout.sample(requests, self.config.rollout.timeout_s))
-        answers = [self._answered(sample) for sample in samples]
+        answers = [self._answer_of(sample) for sample in samples]
         rewards: list[dict[str, float]] = [{} for _ in answers]
         if (functions := reward_settings(self.config, questions)) is not None:
-            rewards = rate(functions, [RatedAnswer(q, a, length) for (q, _), a in zip(asked, answers, strict=True)])
+            rewards = rate(functions, [RatedAnswer(q, a, length) for (q, _), a in zip(jobs, answers, strict=True)])
         sampled = [
             Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
             for own, given in zip(answers, rewards, strict=True)
@@ -60,7 +60,7 @@ class ValSets:
         ]
         return _metrics(questions.name, values)
 
-    def _answered(self, scored: ScoredSample) -> Answered:
+    def _answer_of(self, scored: ScoredSample) -> Answered:
         ids = scored.sample.sampled_ids.tolist()
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Answered(text, float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0)
@@ -69,8 +69,8 @@ class ValSets:
 def _metrics(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return val/NAME/SCORE of a set, and the standard error of its accuracy over questions."""
     scores = {score: mean for score, mean in means(values).items() if not score.startswith(NOT_SHOWN)}
-    found = {f"val/{name}/{score}": mean.value for score, mean in scores.items()}
+    row = {f"val/{name}/{score}": mean.value for score, mean in scores.items()}
     accuracy = scores.get("accuracy")
     if accuracy is not None and accuracy.stderr is not None:
-        found[f"val/{name}/stderr"] = accuracy.stderr
-    return found
+        row[f"val/{name}/stderr"] = accuracy.stderr
+    return row

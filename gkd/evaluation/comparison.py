@@ -28,13 +28,13 @@ class Comparison:
 
 def read_all(paths: Sequence[Path]) -> list[Results]:
     """Read files of results; of a directory all of them. Raises ConfigError where there is none."""
-    found = []
+    results = []
     for path in paths:
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"{path} holds no files of results (MODEL_SET_N.json)")
-        found += [read_results(file) for file in files]
-    return found
+        results += [read_results(file) for file in files]
+    return results
 
 
 def compare_all(results: Sequence[Results], score: str = "accuracy", baseline: str | None = None) -> list[Comparison]:
@@ -43,21 +43,21 @@ def compare_all(results: Sequence[Results], score: str = "accuracy", baseline: s
     Raises ConfigError where nothing can be compared: no second model, no set or no question in common, or no such
     score.
     """
-    names = list(dict.fromkeys(found.name for found in results))
+    names = list(dict.fromkeys(result.name for result in results))
     first = names[0] if baseline is None else baseline
     if first not in names:
         raise ConfigError(f"--baseline {first}: there are results of {', '.join(names)}")
     if len(names) < 2:
         raise ConfigError(f"there are results of {first} alone: name files of two models (or of two strategies)")
     by_place: dict[tuple[str, str], Results] = {}
-    for found in results:
-        place = (found.set, found.name)
+    for result in results:
+        place = (result.set, result.name)
         if place in by_place:
-            raise ConfigError(f"two files hold results of {found.name} on {found.set}: name one of them")
-        by_place[place] = found
+            raise ConfigError(f"two files hold results of {result.name} on {result.set}: name one of them")
+        by_place[place] = result
     rows = [
-        _compare(by_place[one, first], found, score)
-        for (one, name), found in by_place.items()
+        _compare(by_place[one, first], result, score)
+        for (one, name), result in by_place.items()
         if name != first and (one, first) in by_place
     ]
     if not rows:
@@ -67,10 +67,10 @@ def compare_all(results: Sequence[Results], score: str = "accuracy", baseline: s
 
 
 def _compare(first: Results, second: Results, score: str) -> Comparison:
-    for found in (first, second):
-        if score not in found.scores:
+    for result in (first, second):
+        if score not in result.scores:
             raise ConfigError(
-                f"--score {score}: {found.name} on {found.set} has {', '.join(found.scores) or 'no scores'}"
+                f"--score {score}: {result.name} on {result.set} has {', '.join(result.scores) or 'no scores'}"
             )
     common = [key for key, own in first.questions.items() if score in own and score in second.questions.get(key, {})]
     if len(common) < 2:
@@ -78,7 +78,7 @@ def _compare(first: Results, second: Results, score: str) -> Comparison:
             f"{first.name} and {second.name} have {len(common)} questions of {first.set} with {score} in common: a "
             "comparison needs two or more"
         )
-    values = [[found.questions[key][score] for key in common] for found in (first, second)]
+    values = [[result.questions[key][score] for key in common] for result in (first, second)]
     paired = compare_paired(*values)
     means = (sum(values[0]) / len(common), sum(values[1]) / len(common))
     n_left_out = len(first.questions.keys() | second.questions.keys()) - len(common)

@@ -116,16 +116,16 @@ def _beyond_defaults(sampling: Sampling) -> dict[str, Any]:
     """Return what a set says of sampling beside temperature and nucleus; top_k and min_p as vLLM's server has them."""
     standard = {"presence_penalty": sampling.presence_penalty, "stop": list(sampling.stop)}
     own = {name: value for name, value in (("top_k", sampling.top_k), ("min_p", sampling.min_p)) if value}
-    found = {name: value for name, value in standard.items() if value}
-    return found | ({"extra_body": own} if own else {})
+    given = {name: value for name, value in standard.items() if value}
+    return given | ({"extra_body": own} if own else {})
 
 
 def _messages(question: Question, prompt: str | Messages | None) -> list[Any]:
     """Return what is asked as messages: text in place of the question's last message, or as a user's."""
     if prompt is not None and not isinstance(prompt, str):
         return [dict(message) for message in prompt]
-    asked = question.prompt
-    if asked.messages is None:
-        return [{"role": "user", "content": asked.text if prompt is None else prompt}]
-    messages = [dict(message) for message in asked.messages]
+    shown = question.prompt
+    if shown.messages is None:
+        return [{"role": "user", "content": shown.text if prompt is None else prompt}]
+    messages = [dict(message) for message in shown.messages]
     return messages if prompt is None else [*messages[:-1], {**messages[-1], "content": prompt}]

@@ -82,14 +82,14 @@ class EngineReplies:
 
     async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
         """Have the engines sample a reply. Raises RunFailed for a prompt that is too long or that no template takes."""
-        asked = question.prompt if prompt is None else self._prompt(question.prompt, prompt)
-        if (length := len(asked.token_ids) + sampling.max_tokens) > self.max_length:
+        shown = question.prompt if prompt is None else self._prompt(question.prompt, prompt)
+        if (length := len(shown.token_ids) + sampling.max_tokens) > self.max_length:
             raise RunFailed(
-                f"a prompt of {len(asked.token_ids)} tokens with a reply of {sampling.max_tokens} makes {length}, and "
+                f"a prompt of {len(shown.token_ids)} tokens with a reply of {sampling.max_tokens} makes {length}, and "
                 f"the engines take {self.max_length} (data.max_prompt_length, max_response_length of the set)"
             )
         future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        self._wanted.append((SampleRequest(asked, 0, seed, sampling), future))
+        self._wanted.append((SampleRequest(shown, 0, seed, sampling), future))
         self._wake.set()
         sample = await future
         text = self.model.tokenizer.decode(sample.sampled_ids.tolist(), skip_special_tokens=True)

@@ -86,10 +86,10 @@ def _identity(config: Config, strategy: str) -> str:
     """Return what of a strategy an answer depends on: its name and settings, and the source of one's own."""
     settings = config.evaluate.settings_of(strategy)
     text = "" if settings is None else " ".join(f"{key}={value}" for key, value in settings.model_dump().items())
-    return f"{_named(strategy)} {text}".strip()
+    return f"{_name_of(strategy)} {text}".strip()
 
 
-def _named(strategy: str) -> str:
+def _name_of(strategy: str) -> str:
     if strategy in STRATEGIES.names():
         return strategy
     source = inspect.getsourcefile(STRATEGIES.load(strategy))
@@ -99,10 +99,10 @@ def _named(strategy: str) -> str:
 
 def strategy_of(config: Config, name: str) -> Any:
     """Return the strategy ``name``: a function, or an object of a class with its settings."""
-    found, settings = STRATEGIES.load(name), config.evaluate.settings_of(name)
-    if not isinstance(found, type):
-        return found
-    return found() if settings is None else found(settings)
+    strategy, settings = STRATEGIES.load(name), config.evaluate.settings_of(name)
+    if not isinstance(strategy, type):
+        return strategy
+    return strategy() if settings is None else strategy(settings)
 
 
 def measurements(
@@ -112,7 +112,7 @@ def measurements(
 
     ``further``: weights that the model :data:`START` is measured with as well.
     """
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     for name, path in config.models.items():
         model = _model(config, name, path)
         sets = [_questions(config, model, one, settings, quick) for one, settings in config.evaluate.sets.items()]
@@ -124,12 +124,12 @@ def measurements(
         became = [replace(model, name=w.name, fingerprint=w.fingerprint, weights=w) for w in further if name == START]
         for own in (model, *became):
             for questions in sets:
-                found += _of_strategies(config, own, questions)
+                measurements += _of_strategies(config, own, questions)
     for name, endpoint in config.evaluate.endpoints.items():
         for one, settings in config.evaluate.sets.items():
             questions = load_questions(one, settings, Bytes(), LONGEST, QUICK if quick else None)
-            found += _of_strategies(config, EndpointModel(name, endpoint), questions)
-    return found
+            measurements += _of_strategies(config, EndpointModel(name, endpoint), questions)
+    return measurements
 
 
 def _of_strategies(config: Config, model: LocalModel | EndpointModel, questions: Questions) -> list[Measurement]:

@@ -71,19 +71,19 @@ def load_questions(
     Raises ConfigError for what is wrong with a file or a row, and for a question whose answer is missing.
     """
     limits = [n for n in (settings.limit, limit) if n is not None]
-    found = load_prompts(
+    loaded = load_prompts(
         settings.files, _data(f"{section}.{name}", settings, longest), tokenizer, limit=min(limits, default=None)
     )
-    last = max(prompt.id for prompt in found.prompts)
+    last = max(prompt.id for prompt in loaded.prompts)
     rows = list(islice(chain.from_iterable(map(read_rows, settings.files)), last + 1))
-    answered = any(prompt.answer is not None for prompt in found.prompts)
+    answered = any(prompt.answer is not None for prompt in loaded.prompts)
     if not answered and (settings.pass_k or not settings.rewards):
         raise ConfigError(
             f"{section}.{name}: no reference answers (answer_key) and no rewards: nothing can be measured"
         )
     seen: Counter[str] = Counter()
     questions = []
-    for prompt in found.prompts:
+    for prompt in loaded.prompts:
         row = rows[prompt.id]
         if answered and not (prompt.answer or "").strip():
             raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
@@ -94,7 +94,7 @@ def load_questions(
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
         questions.append(Question(key, prompt, row.values, difficulty))
-    return Questions(name, settings, questions, found.n_too_long)
+    return Questions(name, settings, questions, loaded.n_too_long)
 
 
 def _data(name: str, settings: EvalSet, longest: int) -> Data:
@@ -108,7 +108,7 @@ def _data(name: str, settings: EvalSet, longest: int) -> Data:
         raise ConfigError(f"{setting}: {str(first['msg']).removeprefix('Value error, ')}") from None
 
 
-def _digest(prompt: Prompt, asked: Any) -> str:
+def _digest(prompt: Prompt, question: Any) -> str:
     """Return 16 hexadecimal digits of what the row asks, before any model's template, and of its answer."""
-    text = json.dumps([asked, *prompt.answers], sort_keys=True, default=str)
+    text = json.dumps([question, *prompt.answers], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -50,13 +50,13 @@ def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float
     labels, pool = settings.labels(), RewardPool(settings)
     try:
         futures = [pool.submit(_completion(own)) for own in rated]
-        found = []
+        marks = []
         for own, of_one in zip(rated, futures, strict=True):
             try:
-                found.append({labels[name]: future.result()[0] for name, future in of_one.items()})
+                marks.append({labels[name]: future.result()[0] for name, future in of_one.items()})
             except RewardError as error:
                 raise RunFailed(f"rewards of question {own.question.prompt.id + 1}: {error}") from None
-        return found
+        return marks
     finally:
         pool.close()
 

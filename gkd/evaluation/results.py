@@ -77,10 +77,10 @@ def read_results(path: Path) -> Results:
             for key, own in values["questions"].items()
         }
         values |= {"scores": scores, "questions": questions}
-        found = Results(**{name: values[name] for name in Results.__dataclass_fields__ if name in values})
-        if not (isinstance(found.model, str) and isinstance(found.set, str) and isinstance(found.strategy, str)):
+        results = Results(**{name: values[name] for name in Results.__dataclass_fields__ if name in values})
+        if not (isinstance(results.model, str) and isinstance(results.set, str) and isinstance(results.strategy, str)):
             raise TypeError("model, set and strategy are names")
-        return found
+        return results
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ConfigError(f"{path} holds no results of gkd evaluate: model, set, n, scores and questions") from None
 

@@ -52,8 +52,8 @@ def evaluate(
         results = [_results(config, measurement, log) for measurement in wanted]
     finally:
         log.close()
-    for found in results:
-        found.write(output / "results")
+    for result in results:
+        result.write(output / "results")
     return results
 
 
@@ -77,8 +77,8 @@ def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, 
     if n_missing < n_jobs:
         out.print(f"{n_jobs - n_missing:,} of {n_jobs:,} answers are there already ({log.path})")
     for m in list(missing):
-        if isinstance(asked := wanted[m].model, EndpointModel):
-            _ask(config, EndpointReplies(asked), wanted[m], log, out)
+        if isinstance(endpoint := wanted[m].model, EndpointModel):
+            _ask(config, EndpointReplies(endpoint), wanted[m], log, out)
             del missing[m]
     if not missing:
         return
@@ -231,10 +231,10 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
 
 
 def _versions() -> dict[str, str]:
-    found = {"gkd": __version__, "python": platform.python_version()}
+    versions = {"gkd": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -18,19 +18,19 @@ LEFT_OUT = ("avg@",)
 
 def show(results: Sequence[Results], out: Console) -> None:
     """Print the table: means over questions, and after ± half of the 95 % interval."""
-    names = list(dict.fromkeys(name for found in results for name in found.scores if not name.startswith(LEFT_OUT)))
-    if all(found.scores["cost"].value == found.scores["length"].value for found in results):
+    names = list(dict.fromkeys(name for result in results for name in result.scores if not name.startswith(LEFT_OUT)))
+    if all(result.scores["cost"].value == result.scores["length"].value for result in results):
         names = [name for name in names if name not in ("cost", "iterations")]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("set", "model", "questions"):
         table.add_column(heading, justify="right" if heading == "questions" else "left")
     for name in (*names, "tok/s"):
         table.add_column(name, justify="right")
-    for found in results:
-        speed = "" if found.tokens_per_second is None else f"{found.tokens_per_second:,.0f}"
-        n = f"{found.n:,}" + (f" x {found.samples}" if found.samples > 1 else "")
-        table.add_row(found.set, found.name, n, *_cells(found.scores, names), speed)
-        for difficulty, group in found.groups.items():
+    for result in results:
+        speed = "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}"
+        n = f"{result.n:,}" + (f" x {result.samples}" if result.samples > 1 else "")
+        table.add_row(result.set, result.name, n, *_cells(result.scores, names), speed)
+        for difficulty, group in result.groups.items():
             table.add_row("", f"  {difficulty}", f"{group['n']:,}", *_cells(_estimates(group["scores"]), names), "")
     out.print(table)
 

@@ -216,21 +216,21 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
         state, self._incoming = self._incoming, {}
         own = self.model.state_dict()
         if not (self._as_in_files and _covers(state, own)):
-            self.model.load_state_dict(self._converted(piece, state))
+            self.model.load_state_dict(self._convert(piece, state))
             self._as_in_files = _covers(state, own) and all(torch.equal(own[n], t.to(own[n])) for n, t in state.items())
             return
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
 
-    def _converted(self, piece: Piece, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _convert(self, piece: Piece, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return weights as transformers reads them from files with ``state``. Raises RuntimeError unless they fit."""
         with _without_messages():
-            loaded, found = type(self.model).from_pretrained(
+            loaded, report = type(self.model).from_pretrained(
                 None, config=self.model.config, state_dict=state, dtype=self.model.dtype, output_loading_info=True
             )
         for problem in ("unexpected", "missing", "mismatched"):
-            if names := sorted(map(str, found[f"{problem}_keys"])):
+            if names := sorted(map(str, report[f"{problem}_keys"])):
                 raise RuntimeError(
                     f"weights version {piece.version}: {names[0]} is {problem} ({len(names)} tensors in all)"
                 )

@@ -63,11 +63,11 @@ def score_rows(
     the device has come so far.
     """
     n_rows = max(1, logit_bytes // (4 * shape.rows))
-    found = ScoredRows.on_host(len(token_ids), shape, hidden.is_cuda)
+    scored = ScoredRows.on_host(len(token_ids), shape, hidden.is_cuda)
     for start in range(0, len(token_ids), n_rows):
         some = slice(start, start + n_rows)
-        found.put(start, _score(head(hidden[some]), token_ids[some], shape))
-    return found
+        scored.put(start, _score(head(hidden[some]), token_ids[some], shape))
+    return scored
 
 
 def _score(logits: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRows:

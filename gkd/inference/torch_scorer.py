@@ -148,9 +148,9 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
     def _joins(self, request: Score, first: Score, n_tokens: int) -> bool:
         if n_tokens + len(request.token_ids) > self._n_tokens:
             return False
-        return self._device == "cuda" or self._padded(request) == self._padded(first)
+        return self._device == "cuda" or self._padded_length(request) == self._padded_length(first)
 
-    def _padded(self, request: Score) -> int:
+    def _padded_length(self, request: Score) -> int:
         """Return the positions that attention on a CPU is over, by the length of ``request`` alone."""
         return min(-(-len(request.token_ids) // PADDED_TO) * PADDED_TO, self.limits.max_length)
 
@@ -183,7 +183,7 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
             ids,
             self._on_device(np.concatenate([np.arange(n) for n in lengths])),
             self._on_device(starts),
-            max(lengths) if self._device == "cuda" else max(map(self._padded, requests)),
+            max(lengths) if self._device == "cuda" else max(map(self._padded_length, requests)),
         )
         by_shape: dict[RowShape, list[int]] = {}
         for i, request in enumerate(requests):
@@ -251,7 +251,7 @@ def _load(spec: EngineSpec) -> PreTrainedModel:
     what = f"the teacher's engine did not start on {spec.model_path}"
     try:
         config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
-        lm, found = AutoModelForCausalLM.from_pretrained(
+        lm, report = AutoModelForCausalLM.from_pretrained(
             spec.model_path,
             config=config,
             dtype=getattr(torch, spec.dtype),
@@ -262,7 +262,7 @@ def _load(spec: EngineSpec) -> PreTrainedModel:
         lm = lm.to(spec.device).eval()
     except Exception as error:  # transformers and torch raise whatever they meet
         raise RunFailed(f"{what}: {type(error).__name__}: {one_line(error)}") from error
-    if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+    if lacking := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
         raise RunFailed(f"{what}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
     lm.requires_grad_(False)
     # A model's own settings, such as a repetition penalty, would change what is the most likely token.

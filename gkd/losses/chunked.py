@@ -50,9 +50,9 @@ class _Carried(torch.autograd.Function):
         if not ctx.slopes:
             raise RuntimeError("the gradients of a chunked loss are there for one backward pass")
         # In place: a second copy of the head's gradient can be most of the memory that is left.
-        found = [one.mul_(slope) for one in ctx.slopes]
+        slopes = [one.mul_(slope) for one in ctx.slopes]
         ctx.slopes.clear()
-        return (None, None, *found)
+        return (None, None, *slopes)
 
 
 @torch.no_grad()

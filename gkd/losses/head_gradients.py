@@ -56,8 +56,8 @@ class AutogradPass(HeadPass):
         slope = torch.empty_like(logits, requires_grad=False)
         differentiate(logits.detach(), slope)
         parameters = _leaves(logits, source)
-        own, *found = torch.autograd.grad(logits, [source, *parameters], slope)
-        for parameter, one in zip(parameters, found, strict=True):
+        own, *slopes = torch.autograd.grad(logits, [source, *parameters], slope)
+        for parameter, one in zip(parameters, slopes, strict=True):
             # Not in place: autograd may have given several parameters the same memory.
             self.slopes[parameter] = self.slopes[parameter] + one if parameter in self.slopes else one
         return own
@@ -70,7 +70,7 @@ def head_pass(head: Callable[[Tensor], Tensor]) -> HeadPass:
 
 def _leaves(result: Tensor, but: Tensor) -> list[Tensor]:
     """Return the leaves that ``result`` has a gradient with respect to, without ``but``."""
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     seen, waiting = set(), [result.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -79,6 +79,6 @@ def _leaves(result: Tensor, but: Tensor) -> list[Tensor]:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None and leaf is not but:
-            found.append(leaf)
+            leaves.append(leaf)
         waiting.extend(before for before, _ in node.next_functions)
-    return found
+    return leaves

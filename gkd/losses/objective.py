@@ -107,8 +107,8 @@ def _share(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Te
         del values["supervised"]
     with torch.enable_grad():
         leaves = {name: value.requires_grad_() for name, value in values.items() if name != "entropy"}
-        found = torch.autograd.grad(_total(micro, algorithm, values), list(leaves.values()), allow_unused=True)
-    slopes = {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
+        gradients = torch.autograd.grad(_total(micro, algorithm, values), list(leaves.values()), allow_unused=True)
+    slopes = {name: slope for name, slope in zip(leaves, gradients, strict=True) if slope is not None}
 
     def share(values: Values, start: int) -> Tensor:
         parts = [(values[name] * slope[start : start + len(values[name])]).sum() for name, slope in slopes.items()]

@@ -23,20 +23,20 @@ def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -
     logits [n, V] of the positions from ``start`` on. The log-probabilities are of the distribution that was sampled
     from (:func:`token_logprobs`), the entropies of softmax(logits / ``rollout.temperature``).
     """
-    logits, tokens = _penalised(logits, start, micro, rollout), _tokens(logits, start, micro)
+    logits, tokens = _penalise(logits, start, micro, rollout), _tokens(logits, start, micro)
     if not truncates(rollout):
-        found = outcomes(logits, tokens, rollout.temperature)
-        return {"token_logprobs": found.chosen[:, 0], "entropy": found.entropy}
+        outcome = outcomes(logits, tokens, rollout.temperature)
+        return {"token_logprobs": outcome.chosen[:, 0], "entropy": outcome.entropy}
     log_q = _log_softmax(logits, rollout.temperature)
     with torch.no_grad():
         entropy = torch.special.entr(log_q.exp()).sum(-1)
-    return {"token_logprobs": _truncated(log_q, tokens, rollout), "entropy": entropy}
+    return {"token_logprobs": _truncated_logprobs(log_q, tokens, rollout), "entropy": entropy}
 
 
 def plain_values_at(logits: Tensor, start: int, micro: MicroBatch) -> Values:
     """Compute the same under the plain model, softmax(logits)."""
-    found = outcomes(logits, _tokens(logits, start, micro))
-    return {"token_logprobs": found.chosen[:, 0], "entropy": found.entropy}
+    outcome = outcomes(logits, _tokens(logits, start, micro))
+    return {"token_logprobs": outcome.chosen[:, 0], "entropy": outcome.entropy}
 
 
 def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None) -> Tensor:
@@ -49,10 +49,10 @@ def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollo
     tokens = _tokens(logits, start, micro)
     if rollout is None:
         return outcomes(logits, tokens).chosen[:, 0]
-    logits = _penalised(logits, start, micro, rollout)
+    logits = _penalise(logits, start, micro, rollout)
     if not truncates(rollout):
         return outcomes(logits, tokens, rollout.temperature).chosen[:, 0]
-    return _truncated(_log_softmax(logits, rollout.temperature), tokens, rollout)
+    return _truncated_logprobs(_log_softmax(logits, rollout.temperature), tokens, rollout)
 
 
 def _tokens(logits: Tensor, start: int, micro: MicroBatch) -> Tensor:
@@ -60,7 +60,7 @@ def _tokens(logits: Tensor, start: int, micro: MicroBatch) -> Tensor:
     return micro.response_ids[start : start + len(logits), None]
 
 
-def _penalised(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Tensor:
+def _penalise(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Tensor:
     return penalised(logits, start, micro.response_ids, micro.bounds, rollout.presence_penalty)
 
 
@@ -68,7 +68,7 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
 
 
-def _truncated(log_q: Tensor, tokens: Tensor, rollout: Rollout) -> Tensor:
+def _truncated_logprobs(log_q: Tensor, tokens: Tensor, rollout: Rollout) -> Tensor:
     return log_q.gather(-1, tokens)[:, 0] - log_mass(log_q, rollout)
 
 

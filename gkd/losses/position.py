@@ -65,23 +65,23 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
         of_tokens = outcomes(logits, targets.token_ids[:, None], loss.temperature)
         value = divergence(token_log_p, of_tokens.chosen[:, 0])
         with torch.no_grad():
-            found = _compare(logits, targets, loss.temperature)
+            comparison = _compare(logits, targets, loss.temperature)
     else:
-        found = _compare(logits, targets, loss.temperature)
-        value = divergence(*found.compared(loss.tail))
+        comparison = _compare(logits, targets, loss.temperature)
+        value = divergence(*comparison.compared(loss.tail))
     if value.shape != targets.token_ids.shape:
         raise ValueError(f"algorithm.loss.name={loss.name} gives {tuple(value.shape)}: expected [{len(targets)}]")
     with torch.no_grad():
-        token_log_q = _pick(logits, targets.token_ids) / loss.temperature - found.highest - found.log_sum
+        token_log_q = _pick(logits, targets.token_ids) / loss.temperature - comparison.highest - comparison.log_sum
         forward = teacher_mass = student_mass = None
         reverse = sampled_log_ratio(token_log_p, token_log_q)
         if targets.k > 0:
-            log_p, log_b = found.compared(tail=True)
+            log_p, log_b = comparison.compared(tail=True)
             forward, reverse = kl(log_p, log_b), kl(log_b, log_p)
             teacher_mass, student_mass = (x[:, : targets.k].exp().sum(-1) for x in (log_p, log_b))
         if loss.temperature != 1.0:
             token_log_q = _pick(logits, targets.token_ids) - torch.logsumexp(logits, -1)
-    return PositionLosses(value, forward, reverse, teacher_mass, student_mass, found.entropy, token_log_q)
+    return PositionLosses(value, forward, reverse, teacher_mass, student_mass, comparison.entropy, token_log_q)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,10 @@ def least(log_q: Tensor, how: Truncation) -> Tensor:
     Tokens as likely as that one stay, too.
     """
     if how.top_p == 1.0:
-        found = log_q.amax(-1, keepdim=True) + (math.log(how.min_p) if how.min_p else -math.inf)
+        floor_ = log_q.amax(-1, keepdim=True) + (math.log(how.min_p) if how.min_p else -math.inf)
         if how.top_k is None or how.top_k >= log_q.shape[-1]:
-            return found
-        return torch.maximum(found, log_q.topk(how.top_k, -1).values[..., -1:])
+            return floor_
+        return torch.maximum(floor_, log_q.topk(how.top_k, -1).values[..., -1:])
     falling = log_q.sort(-1, descending=True).values
     floor, total = None, log_q.new_ones(())
     if how.min_p or how.top_k is not None:
@@ -56,8 +56,8 @@ def least(log_q: Tensor, how: Truncation) -> Tensor:
         falling = falling.masked_fill(falling < floor, -torch.inf)
         total = falling.exp().sum(-1, keepdim=True)
     before = falling.exp().cumsum(-1) - falling.exp()
-    found = falling.masked_fill(before >= how.top_p * total, torch.inf).amin(-1, keepdim=True)
-    return found if floor is None else torch.maximum(found, floor)
+    floor_ = falling.masked_fill(before >= how.top_p * total, torch.inf).amin(-1, keepdim=True)
+    return floor_ if floor is None else torch.maximum(floor_, floor)
 
 
 def log_mass(log_q: Tensor, how: Truncation) -> Tensor:

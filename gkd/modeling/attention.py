@@ -40,15 +40,15 @@ def packed_attention(
     query [1, H, L, D], key and value [1, G, L, D]; returns [1, L, H, D] and no weights. Raises ValueError for
     attention variants it does not compute, a mask of the model's own among them (Doge adds one to its scores).
     """
-    asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
-        asked.append("attention_mask")
-    if asked or cu_seq_lens_q is None or max_length_q is None:
-        raise ValueError(f"packed attention lacks sequence bounds or does not know {asked}")
+        unknown.append("attention_mask")
+    if unknown or cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError(f"packed attention lacks sequence bounds or does not know {unknown}")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return _variable_length(q, k, v, scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
-    return _padded(query[0], key[0], value[0], scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
+    return _attend_padded(query[0], key[0], value[0], scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
 
 
 def _variable_length(
@@ -74,7 +74,7 @@ def _takes_enable_gqa(function: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(function).parameters
 
 
-def _padded(
+def _attend_padded(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, cu: Tensor, longest: int
 ) -> Tensor:
     """Pad inside the attention only, without a variable-length kernel: sequences of a micro-batch are of like length.

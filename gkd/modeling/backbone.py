@@ -48,7 +48,7 @@ def hidden_states(
     A model that cannot pack gets them as padded rows [S, M].
     """
     if is_packed(lm):
-        return _packed(lm, token_ids, position_ids, cu_seqlens, max_seqlen)
+        return _run_packed(lm, token_ids, position_ids, cu_seqlens, max_seqlen)
     lengths = cu_seqlens.diff()
     steps = torch.arange(max_seqlen, device=lengths.device)
     real = steps < lengths[:, None]  # [S, M]
@@ -68,7 +68,7 @@ def keeps_sequences_apart(lm: PreTrainedModel, device: torch.device) -> bool:
     positions = torch.cat([torch.arange(n, device=device) for n in (first, second)])
     ids = (7 * torch.arange(first + second, device=device) + 1) % lm.config.get_text_config().vocab_size
     try:
-        both = _packed(lm, ids, positions, _bounds([0, first, first + second], device), second)[first:]
+        both = _run_packed(lm, ids, positions, _bounds([0, first, first + second], device), second)[first:]
     except (ValueError, TypeError):  # attention without bounds, layers that take no such arguments
         return False
     lm.set_attn_implementation(exact_attention(lm.config))
@@ -95,7 +95,7 @@ def padded_rows(lm: PreTrainedModel) -> Iterator[None]:
         lm.set_attn_implementation(before)
 
 
-def _packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:
+def _run_packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:
     if lm.config._attn_implementation == attention.ASIDE:
         attention.aside.bounds, attention.aside.longest = bounds, longest
         return _run_below(lm, token_ids[None], position_ids=position_ids[None])[0]

@@ -56,8 +56,8 @@ class Events(logging.Handler):
         row |= {"step": getattr(record, "step", self.step), "text": text}
         if metric := getattr(record, "metric", None):
             row["metric"] = metric
-        if found := list(dict.fromkeys(_SETTING.findall(text))):
-            row["settings"] = found
+        if names := list(dict.fromkeys(_SETTING.findall(text))):
+            row["settings"] = names
         self.write(row)
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -89,9 +89,9 @@ def warnings(events: Sequence[Mapping[str, Any]]) -> str:
     """Return the newest warnings, deaths and restarts, one a line, with how long ago they were."""
     from gkd.observability.progress import clock
 
-    found = [event for event in events if event["kind"] in ("warning", "death", "restart")][-WARNINGS:]
+    latest = [event for event in events if event["kind"] in ("warning", "death", "restart")][-WARNINGS:]
     return "\n".join(
-        f"{event['kind']} {clock(max(0, time.time() - event['time']))} ago: {event['text']}" for event in found
+        f"{event['kind']} {clock(max(0, time.time() - event['time']))} ago: {event['text']}" for event in latest
     )
 
 

@@ -44,9 +44,9 @@ def write(summary: Summary, output_dir: Path) -> None:
 
 def read(output_dir: Path) -> Summary:
     """Read summary.json; what only other versions write is left out. Raises OSError."""
-    found = json.loads((output_dir / "summary.json").read_text(encoding="utf-8"))
+    content = json.loads((output_dir / "summary.json").read_text(encoding="utf-8"))
     names = {field.name for field in fields(Summary)}
-    return Summary(**{name: value for name, value in found.items() if name in names})
+    return Summary(**{name: value for name, value in content.items() if name in names})
 
 
 def show(summary: Summary, output_dir: Path, page: Path | None, following: str, out: Console) -> None:

@@ -40,10 +40,10 @@ class RunFiles:
         if not self.finished:
             return None
         try:
-            found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            content: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{self.path / 'summary.json'} cannot be read: {error}") from None
-        return found
+        return content
 
     @property
     def last(self) -> dict[str, Any]:

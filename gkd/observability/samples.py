@@ -73,13 +73,13 @@ class SampleLog:
         sample, teacher = scored.sample, scored.teacher
         tokens: dict[str, Any] = {"text": self._text(sample.sampled_ids[: self.n_tokens].tolist())}
         if not sample.request.own_answer:
-            tokens["student"] = _rounded(sample.sampled_logprobs[: self.n_tokens])
+            tokens["student"] = _round(sample.sampled_logprobs[: self.n_tokens])
         if teacher is not None:
-            tokens["teacher"] = _rounded(teacher.token_logprobs[: self.n_tokens])
+            tokens["teacher"] = _round(teacher.token_logprobs[: self.n_tokens])
             if teacher.ids.shape[1]:
                 ids, likely = (part[: self.n_tokens, :TOP] for part in (teacher.ids, teacher.logprobs))
                 rows = zip(ids.tolist(), likely, strict=True)
-                tokens["top"] = [list(zip(self._text(row), _rounded(p), strict=True)) for row, p in rows]
+                tokens["top"] = [list(zip(self._text(row), _round(p), strict=True)) for row, p in rows]
         return tokens
 
     def _text(self, ids: Sequence[int]) -> list[str]:
@@ -92,6 +92,6 @@ class SampleLog:
         return [self._texts[token] for token in ids]
 
 
-def _rounded(logprobs: np.ndarray[Any, Any]) -> list[float | None]:
+def _round(logprobs: np.ndarray[Any, Any]) -> list[float | None]:
     """Return log-probabilities for a file; null where one is no finite number (a token of probability 0)."""
     return [round(float(value), DIGITS) if np.isfinite(value) else None for value in logprobs]

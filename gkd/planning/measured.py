@@ -121,10 +121,10 @@ def _spread(config: Config, rows: list[dict[str, Any]]) -> float | None:
     The longest of N lies at the quantile 1 - 1 / 2 N, and at exp(z s - s^2 / 2) times the mean, for z of that quantile.
     """
     samples = config.trainer.batch_size * config.rollout.n
-    found = []
+    spreads = []
     for row in rows:
         if row.get("response/length_mean", 0) > 0 and "response/length_max" in row:
             z = NormalDist().inv_cdf(1 - min(0.5, max(0.5 / samples, row.get("response/clip_ratio", 0.0))))
             ratio = row["response/length_max"] / row["response/length_mean"]
-            found.append(z - math.sqrt(max(0.0, z * z - 2 * math.log(max(1.0, ratio)))))
-    return min(MOST_SPREAD, mean(found)) if found else None
+            spreads.append(z - math.sqrt(max(0.0, z * z - 2 * math.log(max(1.0, ratio)))))
+    return min(MOST_SPREAD, mean(spreads)) if spreads else None

@@ -56,7 +56,9 @@ def agreement(response: str, answer: str) -> float:
     if not plain(expected):
         return 0.0
     stated = stated_answer(response, lambda content: _plausible(content, expected))
-    candidates = _unstated(response, expected) if stated is None else [*readings(stated), *_in_prose(stated, expected)]
+    candidates = (
+        _guess_answers(response, expected) if stated is None else [*readings(stated), *_in_prose(stated, expected)]
+    )
     return float(any(same_answer(candidate, expected) for candidate in candidates))
 
 
@@ -68,7 +70,7 @@ def _plausible(content: str, expected: str) -> bool:
     return bool(words) or re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2}", plain(content)) is None
 
 
-def _unstated(response: str, expected: str) -> list[str]:
+def _guess_answers(response: str, expected: str) -> list[str]:
     """Return what may be the answer of a response that does not say so."""
     number = quantity(plain(expected))
     if number is not None:

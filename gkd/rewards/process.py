@@ -142,7 +142,7 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
         reward = Reward.model_validate(settings)
         functions |= {name: resolve(name, reward) for name in reward.scored_by(None)}
     except BaseException as error:
-        connection.send_bytes(json.dumps(_described(error)).encode())
+        connection.send_bytes(json.dumps(_describe(error)).encode())
         return
     connection.send_bytes(b'""')
     with asyncio.Runner() as runner:  # one loop, so that a function may keep a connection
@@ -154,16 +154,16 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
             if reward.is_async(name):
                 answers = runner.run(_together(functions[name], completions, timeout_s))
             else:  # outside of the loop, as the function may run one of its own
-                answers = [_evaluated(functions[name], completion) for completion in completions]
+                answers = [_evaluate(functions[name], completion) for completion in completions]
             connection.send_bytes(json.dumps(answers).encode())
 
 
-def _evaluated(function: Mark, completion: Completion) -> Timed | str:
+def _evaluate(function: Mark, completion: Completion) -> Timed | str:
     started = time.monotonic()
     try:
         return finite(float(function(completion))), time.monotonic() - started  # type: ignore[arg-type]
     except BaseException as error:  # a user's function may raise anything, SystemExit included
-        return _described(error)
+        return _describe(error)
 
 
 async def _together(function: Mark, completions: Sequence[Completion], timeout_s: float) -> list[Timed | str]:
@@ -176,7 +176,7 @@ async def _together(function: Mark, completions: Sequence[Completion], timeout_s
                 value = await function(completion)  # type: ignore[misc]
             return finite(float(value)), time.monotonic() - started
         except BaseException as error:
-            return _late(timeout_s) if limit.expired() else _described(error)
+            return _late(timeout_s) if limit.expired() else _describe(error)
 
     return await asyncio.gather(*map(one, completions))
 
@@ -185,7 +185,7 @@ def _late(timeout_s: float) -> str:
     return f"TimeoutError: no reward within {timeout_s:g} s (reward.timeout_s)"
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -39,9 +39,9 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, parameter in layer._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     self._owners[_storage(parameter)] = layer, name
-                    parameter.weight_loader = self._marked(parameter.weight_loader)
+                    parameter.weight_loader = self._mark(parameter.weight_loader)
 
-    def _marked(self, loader: Callable[..., Any]) -> Callable[..., Any]:
+    def _mark(self, loader: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``loader``, which vLLM finds by its name among those it has wrapped."""
 
         @wraps(loader)

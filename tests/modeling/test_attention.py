@@ -26,7 +26,7 @@ def torch_2_11(
     assert window_size[1] == 0
     window = None if window_size[0] < 0 else window_size[0] + 1
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    return attention._padded(q, k, v, scale, window, cu_seq_q, max_q)
+    return attention._attend_padded(q, k, v, scale, window, cu_seq_q, max_q)
 
 
 def torch_2_13(

@@ -74,12 +74,12 @@ def _short(value: Any) -> float | None:
 
 def intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
     """Return 95 % intervals of accuracies before, after and of the teacher, where the number of questions is known."""
-    n, found = int(summary.get("n_val", 0)), dict[str, dict[str, tuple[float, float]]]()
+    n, bounds = int(summary.get("n_val", 0)), dict[str, dict[str, tuple[float, float]]]()
     for when in ("before", "after", "teacher") if n else ():
         for name, value in summary.get(when, {}).items():
             if name == "val/accuracy" and 0 <= value <= 1:
-                found.setdefault(name, {})[when] = wilson(value, n)
-    return found
+                bounds.setdefault(name, {})[when] = wilson(value, n)
+    return bounds
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:

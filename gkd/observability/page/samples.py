@@ -77,11 +77,11 @@ def _chosen(file: Path, most: int) -> list[dict[str, Any]]:
         for step, position in places:
             if step in wanted and len(rows) < most:
                 lines.seek(position)
-                rows.append(_parsed(lines.readline(), file))
+                rows.append(_parse(lines.readline(), file))
     return rows
 
 
-def _parsed(line: bytes, file: Path) -> dict[str, Any]:
+def _parse(line: bytes, file: Path) -> dict[str, Any]:
     try:
         row: dict[str, Any] = json.loads(line)
     except ValueError as error:

@@ -34,16 +34,16 @@ def write_page(runs: Sequence[RunFiles], file: Path, refresh_s: float | None = N
 
 def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
     """Return the page's text. Raises ConfigError for a run's file that cannot be read."""
-    texts, found = Texts(), []
+    texts, described = Texts(), []
     for files in runs:
         samples = read_samples(files.path / "samples.jsonl", texts, len(runs))
-        found.append(describe(files) | {"samples": samples})
-    _name_apart(found)
-    notes = [f"steps are thinned to {MAX_ROWS:,}"] if any(len(run["steps"]) >= MAX_ROWS for run in found) else []
-    data = {"written": time.time(), "notes": notes, "texts": texts.all(), "runs": found}
+        described.append(describe(files) | {"samples": samples})
+    _name_apart(described)
+    notes = [f"steps are thinned to {MAX_ROWS:,}"] if any(len(run["steps"]) >= MAX_ROWS for run in described) else []
+    data = {"written": time.time(), "notes": notes, "texts": texts.all(), "runs": described}
     parts = {
         "REFRESH": "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s:g}">',
-        "TITLE": html.escape(", ".join(run["name"] for run in found)),
+        "TITLE": html.escape(", ".join(run["name"] for run in described)),
         "STYLE": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES),
         "DATA": _in_script(data),
         "SCRIPT": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS),

@@ -44,8 +44,8 @@ class MLflow(Tracker):
             self._client.update_run(self._id, status="RUNNING")
             return
         files = (run.output_dir / "mlflow").as_uri() if uri == own else None
-        found = self._client.get_experiment_by_name(config.experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(config.experiment, files)
+        existing = self._client.get_experiment_by_name(config.experiment)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(config.experiment, files)
         group = run.config.trainer.run_group
         made = self._client.create_run(experiment, run_name=run.name, tags={"group": group} if group else {})
         self._id = made.info.run_id

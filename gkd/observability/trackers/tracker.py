@@ -108,7 +108,7 @@ class Trackers:
             except Exception as error:  # a user's class, or a server, may raise anything
                 if name not in self._failed:
                     self._failed.add(name)
-                    LOG.warning("trainer.trackers: %s did not take step %d: %s", name, step, _described(error))
+                    LOG.warning("trainer.trackers: %s did not take step %d: %s", name, step, _describe(error))
 
     def __enter__(self) -> Self:
         with ExitStack() as started:  # which closes the first where the next one fails
@@ -131,7 +131,7 @@ class Trackers:
         except TimeoutError:
             raise ConfigError(f"trainer.trackers: {name} did not start within {FINISH_S:g} s") from None
         except Exception as error:  # a user's class may raise anything
-            raise ConfigError(f"trainer.trackers: {name} did not start: {_described(error)}") from error
+            raise ConfigError(f"trainer.trackers: {name} did not start: {_describe(error)}") from error
         return tracker
 
     def __exit__(
@@ -186,13 +186,13 @@ def _closing(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., None
         except TimeoutError:
             LOG.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
         except Exception as error:  # a user's class, or a server, may raise anything
-            LOG.warning("trainer.trackers: %s was not closed: %s", name, _described(error))
+            LOG.warning("trainer.trackers: %s was not closed: %s", name, _describe(error))
         caller.end()
 
     return close
 
 
-def _described(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)[:300]}"
 
 
