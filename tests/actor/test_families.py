@@ -138,14 +138,14 @@ def test_sampling_with_transformers_follows_the_actor(
 ) -> None:
     student, model = student_of(family, tmp_path)
     engine = HFSampler(EngineSpec(str(tmp_path), DESCRIBED, Rollout(max_num_seqs=64), "cpu", "float32"))
-    wanted, convert = requests(Sampling(8), n=4), engine._converted
+    wanted, convert = requests(Sampling(8), n=4), engine._convert
     converted: list[int] = []
 
     def converts(piece: Piece, state: dict[str, Tensor]) -> dict[str, Tensor]:
         converted.append(piece.version)
         return convert(piece, state)
 
-    monkeypatch.setattr(engine, "_converted", converts)
+    monkeypatch.setattr(engine, "_convert", converts)
     for version in (0, 1, 2):
         if version:
             model = make(family, seed=version)

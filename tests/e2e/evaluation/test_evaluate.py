@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.e2e.conftest import SMALL
 
-SETS = {"first": 40, "second": 12, "third": 4}
+SETS = {"first": 24, "second": 8, "third": 4}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -48,17 +48,17 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, cache: Path, vari
     before = answers.read_bytes()
     kept = before[: before.rindex(b"\n") + 1]
     n_kept = kept.count(b"\n")
-    assert n_kept < 672
+    assert n_kept < 432
 
     second = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert second.returncode == 0, second.stderr
-    assert f"{n_kept} of 672 answers are there already" in second.stdout
+    assert f"{n_kept} of 432 answers are there already" in second.stdout
     assert answers.read_bytes().startswith(kept)
     found = rows(answers)
     keys = [(row["fingerprint"], row["set"], row["question"], row["index"], row["strategy"]) for row in found]
-    assert len(keys) == len(set(keys)) == 672
+    assert len(keys) == len(set(keys)) == 432
     results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out" / "results").iterdir()}
     assert sorted(results) == sorted(
         f"{model}{strategy}_{name}_{limit}.json"
@@ -66,9 +66,9 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, cache: Path, vari
         for strategy in ("", ".self_consistency")
         for name, limit in SETS.items()
     )
-    voted = results["base.self_consistency_first_40.json"]["scores"]
+    voted = results["base.self_consistency_first_24.json"]["scores"]
     assert voted["iterations"]["value"] == 5 and voted["cost"]["value"] > 15
-    teacher, base = results["teacher_first_40.json"]["scores"], results["base_first_40.json"]["scores"]
+    teacher, base = results["teacher_first_24.json"]["scores"], results["base_first_24.json"]["scores"]
     assert teacher["accuracy"]["value"] > 0.8 > base["accuracy"]["value"]
     plain = [row for row in found if row["strategy"] == "plain"]
     right = [row["text"] == row["answer"] for row in plain if row["model"] == "teacher" and row["set"] == "first"]

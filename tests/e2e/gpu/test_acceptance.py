@@ -164,7 +164,7 @@ def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.Mon
     def wrong(q, k, v, scale, window, cu, longest):
         return plain(q, k, v, scale, window if q.dtype.itemsize == 4 else window + 1, cu, longest)
 
-    monkeypatch.setattr(attention, "_padded", wrong)
+    monkeypatch.setattr(attention, "_attend_padded", wrong)
     assert difference(4, 2, 16, 9, "cpu") > MOST
 
 

@@ -43,13 +43,15 @@ SWALLOWS_A_SIGNAL = """
 import os, signal, time
 from gkd.inference.torch_scorer import TorchScorer
 
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
 class Deaf(TorchScorer):
     def __init__(self, spec):
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(30)
-        except SystemExit:
-            super().__init__(spec)
+        Finalized()
+        super().__init__(spec)
 """
 
 
