@@ -7,7 +7,6 @@ other shapes are those of a pack, and packs are padded to a few sizes (:meth:`Co
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from gkd.config.actor import pack_size
 from gkd.errors import ConfigError, one_line
 from gkd.losses.micro_batch import MicroBatch
 from gkd.modeling.attention import ASIDE, aside
@@ -24,8 +24,6 @@ from gkd.modeling.backbone import decoder_layers
 
 log = logging.getLogger("gkd")
 BACKEND = "inductor"
-SIZES = 4
-"""Of packs up to the budget: a few compilations, and at most a quarter of the last pack of a batch is padding."""
 MOST_VARIANTS = 64  # of one piece of code: sizes, with and without gradients, kinds of layers
 THREADS = 4  # processes that compile, of each rank; torch takes 32
 REMEDY = "actor.compile=false computes without"
@@ -55,11 +53,6 @@ class Compilation:
 
         with config.patch(recompile_limit=MOST_VARIANTS, suppress_errors=not self.strict):
             yield
-
-
-def pack_size(n_tokens: int, budget: int) -> int:
-    """Return the least multiple of a quarter of ``budget``, rounded up, that ``n_tokens`` fit in."""
-    return math.ceil(max(1, math.ceil(n_tokens * SIZES / budget)) * budget / SIZES)
 
 
 def compile_layers(
@@ -115,9 +108,10 @@ def is_compile_failure(error: BaseException) -> bool:
     return any(module.startswith(("torch._dynamo", "torch._inductor")) for module in kinds)
 
 
-def compile_failure_text(error: BaseException) -> str:
-    """Return the one line that a run ends with."""
-    return f"actor.compile=true: torch could not compile a layer of the student: {one_line(error)[:300]}; {REMEDY}"
+def compile_failure_text(error: BaseException, setting: bool | Literal["auto"]) -> str:
+    """Return the one line that a run ends with; ``setting`` is ``actor.compile``."""
+    what = f"actor.compile={str(setting).lower()}: torch could not compile a layer of the student"
+    return f"{what}: {one_line(error)[:300]}; {REMEDY}"
 
 
 def _is_dense(lm: nn.Module) -> bool:

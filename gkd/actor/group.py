@@ -12,7 +12,7 @@ from typing import Any
 from gkd.actor.batches import Applied, over_mini_batches, share
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.colocation import Colocation
-from gkd.cluster.group import Group, Pending, any_done, gather, settle
+from gkd.cluster.group import Group, Pending, any_done, gather, is_done, settle
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_environment import environment
@@ -82,6 +82,11 @@ class ActorGroup:
         """
         self._chunks.append(list(samples))
         self._accumulating += self._submit_chunk(len(self._chunks) - 1)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether ranks are at work on chunks, behind which any other call waits."""
+        return not all(map(is_done, self._accumulating))
 
     def _submit_chunk(self, number: int) -> list[Pending]:
         samples, what = self._chunks[number], f"accumulating chunk {number + 1} of a batch"

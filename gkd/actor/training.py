@@ -210,7 +210,7 @@ class RankTrainer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 if is_compile_failure(error):
-                    raise RunFailed(compile_failure_text(error)) from None
+                    raise RunFailed(compile_failure_text(error, self.config.actor.compile)) from None
                 raise
             reason = one_line(error)
         # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.

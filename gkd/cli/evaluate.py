@@ -69,12 +69,21 @@ def configure(overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, .
 
     Raises ConfigError, also for settings that have no effect on an evaluation.
     """
-    runs = [override for override in overrides if "=" not in override and not override.endswith((".yaml", ".yml"))]
+    runs = [override for override in overrides if _names_a_run(override)]
     if not runs:
         return compose_evaluation(overrides), ()
     if len(runs) > 1:
         raise ConfigError(f"{' and '.join(runs)}: one run at a time; of several name the models: models.NAME=RUN/model")
     return _of_run(runs[0], [override for override in overrides if override != runs[0]])
+
+
+def _names_a_run(override: str) -> bool:
+    """Return whether an argument is a run's directory, whose name may look like a setting (actor.lr=1e-05)."""
+    from gkd.config import user_path
+
+    if "=" not in override:
+        return not override.endswith((".yaml", ".yml"))
+    return "/" in override and (user_path(override) / "config.yaml").exists()
 
 
 def _of_run(named: str, overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Literal
 
@@ -10,6 +11,15 @@ from pydantic import Field, field_validator, model_validator
 from gkd.config.base import Settings
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+PACK_SIZES = 4
+"""Of packs up to the budget, where layers are compiled: a few compilations, and at most a quarter of the last pack of a
+batch is padding."""
+
+
+def pack_size(n_tokens: int, budget: int) -> int:
+    """Return the least multiple of a quarter of ``budget``, rounded up, that ``n_tokens`` fit in."""
+    return math.ceil(max(1, math.ceil(n_tokens * PACK_SIZES / budget)) * budget / PACK_SIZES)
 
 
 class Lora(Settings):

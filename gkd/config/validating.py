@@ -15,8 +15,9 @@ FIGURE = r"^val/.+"
 
 def is_better(metric: str, value: float, than: float, by: float = 0.0) -> bool:
     """Return whether a figure of validation is better than an earlier one, by more than ``by``."""
-    gain = than - value if metric.rpartition("/")[2] in FALLING else value - than
-    return gain > by
+    *above, last = metric.split("/")
+    falls = last in FALLING and above[-1:] != ["reward"]  # a reward may have one of these names
+    return (than - value if falls else value - than) > by
 
 
 class StopEarly(Settings):

@@ -117,7 +117,7 @@ def _drive(
             if pace := timeline.summary():
                 progress.say(pace)
             on_gpus = placement.groups["actor"].reports[0].device == "cuda"  # whose times depend on the split
-            if pace and on_gpus and (split := faster_split(config, output)):
+            if pace and on_gpus and (split := faster_split(config, output, requested.rollout.max_num_seqs)):
                 progress.say(split)
             if stop.reason is not None:
                 progress.say(f"stopped early after step {end.step}: {stop.reason}")

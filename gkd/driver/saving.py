@@ -51,6 +51,7 @@ class Checkpoints:
         self._writing: Writing | None = None
         self._begun = time.monotonic()
         self._failure: str | None = None
+        self._last: int | None = None  # the step that the run ends with, once that is known
         self._ending = False
 
     def train(self, state: State) -> None:
@@ -68,7 +69,9 @@ class Checkpoints:
         self.train(state)
         self._done = state.step
         trainer = self.config.trainer
-        last = last or state.step == trainer.total_steps
+        if last or state.step == trainer.total_steps:
+            self._last = state.step
+        last = self._last is not None
         if trainer.save_every is not None and (state.step % trainer.save_every == 0 or last):
             self._complete()
             self._begin(actor, "step")
@@ -171,7 +174,7 @@ class Checkpoints:
 
     def _fail(self, step: int, cause: Cause, error: Exception) -> None:
         text = f"the checkpoint of step {step} could not be written: {self._why(error)}"
-        if cause == "step" and step == self.config.trainer.total_steps:
+        if cause == "step" and step == self._last:
             self._failure = text
             events.note("warning", text)
         else:

@@ -71,7 +71,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
         colocation.actor, colocation.scorers = actor, [scorers]
         colocation.samplers = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
-    rollout_group.refresh = sync.push
+    rollout_group.refresh = sync.refresh
     actor.load()
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
         sync.push()

@@ -80,6 +80,11 @@ class WeightSync:
                 raise RunFailed(f"{self.rollout.group.reports[engine]} serves weights {its} instead of {version}")
         self.rollout.updated(served)
 
+    def refresh(self, engines: Sequence[int]) -> None:
+        """Send the current weights to engines that have come back, unless that would wait for the actor's chunks."""
+        if not self.actor.accumulates:
+            self.push(engines)
+
     @property
     def _engines(self) -> list[int]:
         """Those of the push under way that are there."""

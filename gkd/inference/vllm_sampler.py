@@ -122,7 +122,8 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         self._paused = True
         core = self.engine.engine_core.engine_core
         while getattr(core, "batch_queue", None):  # on a GPU a pass may be under way
-            self._finished += self.step()
+            done = self.step()  # with what was finished before
+            self._finished = done
 
     def _resume(self, piece: Piece) -> None:
         if piece.last and self._paused:

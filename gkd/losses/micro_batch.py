@@ -59,12 +59,14 @@ class MicroBatch:
         if n_more <= 0:
             return self
         steps = torch.arange(n_more, dtype=torch.int64, device=self.token_ids.device)
-        ends = [*range(len(self.token_ids) + self.max_seqlen, n_tokens, self.max_seqlen), n_tokens]
+        # Computed where it is: a copy from the host would wait for all that the GPU has to do.
+        numbers = torch.arange(1, -(-n_more // self.max_seqlen) + 1, dtype=self.cu_seqlens.dtype, device=steps.device)
+        ends = (len(self.token_ids) + self.max_seqlen * numbers).clamp_(max=n_tokens)
         return replace(
             self,
             token_ids=torch.cat([self.token_ids, torch.zeros_like(steps)]),
             position_ids=torch.cat([self.position_ids, steps % self.max_seqlen]),
-            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens.new_tensor(ends)]),
+            cu_seqlens=torch.cat([self.cu_seqlens, ends]),
         )
 
     def to(self, device: torch.device) -> MicroBatch:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import GROUPS, Config, Engine, Pool, Scorer
+from gkd.config.actor import pack_size
 from gkd.inference.engine import Device
 from gkd.inference.torch_scorer import LOGIT_BYTES, PASS_TOKENS
 from gkd.inference.vllm_scorer import ENTRY_BYTES, RESULT_BYTES, ROW_BYTES, batched_tokens
@@ -160,8 +161,11 @@ def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
     samples = -(-(actor.mini_batch_size or workload.samples) // world)
     whole = max(samples * workload.length, workload.longest)
     tokens = min(max(actor.max_tokens_per_micro_batch, workload.longest), whole)
+    alone = tokens == whole
+    if actor.compile is not False and not layout.hardware.is_cpu:  # one longer than the budget is padded beyond it
+        tokens = pack_size(tokens, actor.max_tokens_per_micro_batch)
     part = workload.response / workload.length
-    return MicroBatchSize(tokens, max(1, round(tokens * part)), workload.top_k, alone=tokens == whole)
+    return MicroBatchSize(tokens, max(1, round(tokens * part)), workload.top_k, alone=alone)
 
 
 def truncation_copies(config: Config, is_cpu: bool) -> int:
@@ -326,8 +330,9 @@ def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
 def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     """Return the sequences that an engine may run at a time: ``max_num_seqs``, or what is planned where that is null.
 
-    That is as many as the schedule asks an engine for (128 at least, for validation), vLLM's own limit, and what the
-    cache holds of sequences of mean length: of more, vLLM would throw caches away and compute them once more.
+    That is as many as the schedule asks an engine for, vLLM's own limit, and what the cache holds of sequences of mean
+    length: of more, vLLM would throw caches away and compute them once more. But 128 at least: a mean length that is
+    not known is taken to be the limit, and is far less than that where responses are long.
     """
     shape, c, gpu = layout.models.of(group), layout.compute_bytes, layout.hardware
     if engine.max_num_seqs is not None or gpu.is_cpu or not engine_class(engine, shape).managed_memory:
@@ -337,7 +342,7 @@ def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     wanted = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
     cache = _cache_bytes(layout, group, engine, wanted)
     a_sequence = kv_bytes(shape, engine.tensor_parallel_size, c) * _in_blocks(layout.workload().length)
-    return max(1, min(wanted, int(cache // a_sequence)))
+    return max(min(wanted, engine.slots), min(wanted, int(cache // a_sequence)))
 
 
 def _cache_bytes(layout: Layout, group: str, engine: Engine, slots: int) -> float:

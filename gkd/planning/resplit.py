@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gkd.config import Config
 from gkd.errors import ConfigError
-from gkd.planning.layout import Layout, gpu_hardware, models_of
+from gkd.planning.layout import Layout, gpu_hardware, models_of, with_settings
 from gkd.planning.measured import factors_of
 from gkd.planning.splits import best_splits
 from gkd.planning.steps import simulate_layout
@@ -14,10 +14,11 @@ from gkd.planning.steps import simulate_layout
 WORTH = 0.95  # of the present step's time, beyond which another split is not worth the words
 
 
-def faster_split(config: Config, directory: Path) -> str:
+def faster_split(config: Config, directory: Path, max_num_seqs: int | None = None) -> str:
     """Return in one line which split of a run's GPUs is faster by simulation, or that none is; or why it is not known.
 
-    Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran.
+    Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran. ``max_num_seqs``: of
+    the rollout section as it was asked for, which is decided anew for another split.
     """
     if config.hosts():
         return ""
@@ -27,6 +28,8 @@ def faster_split(config: Config, directory: Path) -> str:
         factors = factors_of(str(directory), layout)
         layout = Layout(factors.lengths(config), layout.models, layout.hardware)
         now = simulate_layout(layout, staleness, factors).seconds
+        asked = with_settings(layout.config, {"rollout.max_num_seqs": max_num_seqs})
+        layout = Layout(asked, layout.models, layout.hardware)
         best = best_splits(layout, n_gpus, 1, staleness, factors)[0]
     except ConfigError as error:
         return f"whether another split of the GPUs would be faster is not known: {error}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from gkd.cli.evaluate import main
+from gkd.cli.evaluate import configure, main
+from gkd.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +62,13 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}"), error
     assert error.count("\n") == 1
+
+
+def test_a_run_of_a_sweep_is_named_though_its_directory_looks_like_a_setting(tmp_path: Path) -> None:
+    run = tmp_path / "actor.lr=1e-05"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"1e-05 and another: one run at a time"):
+        configure([str(run), "another"])
+    with pytest.raises(ConfigError, match="name a model"):
+        configure([])

@@ -45,6 +45,15 @@ def test_a_divergence_is_better_the_smaller_it_is(tmp_path: Path) -> None:
     assert looked(BestModel("val/reverse_kl", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
 
 
+def test_a_reward_is_better_the_larger_it_is_whatever_its_name(tmp_path: Path) -> None:
+    assert looked(BestModel("val/reward/length", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["val/hard/length", "val/loss", "val/reward/length/failed"])
+def test_of_these_the_smaller_is_better(name: str, tmp_path: Path) -> None:
+    assert looked(BestModel(name, tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
+
+
 def test_a_figure_that_is_not_measured_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.keep_best=val/acuracy: validation measures val/accuracy, val/x"):
         BestModel("val/acuracy", tmp_path).require({"val/accuracy": 0.1, "val/x": 1.0})

@@ -55,6 +55,8 @@ def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() 
         assert slots_of(given, "rollout", given.config.rollout) == slots, overrides
     on_cpu = layout_of(*DISTIL, "rollout.n=8", on_cpu=True)
     assert slots_of(on_cpu, "rollout", on_cpu.config.rollout) == 128
+    longer = layout_of(*large, "rollout.max_response_length=30000")  # at most, and nobody knows at mean
+    assert slots_of(replace(longer, hardware=small.hardware), "rollout", longer.config.rollout) == 128
     config, models = s.config, s.models
     assert planned_slots(config, models, {"actor": 80e9, "rollout": 12e9}) == held
     assert planned_slots(config, models, None) == planned_slots(config, models, {"actor": 80e9}) == 128

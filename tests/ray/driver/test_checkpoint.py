@@ -162,6 +162,11 @@ def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_ru
     writer.wait()
     with pytest.raises(RunFailed, match=r"^the checkpoint of step 3 could not be written: no space left on device"):
         writer.finish()
+    stopped_early = checkpoints(load({"trainer": {"total_steps": 300, "save_every": 100}}), tmp_path)
+    stopped_early.after(Actor(4, broken=True), State(4), last=True)
+    stopped_early.wait()
+    with pytest.raises(RunFailed, match=r"^the checkpoint of step 4 could not be written: no space left on device"):
+        stopped_early.finish()
 
 
 def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
