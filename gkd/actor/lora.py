@@ -72,7 +72,7 @@ def _lora_config(settings: Lora, targets: str | list[str]) -> LoraConfig:
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.r,
-        lora_alpha=2 * (settings.r or 0) if settings.alpha is None else settings.alpha,
+        lora_alpha=settings.lora_alpha,
         lora_dropout=settings.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
     )

@@ -127,28 +127,35 @@ def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
     """Return what is to be submitted, checked. Raises ConfigError where one run could not begin."""
     from gkd.cli.sweep import expand
     from gkd.config import quoted
+    from gkd.config.cluster import Cluster
     from gkd.config.compose import compose
 
-    here, stamp = Path.cwd(), f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+    stamp = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
     if not multirun:
         config = compose(overrides)
         name = f"{config.recipe}-{stamp}"
-        return [
-            JobRun(name, here / (config.trainer.output_dir or f"outputs/{config.recipe}/{name}"), overrides, config)
-        ]
+        return [JobRun(name, _output(config, name), overrides, config)]
+    expanded = list(expand(overrides))
+    configs = [compose(run.overrides) for run in expanded]
+    directory = _output(configs[0], f"sweep_{stamp}")  # of all, whatever their recipes
     runs = []
-    for number, run in enumerate(expand(overrides), 1):
-        config = compose(run.overrides)
-        directory = here / (config.trainer.output_dir or f"outputs/{config.recipe}/sweep_{stamp}")
+    for number, (run, config) in enumerate(zip(expanded, configs, strict=True), 1):
         further = []
         if config.trainer.run_group is None:
             further.append(f"trainer.run_group={quoted(directory.name)}")
-        if not any(override.startswith("cluster.reserve_timeout_s=") for override in overrides):
+        if config.cluster.reserve_timeout_s == Cluster.model_fields["reserve_timeout_s"].default:
             further.append(f"cluster.reserve_timeout_s={WAITS_S}")  # for the GPUs of the others
         runs.append(
             JobRun(f"{config.recipe}-{stamp}-{number}", directory / run.name, (*run.overrides, *further), config)
         )
     return runs
+
+
+def _output(config: Config, name: str) -> Path:
+    """Return where a run, or a sweep, writes: what is set, or a directory of this name."""
+    from gkd.config import user_path
+
+    return Path.cwd() / user_path(config.trainer.output_dir or f"outputs/{config.recipe}/{name}")
 
 
 def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:

@@ -39,6 +39,11 @@ class Lora(Settings):
         None, description="nf4: the weights under the adapters in 4 bits, through bitsandbytes; null: as they are"
     )
 
+    @property
+    def lora_alpha(self) -> float:
+        """What adapters are multiplied with, times ``r``."""
+        return 2 * (self.r or 0) if self.alpha is None else self.alpha
+
     @field_validator("target_modules")
     @classmethod
     def _targets_are_named(cls, targets: str | list[str]) -> str | list[str]:

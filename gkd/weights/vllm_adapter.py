@@ -66,7 +66,7 @@ class AdapterLoader:
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": self._lora.r,
-            "lora_alpha": 2 * (self._lora.r or 0) if self._lora.alpha is None else self._lora.alpha,
+            "lora_alpha": self._lora.lora_alpha,
             "target_modules": sorted(layers),
             "bias": "none",
         }

@@ -248,7 +248,7 @@ class PlayedJobs:
     def follow(self, name: str, write: Callable[[str], None]) -> Any:
         fails = len([*self.submitted]) == [*self.submitted].index(name) + 1
         if not fails:
-            self.submitted[name][1].parent.mkdir()
+            self.submitted[name][1].parent.mkdir(parents=True, exist_ok=True)
             make_run(self.submitted[name][1])
         status = JobStatus.FAILED if fails else JobStatus.SUCCEEDED
         return SimpleNamespace(status=status, driver_exit_code=int(fails))
@@ -275,6 +275,23 @@ def test_a_sweep_is_a_job_for_each_run_and_a_table_at_the_end(
     assert (tmp_path / "sweep" / "report.html").exists()
     assert main(["--address", "http://cluster", "-m", "--status"]) == 2
     assert "--multirun is for runs to submit, not for --status" in capsys.readouterr().err
+
+
+def test_recipes_of_one_sweep_write_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jobs_module, "Jobs", PlayedJobs)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.yaml").write_text("cluster: {reserve_timeout_s: 60}\n")
+    given = ["+recipe=gspo,grpo,distill_and_reward", "own.yaml"]
+    assert main(["--address", "http://cluster", "--multirun", "--follow", *given]) == 1  # the last one failed
+    jobs = [*PLAYED[-1].submitted.values()]
+    assert len({output.parent for _, output in jobs}) == 1
+    assert len(re.findall(r"recipe=\w+ +0\.4500", capsys.readouterr().out)) == 2
+    assert "cluster.reserve_timeout_s" not in jobs[0][0]
+    assert main(["--address", "http://cluster", "+recipe=grpo", "trainer.output_dir='~/mine'"]) == 0
+    assert [output for _, output in PLAYED[-1].submitted.values()] == [tmp_path / "mine"]
 
 
 def test_a_bad_setting_is_refused_before_anything_is_asked(capfd: pytest.CaptureFixture[str]) -> None:
