@@ -6,14 +6,12 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gkd.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from gkd.api import evaluate as evaluate
     from gkd.api import plan as plan
     from gkd.api import train as train
-
-__version__ = "0.2.0"
-"""The version of this code, which packaging reads from here and a run writes into its files."""
-
 
 _API = ("train", "evaluate", "plan")
 

@@ -1,12 +1,8 @@
-"""``python -m gkd.evaluate``; the program is :mod:`gkd.cli.evaluate`."""
+"""``python -m gkd.evaluate``, which is ``gkd evaluate``."""
 
 from __future__ import annotations
 
-import sys
-
-from gkd.cli.evaluate import main
-
-__all__ = ["main"]
+from gkd.cli.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("evaluate")

@@ -1,12 +1,8 @@
-"""``python -m gkd.export``; the program is :mod:`gkd.cli.export`."""
+"""``python -m gkd.export``, which is ``gkd export``."""
 
 from __future__ import annotations
 
-import sys
-
-from gkd.cli.export import main
-
-__all__ = ["main"]
+from gkd.cli.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("export")

@@ -1,12 +1,8 @@
-"""``python -m gkd.monitor``; the program is :mod:`gkd.cli.monitor`."""
+"""``python -m gkd.monitor``, which is ``gkd monitor``."""
 
 from __future__ import annotations
 
-import sys
-
-from gkd.cli.monitor import main
-
-__all__ = ["main"]
+from gkd.cli.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("monitor")

@@ -1,12 +1,8 @@
-"""``python -m gkd.plan``; the program is :mod:`gkd.cli.plan`."""
+"""``python -m gkd.plan``, which is ``gkd plan``."""
 
 from __future__ import annotations
 
-import sys
-
-from gkd.cli.plan import main
-
-__all__ = ["main"]
+from gkd.cli.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("plan")

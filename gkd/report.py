@@ -1,12 +1,8 @@
-"""``python -m gkd.report``; the program is :mod:`gkd.cli.report`."""
+"""``python -m gkd.report``, which is ``gkd report``."""
 
 from __future__ import annotations
 
-import sys
-
-from gkd.cli.report import main
-
-__all__ = ["main"]
+from gkd.cli.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("report")

@@ -10,8 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if (ROOT / "gkd").is_dir():  # in a checkout, use its own gkd
     sys.path.insert(0, str(ROOT))
 
-from gkd.cli.verify_gpus import main  # noqa: E402
-from gkd.cluster.shutdown import leave  # noqa: E402
+from gkd.cli.command import run  # noqa: E402
 
 if __name__ == "__main__":
-    leave(main())
+    run("verify-gpus")

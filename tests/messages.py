@@ -122,8 +122,8 @@ def make_files(directory: Path) -> Path:
 
 def ending(command: str, files: Path) -> str:
     """Run a program in this process: its last line of errors."""
+    from gkd.cli.train import main
     from gkd.launch.node import main as node
-    from gkd.main import main
 
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):

@@ -26,7 +26,7 @@ def test_functions_keep_their_names_beside_programs_of_the_same_name() -> None:
     import gkd.plan
 
     assert gkd.plan is plan and gkd.evaluate is gkd.api.evaluate
-    assert callable(sys.modules["gkd.plan"].main)
+    assert callable(sys.modules["gkd.plan"].run)
 
 
 @given(st.one_of(TEXT, st.text("\\'\"{}[]$:,= ", min_size=1)))

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gkd import __version__
 from gkd.cluster.shutdown import leave
 from gkd.errors import ConfigError, guarded
+from gkd.version import __version__
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,9 @@ def _nearest(arguments: Sequence[str]) -> str:
     return f" (did you mean gkd {OTHER_NAMES.get(alike[0], alike[0])}?)" if alike else ""
 
 
-def run() -> NoReturn:
-    """End the process with the exit code of :func:`main`, also where a call never returned."""
-    leave(main())
+def run(*command: str) -> NoReturn:
+    """End the process with the exit code of :func:`main`, also where a call never returned.
+
+    ``command``: a program's name, where the command line begins with its arguments.
+    """
+    leave(main([*command, *sys.argv[1:]]))

@@ -89,10 +89,10 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.api.train`.
     """
     from gkd.cluster.session import connect
+    from gkd.cluster.worker import uncollected
     from gkd.driver.inputs import find_inputs
     from gkd.driver.restart import begin_again, may_begin_again, start_over
     from gkd.driver.resume import differences, find, finished, require_same_data
-    from gkd.garbage import uncollected
     from gkd.observability.progress import console, log_to
     from gkd.observability.trackers.tracker import require_trackers
 

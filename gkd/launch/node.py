@@ -25,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gkd
 from gkd.errors import ConfigError, Parser, RunFailed, guarded
 
 if TYPE_CHECKING:
@@ -157,7 +156,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         address, dashboard = options.address, None
     local.clear()
     node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4), options.simulate_gpus)
-    command = [sys.executable, "-c", HOLD, str(Path(gkd.__file__).parents[1]), f"--temp-dir={node.ray_directory}"]
+    command = [sys.executable, "-c", HOLD, str(Path(__file__).parents[2]), f"--temp-dir={node.ray_directory}"]
     with node.log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *_ray_options(options, ip), *further],

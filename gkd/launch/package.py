@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import gkd
 from gkd.errors import ConfigError
 
 LEFT_OUT = {"__pycache__", "node_modules", "venv"}  # wherever they are; so is every name that begins with a dot
@@ -26,7 +25,7 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
     without: list[str] = []
     folders = [(directory, directory, LEFT_OUT_AT_TOP)]
     if not (directory / "gkd" / "__init__.py").is_file():
-        own = Path(gkd.__file__).parent
+        own = Path(__file__).parents[1]
         folders += [
             (folder, own.parent, set()) for folder in (own, own.parent / "conf", own.parent / "recipes" / "sort_digits")
         ]

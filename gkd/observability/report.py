@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gkd import __version__
+from gkd.version import __version__
 
 Values = Mapping[str, float]
 

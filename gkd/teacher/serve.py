@@ -1,12 +1,8 @@
-"""``python -m gkd.teacher.serve``; the program is :mod:`gkd.cli.serve_teacher`."""
+"""``python -m gkd.teacher.serve``, which is ``gkd serve-teacher``."""
 
 from __future__ import annotations
 
-import sys
-
-from gkd.cli.serve_teacher import main
-
-__all__ = ["main"]
+from gkd.cli.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("serve-teacher")

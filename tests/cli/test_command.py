@@ -10,7 +10,6 @@ import pytest
 from pydantic import Field
 
 import gkd
-from gkd import __version__
 from gkd.cli.command import main
 from gkd.config import settings
 from gkd.config.base import Settings
@@ -18,6 +17,7 @@ from gkd.config.describe import describe, describe_all, search
 from gkd.config.open import OpenSettings
 from gkd.config.registry import Registry
 from gkd.errors import ConfigError
+from gkd.version import __version__
 
 ROOT = Path(gkd.__file__).parents[1]
 

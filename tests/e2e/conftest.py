@@ -76,7 +76,7 @@ class Run:
 
 def run_here(arguments: list[str]) -> int:
     """Run ``gkd.main`` in this process, where it ends before it starts anything; its exit code."""
-    from gkd.main import main
+    from gkd.cli.train import main
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from gkd import __version__
 from gkd.config.compose import compose
+from gkd.version import __version__
 from tests.e2e.conftest import ROOT, SMALL, environment
 
 STEPS = 50

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 
-from gkd.doctor.devices import Gpus, read_gpus  # noqa: E402
+from gkd.cli.doctor.devices import Gpus, read_gpus  # noqa: E402
 from gkd.errors import ConfigError, Parser, guarded  # noqa: E402
 from gkd.inference.vllm_environment import installed_device  # noqa: E402
 from tests.gpu.checks import CHECKS, Check  # noqa: E402

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from gkd.cli.plan import main
 from gkd.config import settings
 from gkd.config.compose import compose
 from gkd.driver.inputs import find_inputs
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
-from gkd.plan import main
 from gkd.planning.layout import known_gpu_type, models_of
 from gkd.planning.measured import _spread
 from gkd.recipes.sort_digits.task import SortDigits, recipes

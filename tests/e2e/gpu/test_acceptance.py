@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gkd.cli.doctor.devices import Gpus
 from gkd.config.compose import compose
-from gkd.doctor.devices import Gpus
 from gkd.driver.checkpoint import Saved, State, write
 from gkd.durable import Sum
 from gkd.errors import ConfigError

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from ray import cloudpickle
 
-from gkd.doctor import devices, node, system
+from gkd.cli.doctor import devices, node, system
+from tests.cli.test_doctor import H200
 from tests.e2e.conftest import ROOT
-from tests.launch.test_doctor import H200
 
 
 def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_disks_shared_memory_and_limits(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [f.level for f in system.check_shared_memory(1)] == ["warning"]
     monkeypatch.setattr(system, "NCCL_SHM", 1 << 60)
     assert [f.level for f in system.check_shared_memory(2)] == ["failed"]
-    check = "from gkd.doctor.system import check_limits; print(next(check_limits()))"
+    check = "from gkd.cli.doctor.system import check_limits; print(next(check_limits()))"
     done = subprocess.run(
         ["bash", "-c", f'ulimit -n 900; exec "{sys.executable}" -c "{check}"'],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,

@@ -157,7 +157,7 @@ def test_a_port_that_is_taken_is_named(cluster: ClusterHere, tmp_path: Path) -> 
 
 
 def test_another_version_of_ray_is_one_line(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:
-    run = [sys.executable, "-c", OTHER_RAY.format(module="gkd.main"), *small]
+    run = [sys.executable, "-c", OTHER_RAY.format(module="gkd.cli.train"), *small]
     joined = cluster.run(*run, f"cluster.address={cluster.address}", f"trainer.output_dir={tmp_path / 'run'}")
     job = cluster.run(
         sys.executable, "-c", OTHER_RAY.format(module="gkd.cli.submit"), "--address", cluster.dashboard, "--status"

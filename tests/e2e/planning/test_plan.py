@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_it_answers_at_once_and_loads_no_torch(model: str) -> None:
     program = (
-        "import sys; from gkd.plan import main; code = main(sys.argv[1:]);"
+        "import sys; from gkd.cli.plan import main; code = main(sys.argv[1:]);"
         "bad = {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules); sys.exit(f'{bad} loaded' if bad else code)"
     )
     arguments = ["+recipe=grpo", f"model.path={model}", "placement=8gpu", "--best", "4096"]

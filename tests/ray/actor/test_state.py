@@ -20,12 +20,12 @@ from gkd.actor.group import ActorGroup
 from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging
 from gkd.actor.state import part_of, write_part
+from gkd.cli.export import main as export
 from gkd.cluster.group import Pending
 from gkd.config import Config
 from gkd.driver import checkpoint
 from gkd.driver.checkpoint import Saved, State
 from gkd.errors import RunFailed
-from gkd.export import main as export
 from tests.actor import models
 from tests.actor.test_lora import base
 from tests.ray.actor.ranks import Ranks, config, put

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import ray
 
-from gkd import __version__
 from gkd.actor.batches import Applied
 from gkd.cluster.group import Pending
 from gkd.config import Config, load
@@ -32,6 +31,7 @@ from gkd.observability.metrics import JsonLines
 from gkd.observability.run_files import RunFiles
 from gkd.recipes.sort_digits.sorting import make_tokenizer
 from gkd.types import Prompt
+from gkd.version import __version__
 
 SAME = {"trainer": {"total_steps": 10}}
 DATA = {"train": "1", "val": "2"}

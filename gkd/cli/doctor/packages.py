@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gkd.doctor.finding import Finding, failed, ok, warning
+from gkd.cli.doctor.finding import Finding, failed, ok, warning
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from gkd.cli.doctor.finding import GIB, Finding, failed, ok, warning
 from gkd.cluster.gpu import handles, nvml, text
-from gkd.doctor.finding import GIB, Finding, failed, ok, warning
 from gkd.errors import ConfigError
 
 IMPORT_TIMEOUT_S = 180.0

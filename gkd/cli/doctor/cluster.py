@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gkd.doctor import node as node_module
-from gkd.doctor.finding import Finding, failed, ok, warning
+from gkd.cli.doctor import node as node_module
+from gkd.cli.doctor.finding import Finding, failed, ok, warning
 from gkd.errors import one_line
 
 ASK_TIMEOUT_S = 120.0  # a node's first task starts a process there

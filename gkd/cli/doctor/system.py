@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from gkd.cli.doctor.finding import GIB, Finding, failed, ok, warning
 from gkd.cluster.port import is_free
-from gkd.doctor.finding import GIB, Finding, failed, ok, warning
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
 LITTLE_DISK, TOO_LITTLE_DISK = 20 * GIB, 1 * GIB

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from gkd.doctor.finding import Finding, failed, ok
+from gkd.cli.doctor.finding import Finding, failed, ok
 from gkd.errors import Parser, guarded
 
 
@@ -45,8 +45,8 @@ def _findings(address: str | None) -> Iterator[Finding]:
             "./launch/quickstart.sh installs them; then .venv/bin/python -m gkd.doctor",
         )
         return
+    from gkd.cli.doctor import devices, packages, system
     from gkd.cluster import local
-    from gkd.doctor import devices, packages, system
 
     gpus = devices.read_gpus()
     n_gpus = 0 if gpus is None else len(gpus.names)
@@ -75,8 +75,8 @@ def _places() -> dict[str, Path]:
 def _cluster(wanted: str | None) -> Iterator[Finding]:
     import ray
 
+    from gkd.cli.doctor.cluster import check_cluster
     from gkd.cluster.session import cluster_address, join
-    from gkd.doctor.cluster import check_cluster
 
     address = cluster_address(wanted)
     if address is None:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gkd.doctor import cluster, devices, node, packages, system
-from gkd.doctor.__main__ import main
-from gkd.doctor.finding import GIB, Finding
+from gkd.cli.doctor import cluster, devices, main, node, packages, system
+from gkd.cli.doctor.finding import GIB, Finding
 from tests.e2e.conftest import ROOT
 
 H200 = devices.Gpus("570.1", 12080, ["H200", "H200"], [140 * GIB, 140 * GIB], [141 * GIB, 141 * GIB])
