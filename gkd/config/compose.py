@@ -183,7 +183,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         key = override.key_or_group
         if not key:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
-        is_section = any(name.startswith(f"{plain_name(key)}.") for name in known)
+        section = f"{plain_name(key)}."
+        is_section = any(name.startswith(section) for name in known)
         if override.package is not None:
             raise ConfigError(f"{override.input_line}: names no setting; a group is chosen as {key}=NAME")
         if key in choices:

@@ -1,6 +1,6 @@
 """Compiled layers against the same ones as they are: captured and differentiated as a graph, without a C compiler.
 
-What inductor makes of the graphs, and several ranks, are in tests/ray/actor/test_ranks.py.
+What inductor makes of the graphs, and several ranks, are in test_ranks.py.
 """
 
 from __future__ import annotations
