@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from gkd.config.base import GROUPS
-from gkd.config.schedule import require_possible
-
-if TYPE_CHECKING:
-    from gkd.config.run import Config
+from gkd.config.run import Config
 
 
 def _own_models_and_data_go_together(config: Config) -> None:
@@ -222,6 +218,29 @@ def _questions_are_named(config: Config) -> None:
         raise ValueError("there is nothing to ask: name a set of questions (+sets=NAME or evaluate.sets.NAME.files)")
 
 
+def require_schedule(config: Config) -> None:
+    """Raise ValueError where what ``schedule`` asks to be done at the same time cannot be."""
+    schedule = config.schedule
+    if schedule.streaming is True and (why := config.streaming_obstacle) is not None:
+        raise ValueError(f"schedule.streaming=true: {why}; schedule.streaming=auto would do without")
+    if schedule.max_staleness and config.cluster.offload is True:
+        raise ValueError(
+            f"schedule.max_staleness={schedule.max_staleness}: the actor is offloaded while engines on its GPUs "
+            "sample, so they cannot work at the same time (cluster.offload); schedule.max_staleness=0, or GPUs of "
+            "their own (rollout.colocate_with=null)"
+        )
+    if schedule.in_flight and not schedule.max_staleness:
+        raise ValueError(
+            "schedule.in_flight=true: with schedule.max_staleness=0 nothing is sampled while weights change; "
+            "schedule.max_staleness=1 or more would do"
+        )
+    if schedule.in_flight and not config.rollout.engine_class.in_flight:
+        raise ValueError(
+            f"schedule.in_flight=true: rollout.engine={config.rollout.engine} takes weights between batches alone; "
+            "rollout.engine=vllm or schedule.in_flight=false would do"
+        )
+
+
 def _early_cuts_are_learned_from(config: Config) -> None:
     action = config.algorithm.overlong.action
     if config.rollout.horizon.start is not None and action != "keep":
@@ -230,7 +249,7 @@ def _early_cuts_are_learned_from(config: Config) -> None:
         )
 
 
-CHECKS: tuple[Callable[[Config], None], ...] = (
+_CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_models_and_data_go_together,
     _a_reference_is_asked,
     _several_teachers_are_told_apart,
@@ -247,10 +266,16 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_answers_can_be_learned_from,
     _supervised_training_samples_nothing,
     _the_teachers_advantage_is_at_one_temperature,
-    require_possible,
+    require_schedule,
     _early_cuts_are_learned_from,
 )
 """Each raises ValueError, which names the settings that do not go together."""
 
-CHECKS_OF_EVALUATIONS: tuple[Callable[[Config], None], ...] = (_questions_are_named, _ranges_are_disjoint)
-"""Those of configurations that name models to evaluate, in place of :data:`CHECKS`."""
+_CHECKS_OF_EVALUATIONS: tuple[Callable[[Config], None], ...] = (_questions_are_named, _ranges_are_disjoint)
+"""Those of configurations that name models to evaluate, in place of :data:`_CHECKS`."""
+
+
+def require_together(config: Config) -> None:
+    """Raise ValueError for the first settings that do not go together."""
+    for check in _CHECKS_OF_EVALUATIONS if config.evaluates else _CHECKS:
+        check(config)

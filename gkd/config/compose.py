@@ -128,7 +128,7 @@ def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> di
 
 def _defaults() -> dict[str, Any]:
     """Return the default of every setting whose name does not depend on the class that another one names."""
-    defaults = Config().model_dump()
+    defaults = load({}).model_dump()
     for name in open_sections():
         _drop_own(defaults, name)
     return defaults

@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from gkd.config.base import Settings, sections_below
+from gkd.config.checks import require_together
+from gkd.config.doubts import rates
 from gkd.config.hints import hint
 from gkd.config.open import OWN, OpenSettings
 from gkd.config.run import Config
@@ -80,27 +82,38 @@ def load(tree: Mapping[str, Any]) -> Config:
         if not is_text(text):
             raise ConfigError(f"{key}={text!r}: is no text that a file could hold")
     try:
-        return Config.model_validate(dict(tree))
+        config = Config.model_validate(dict(tree))
+        require_together(config)
     except ValidationError as error:
-        first = error.errors()[0]
-        # Union branches add their type's name to the location; only real keys are shown.
-        key = ".".join(
-            str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|bool|float)$", str(part))
-        )
-        if first["type"] == "extra_forbidden":
-            raise unknown(key, first["input"]) from None
-        if first["type"] == OWN:
-            context = first["ctx"]
-            if context["unknown"]:
-                known = [f"{key}.{name}" for name in context["known"]]
-                raise unknown(f"{key}.{context['key']}", context["value"], known) from None
-            shown = f"={context['value']}" if context["value"] else ""
-            why = str(context["why"])
-            raise ConfigError(f"{key}.{context['key']}{shown}: {why[:1].lower()}{why[1:]}") from None
-        message = str(first["msg"]).removeprefix("Value error, ")
-        message = message[0].lower() + message[1:]
-        shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
-        raise ConfigError(f"{key}{shown}: {message}" if key else message) from None
+        raise _error(error) from None
+    except ValueError as error:
+        raise ConfigError(_lowered(str(error))) from None
+    if config.actor.lr is not None:
+        return config
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"lr": rates(config).usual})})
+
+
+def _error(error: ValidationError) -> ConfigError:
+    """Return the error of the first thing that is wrong."""
+    first = error.errors()[0]
+    # Union branches add their type's name to the location; only real keys are shown.
+    key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|bool|float)$", str(part)))
+    if first["type"] == "extra_forbidden":
+        return unknown(key, first["input"])
+    if first["type"] == OWN:
+        context = first["ctx"]
+        if context["unknown"]:
+            known = [f"{key}.{name}" for name in context["known"]]
+            return unknown(f"{key}.{context['key']}", context["value"], known)
+        shown = f"={context['value']}" if context["value"] else ""
+        return ConfigError(f"{key}.{context['key']}{shown}: {_lowered(str(context['why']))}")
+    message = _lowered(str(first["msg"]).removeprefix("Value error, "))
+    shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
+    return ConfigError(f"{key}{shown}: {message}" if key else message)
+
+
+def _lowered(message: str) -> str:
+    return message[:1].lower() + message[1:]
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

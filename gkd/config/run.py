@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from gkd.config.actor import Actor
 from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
-from gkd.config.checks import CHECKS, CHECKS_OF_EVALUATIONS
 from gkd.config.cluster import Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.evaluation import Evaluate
@@ -23,7 +22,6 @@ from gkd.config.groups import (
     Trainer,
 )
 from gkd.config.learning import Algorithm
-from gkd.config.learning_rate import rates
 from gkd.config.plan import Plan
 from gkd.config.rewards import Reward
 from gkd.config.schedule import Schedule
@@ -76,18 +74,6 @@ class Config(Settings):
         {}, description="what gkd evaluate measures: by name, the directory or locally cached name of a model"
     )
     evaluate: Evaluate = Evaluate()
-
-    @model_validator(mode="after")
-    def _settings_go_together(self) -> Config:
-        for check in CHECKS_OF_EVALUATIONS if self.evaluates else CHECKS:
-            check(self)
-        return self
-
-    @model_validator(mode="after")
-    def _learning_rate_is_decided(self) -> Config:
-        if self.actor.lr is None:  # in place: a validator may not return another object
-            self.__dict__["actor"] = self.actor.model_copy(update={"lr": rates(self).usual})
-        return self
 
     def pools(self) -> Iterator[tuple[str, Pool]]:
         """Return sections that own GPUs, in the order these are handed out: trainer (the actor), rollout, ...
@@ -148,6 +134,32 @@ class Config(Settings):
         level = "token" if differ and algorithm.weighs_samples else None
         decided = algorithm.importance_sampling.model_copy(update={"level": level})
         return algorithm.model_copy(update={"importance_sampling": decided})
+
+    @property
+    def streaming_obstacle(self) -> str | None:
+        """Why gradients cannot be added up before the whole batch is there; None where they can."""
+        actor, algorithm = self.actor, self.algorithm
+        samples = self.trainer.batch_size * self.rollout.n
+        if actor.epochs > 1:
+            return f"actor.epochs={actor.epochs} learns from each batch several times"
+        if actor.mini_batch_size is not None and actor.mini_batch_size < samples:
+            return f"actor.mini_batch_size={actor.mini_batch_size} makes several updates of a batch"
+        if algorithm.policy_weight and algorithm.dynamic_sampling.max_rounds > 1:
+            rounds = algorithm.dynamic_sampling.max_rounds
+            return f"algorithm.dynamic_sampling.max_rounds={rounds} chooses from the whole batch what is learned from"
+        if algorithm.policy_weight and algorithm.advantage.selected.needs_batch:
+            return f"algorithm.advantage.name={algorithm.advantage.name} looks at all groups of a batch"
+        if self.cluster.offload is True:
+            return "the actor is offloaded while engines on its GPUs sample (cluster.offload)"
+        return None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the actor adds up gradients while a batch is being sampled; ``cluster.offload`` is decided."""
+        if self.schedule.streaming == "auto":
+            samples = not self.algorithm.supervised  # otherwise a whole batch is there at once
+            return samples and self.streaming_obstacle is None and not self.on_the_actors_gpus()
+        return self.schedule.streaming
 
     @property
     def evaluates(self) -> bool:

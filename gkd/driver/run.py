@@ -14,8 +14,8 @@ from gkd.cluster.assignment import print_table
 from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
 from gkd.cluster.session import Session
 from gkd.config import Config
-from gkd.config.learning_rate import doubts
-from gkd.config.schedule import require_possible, staleness_doubts
+from gkd.config.checks import require_schedule
+from gkd.config.doubts import doubts
 from gkd.driver.best import BestModel
 from gkd.driver.checkpoint import Saved, State
 from gkd.driver.early_stop import EarlyStop
@@ -190,9 +190,8 @@ def _comment(config: Config, placement: Placement) -> None:
             else "engine and trainer can differ in how they compute"
         )
         log.info("%s: importance weights by %s correct for it (algorithm.importance_sampling.level=auto)", why, decided)
-    for text in (doubts(config), staleness_doubts(config)):
-        if text:
-            log.warning(text)
+    for doubt in doubts(config):
+        log.warning(doubt)
 
 
 def _validate_before(parts: Parts, log: RunLog) -> State:
@@ -254,7 +253,7 @@ def _with_offload(config: Config, placement: Placement) -> Config:
         log.info("each rollout engine samples up to %d sequences at a time (rollout.max_num_seqs=null)", slots)
     config = with_settings(config, {"cluster.offload": offload, "rollout.max_num_seqs": slots})
     try:
-        require_possible(config)
+        require_schedule(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config

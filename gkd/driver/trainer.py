@@ -11,7 +11,6 @@ from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import require_rewards, with_advantages
 from gkd.cluster.group import WorkerReport, WorkerReports
 from gkd.config import Config
-from gkd.config.schedule import streams
 from gkd.data.stream import PromptStream
 from gkd.driver.best import BestModel
 from gkd.driver.checkpoint import State
@@ -94,7 +93,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
     for step in _steps(config, log, start.step + 1):
         started = time.monotonic() if began is None else began
         batches.dispatch(step - 1)
-        stream = BatchStream(config, parts.actor) if streams(config) else None
+        stream = BatchStream(config, parts.actor) if config.streams else None
         collected = batches.collect(step) if stream is None else batches.collect(step, stream.feed)
         parts.actor.beside = partial(log.samples.write, step, collected.batch)
         try:

@@ -12,9 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pydantic import ValidationError
-
-from gkd.config import GROUPS, Config, Engine
+from gkd.config import GROUPS, Config, Engine, load
 from gkd.errors import ConfigError
 from gkd.planning.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
 from gkd.planning.layout import (
@@ -232,8 +230,8 @@ def _cheapest(trials: _Trials, level: int) -> Advice | None:
 def _is_possible(layout: Layout, config: Config) -> bool:
     """Say whether a configuration composes and, where the nodes are known, its groups have room on them."""
     try:
-        Config.model_validate(config.model_dump())
-    except ValidationError:
+        load(config.model_dump())
+    except ConfigError:
         return False
     return layout.nodes is None or has_room(config, layout.nodes)
 

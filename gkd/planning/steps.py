@@ -13,7 +13,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-from gkd.config.schedule import streaming_obstacle
 from gkd.planning.layout import Layout
 from gkd.planning.memory import concurrent_sequences, largest_micro_batch, needs_offload, slots_of
 from gkd.planning.pipeline import (
@@ -46,7 +45,7 @@ def streams(layout: Layout) -> bool:
     config = layout.config
     if config.schedule.streaming != "auto":
         return config.schedule.streaming
-    return streaming_obstacle(config) is None and not config.on_the_actors_gpus() and not needs_offload(layout)
+    return config.streaming_obstacle is None and not config.on_the_actors_gpus() and not needs_offload(layout)
 
 
 def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:

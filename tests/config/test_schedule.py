@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gkd.config import load
-from gkd.config.schedule import staleness_doubts
+from gkd.config.doubts import doubts
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,10 @@ def test_samples_of_older_weights_are_weighted_by_themselves(algorithm: dict[str
 
 
 def test_reverse_kl_on_old_samples_is_warned_of() -> None:
-    def doubts(staleness: int, loss: str) -> str | None:
+    def warnings(staleness: int, loss: str) -> list[str]:
         schedule = {"max_staleness": staleness}
-        return staleness_doubts(load({"algorithm": {"loss": {"name": loss}}, "schedule": schedule}))
+        return list(doubts(load({"algorithm": {"loss": {"name": loss}}, "schedule": schedule})))
 
-    assert "schedule.max_staleness=3 with algorithm.loss.name=reverse_kl" in (doubts(3, "reverse_kl") or "")
-    assert doubts(2, "reverse_kl") is None and doubts(3, "forward_kl") is None
+    (warning,) = warnings(3, "reverse_kl")
+    assert "schedule.max_staleness=3 with algorithm.loss.name=reverse_kl" in warning
+    assert not warnings(2, "reverse_kl") and not warnings(3, "forward_kl")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from gkd.algorithms.advantages import AdvantageEstimator
 from gkd.algorithms.training_samples import settle
 from gkd.config import Config, load
-from gkd.config.schedule import streaming_obstacle, streams
 from gkd.driver.streaming import BatchStream
 from gkd.errors import ConfigError
 from gkd.types import TrainingSample
@@ -104,15 +103,15 @@ def test_what_needs_the_whole_batch_does_not_stream(changes: dict[str, dict[str,
         }  # fmt: skip
         return load({**base, **{name: {**base.get(name, {}), **section} for name, section in changes.items()}})
 
-    assert not streams(settings("auto"))
-    assert why in (streaming_obstacle(settings("auto")) or "")
+    assert not settings("auto").streams
+    assert why in (settings("auto").streaming_obstacle or "")
     with pytest.raises(ConfigError, match=r"schedule.streaming=true: .*; schedule.streaming=auto would do without"):
         settings(True)
 
 
 def test_an_actor_that_shares_its_gpus_does_not_stream_by_itself() -> None:
     shared = {"rollout": {"colocate_with": "actor"}}
-    assert streams(load({})) and not streams(load({"schedule": {"streaming": False}}))
-    assert not streams(load(shared)) and streams(load({**shared, "schedule": {"streaming": True}}))
+    assert load({}).streams and not load({"schedule": {"streaming": False}}).streams
+    assert not load(shared).streams and load({**shared, "schedule": {"streaming": True}}).streams
     taking_turns = load({**shared, "cluster": {"offload": True}})
-    assert "offloaded" in (streaming_obstacle(taking_turns) or "")
+    assert "offloaded" in (taking_turns.streaming_obstacle or "")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import Config
+from gkd.config import load
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.advice import advise, advise_all, advise_by_memory, explain_shortage, require_memory
@@ -64,7 +64,7 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
     assert [one.level for one in found] == sorted({one.level for one in found})
     assert _memory(layout_of(*overrides, *found[0].overrides().split()), group).fits
     for one in found:
-        pasted = Config.model_validate(with_settings(s.config, one.settings).model_dump())
+        pasted = load(with_settings(s.config, one.settings).model_dump())
         assert _memory(replace(s, config=pasted), group).fits
         widths = [name for name in one.settings if name.endswith("tensor_parallel_size")]
         follows = ("n_gpus_per_node", "nnodes", "across_nodes")  # what a width asks for

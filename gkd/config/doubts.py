@@ -1,11 +1,11 @@
-"""Usual learning rates of AdamW, by what is learned from and whether adapters are trained."""
+"""Settings that are possible and unlikely to work; usual learning rates of AdamW, by what is learned from."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from gkd.config.run import Config
+from gkd.config.run import Config
 
 
 class Rates(NamedTuple):
@@ -39,7 +39,14 @@ def rates(config: Config) -> Rates:
     return _RATES[not config.algorithm.policy_weight or config.algorithm.distils, config.actor.lora.r is not None]
 
 
-def doubts(config: Config) -> str | None:
+def doubts(config: Config) -> Iterator[str]:
+    """Yield a warning, in one line, for each."""
+    for doubt in (_learning_rate(config), _staleness(config)):
+        if doubt is not None:
+            yield doubt
+
+
+def _learning_rate(config: Config) -> str | None:
     """Return why ``actor.lr`` cannot work, in one line; None where it can.
 
     Models that a task makes on the spot may be far smaller than what the rates are usual for, and are left out.
@@ -59,3 +66,15 @@ def doubts(config: Config) -> str | None:
         f"actor.lr={lr:g} is unlikely to work: for {what} learning from {source} {bounds.usual / 4:g} to "
         f"{bounds.usual * 5:g} is usual ({bounds.usual:g} unless set); {why}"
     )
+
+
+def _staleness(config: Config) -> str | None:
+    """Return a warning where a loss is known to suffer from samples as old as these may be; None without one."""
+    schedule, loss = config.schedule, config.algorithm.loss
+    if config.algorithm.distils and loss.name == "reverse_kl" and schedule.max_staleness > 2:
+        return (
+            f"schedule.max_staleness={schedule.max_staleness} with algorithm.loss.name=reverse_kl: on samples of "
+            "weights so far behind reverse KL is known to lose accuracy (AsyncOPD, arXiv 2606.24143); "
+            "schedule.max_staleness=2 or less, or algorithm.loss.name=jsd or forward_kl, would do"
+        )
+    return None
