@@ -1,36 +1,91 @@
-"""On-policy distillation and reinforcement learning of language models on Ray pools."""
+"""On-policy distillation and reinforcement learning of language models on Ray pools.
+
+``from gkd import train, evaluate, plan``: the programs as functions, with the same settings. These are a mapping from
+names, with dots or nested, to values: ``{"recipe": "grpo", "actor.lr": 1e-5}``. What the command line refuses is a
+:class:`gkd.errors.ConfigError`, a run that fails a :class:`gkd.errors.RunFailed`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gkd.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from gkd.api import evaluate as evaluate
-    from gkd.api import plan as plan
-    from gkd.api import train as train
+    from gkd.evaluation.results import Results
+    from gkd.observability.report import Summary
+    from gkd.observability.trackers.tracker import OnStep
+    from gkd.planning.report import PlanReport
 
-_API = ("train", "evaluate", "plan")
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run that has ended: where it is, and what its summary.json says."""
+
+    output_dir: Path
+    summary: Summary
+
+    @property
+    def model(self) -> Path:
+        """The student, in Hugging Face format."""
+        return self.output_dir / "model"
+
+
+def train(settings: Settings, on_step: OnStep | None = None) -> Trained:
+    """Do a run, as ``gkd train`` does.
+
+    ``on_step`` is called with each step and its metrics as they are logged, 0 being the validation before training;
+    what it raises ends the run, which saves a checkpoint first. A run whose workers are lost is not begun again by
+    itself: ``trainer.resume`` goes on with it.
+    """
+    from gkd.cli.train import configure, run
+    from gkd.config.overrides import overrides_of
+    from gkd.observability.report import read
+
+    output = run(configure(overrides_of(settings)), on_step=on_step)
+    return Trained(output, read(output))
+
+
+def evaluate(settings: Settings, quick: bool = False, run: str | Path | None = None) -> list[Results]:
+    """Measure ``models.*`` on sets of questions, as ``gkd evaluate`` does; ``quick``: 5 questions of each set.
+
+    ``run``: the directory of a run, whose checkpoints are measured.
+    """
+    from gkd.cli.evaluate import configure
+    from gkd.config.overrides import overrides_of
+    from gkd.evaluation.run import evaluate as measure
+    from gkd.observability.progress import console, log_to
+
+    out = console()
+    log_to(out)
+    config, further = configure([*([] if run is None else [str(run)]), *overrides_of(settings)])
+    return measure(config, out, quick, further)
+
+
+def plan(settings: Settings, best: int | None = None, by_memory: bool = False) -> PlanReport:
+    """Return what a layout needs, as ``gkd plan`` does; nothing is printed.
+
+    ``best``: the three best splits of so many GPUs; ``by_memory``: what the actor needs changed on GPUs of other sizes.
+    """
+    from gkd.cli.plan import make
+    from gkd.config.overrides import overrides_of
+
+    return make(overrides_of(settings), best=best, by_memory=by_memory)
 
 
 class _Package(ModuleType):
-    """Keeps the names of :data:`_API` where the programs ``gkd.plan`` and ``gkd.evaluate`` are imported as well."""
+    """Keeps plan and evaluate the functions where the modules ``gkd.plan`` and ``gkd.evaluate`` are imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _API and isinstance(value, ModuleType)):  # which importing a module of the package does
+        if not (name in ("plan", "evaluate") and isinstance(value, ModuleType)):  # importing a submodule sets it
             super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package
-
-
-def __getattr__(name: str) -> Any:
-    """Return train, evaluate or plan of :mod:`gkd.api`, which is imported when one is first asked for."""
-    if name in _API:
-        from gkd import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Ray node on this machine, of the cluster that runs share (gkd/launch/node.py).
+# A Ray node on this machine, of the cluster that runs share (gkd/cli/launch/node.py).
 #   ./launch/ray_cluster.sh head [--port 6379] [--dashboard-port 8265] [--dashboard-host 0.0.0.0] [--simulate-gpus N]
 #   ./launch/ray_cluster.sh worker --address HOST:6379 [--simulate-gpus N]
 #   ./launch/ray_cluster.sh stop
@@ -14,4 +14,4 @@ case ${2:-} in
   *) if [ -n "${GKD_PYTHON:-}" ]; then PYTHON=$GKD_PYTHON; else environment; fi ;;
 esac
 cd "$top"
-exec "$PYTHON" -m gkd.launch.node "$@"
+exec "$PYTHON" -m gkd.cli.launch.node "$@"

@@ -2,7 +2,7 @@
 
     $ trainer.total_step=5              settings, as :func:`gkd.config.compose.compose` takes them
     $ own: model.path=FILES/none        the same beside own models and data, for ``python -m gkd.main``
-    $ node: head --port 0               arguments of ``python -m gkd.launch.node``
+    $ node: head --port 0               arguments of ``python -m gkd.cli.launch.node``
 
 To add one, write its command into the file; to renew all lines, run ``python -m tests.messages`` and read the diff.
 """
@@ -122,8 +122,8 @@ def make_files(directory: Path) -> Path:
 
 def ending(command: str, files: Path) -> str:
     """Run a program in this process: its last line of errors."""
+    from gkd.cli.launch.node import main as node
     from gkd.cli.train import main
-    from gkd.launch.node import main as node
 
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):

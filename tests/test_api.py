@@ -13,8 +13,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import gkd
-from gkd.api import overrides_of, plan
+from gkd import evaluate, plan
 from gkd.config.compose import compose
+from gkd.config.overrides import overrides_of
 from gkd.errors import ConfigError
 from tests.docs.pages import ROOT, python_files
 
@@ -25,7 +26,7 @@ def test_functions_keep_their_names_beside_programs_of_the_same_name() -> None:
     import gkd.evaluate
     import gkd.plan
 
-    assert gkd.plan is plan and gkd.evaluate is gkd.api.evaluate
+    assert gkd.plan is plan and gkd.evaluate is evaluate
     assert callable(sys.modules["gkd.plan"].run)
 
 

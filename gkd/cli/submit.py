@@ -33,8 +33,8 @@ from gkd.errors import ConfigError, Parser, guarded
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
+    from gkd.cli.launch.jobs import Jobs
     from gkd.config import Config
-    from gkd.launch.jobs import Jobs
 
 
 # A job's shell is a child of a worker of Ray's, and that one of the raylet, whose command line names the interpreter
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
-    from gkd.launch.jobs import Jobs
+    from gkd.cli.launch.jobs import Jobs
 
     chosen = [name for name in ("status", "attach", "stop") if getattr(options, name) is not None]
     if len(chosen) > 1 or (chosen and (options.overrides or options.follow)):
@@ -159,8 +159,8 @@ def _output(config: Config, name: str) -> Path:
 
 
 def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
-    from gkd.launch.package import pack
-    from gkd.launch.paths import settle
+    from gkd.cli.launch.package import pack
+    from gkd.cli.launch.paths import settle
 
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as directory:
@@ -201,7 +201,7 @@ def _show(runs: Sequence[JobRun], codes: Sequence[int]) -> None:
 
 
 def _follow(jobs: Jobs, name: str) -> int:
-    from gkd.launch.jobs import exit_code
+    from gkd.cli.launch.jobs import exit_code
 
     def write(text: str) -> None:
         sys.stdout.write(text)

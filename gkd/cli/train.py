@@ -86,7 +86,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     """Do one run, from checked configuration to summary; returns its directory.
 
     Raises ConfigError or RunFailed; leaves no process behind. Where it loses workers, this process is replaced by one
-    that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.api.train`.
+    that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.train`.
     """
     from gkd.cluster.session import connect
     from gkd.cluster.worker import uncollected

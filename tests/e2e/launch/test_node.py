@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gkd.cli.launch.node import main
 from gkd.cluster import local
 from gkd.cluster.local import LocalNode
-from gkd.launch.node import main
 from tests.messages import NODE, entries, names_what_is_wrong, overrides
 
 

@@ -103,7 +103,7 @@ def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save():
         ports = one.getsockname()[1], other.getsockname()[1]
 
     def node(*arguments):
-        command = [sys.executable, "-m", "gkd.launch.node", *arguments]
+        command = [sys.executable, "-m", "gkd.cli.launch.node", *arguments]
         variables = {**os.environ, "GKD_RAY_DIR": directory}
         return subprocess.run(
             command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False

@@ -37,7 +37,10 @@ RECONNECT_S = 900
 """How long a node and the runs on it live without Ray's control service. Runs use it to save their state; where their
 drivers are gone as well, this is also how long their workers still hold their GPUs."""
 # Python's path has the working directory, which is another one, where this project is not installed.
-HOLD = "import sys; sys.path.insert(0, sys.argv.pop(1)); from gkd.launch.hold import main; sys.exit(main(sys.argv[1:]))"
+HOLD = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from gkd.cli.launch.hold import main; sys.exit(main(sys.argv[1:]))"
+)
 STARTED = "Ray runtime started."  # what `ray start` says last
 
 
@@ -54,9 +57,7 @@ def _main(arguments: list[str]) -> int:
     if options.command == "stop":
         return local.stop_all()
     if options.command == "wait":
-        from gkd.launch.wait import wait_for_nodes
-
-        wait_for_nodes(options.address, options.nodes, options.timeout)
+        _wait_for_nodes(options.address, options.nodes, options.timeout)
         return 0
     return _start(options, arguments[split + 1 :])
 
@@ -142,7 +143,6 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
 
     from gkd.cluster import local
     from gkd.cluster.shutdown import ignoring_signals
-    from gkd.launch.wait import wait_for_head
 
     local.make_directory()
     ip = options.node_ip_address or get_node_ip_address()
@@ -152,11 +152,11 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         _require_free(options.dashboard_port, "--dashboard-port")
         address, dashboard = f"{ip}:{options.port}", _dashboard(options, ip)
     else:
-        wait_for_head(options.address, options.wait)
+        _wait_for_head(options.address, options.wait)
         address, dashboard = options.address, None
     local.clear()
     node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4), options.simulate_gpus)
-    command = [sys.executable, "-c", HOLD, str(Path(__file__).parents[2]), f"--temp-dir={node.ray_directory}"]
+    command = [sys.executable, "-c", HOLD, str(Path(__file__).parents[3]), f"--temp-dir={node.ray_directory}"]
     with node.log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *_ray_options(options, ip), *further],
@@ -176,6 +176,38 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
             local.stop(node)
         raise
     return node
+
+
+def _wait_for_head(address: str, timeout_s: float) -> None:
+    """Wait until the head at ``host:port`` answers. Raises ConfigError, as for one attempt, after ``timeout_s``."""
+    from gkd.cluster.address import require_cluster
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return require_cluster(address, "--address", CONNECT_TIMEOUT_S)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
+def _wait_for_nodes(address: str, n_nodes: int, timeout_s: float) -> None:
+    """Wait until the cluster has ``n_nodes``. Raises RunFailed when it has fewer after ``timeout_s``."""
+    import ray
+
+    from gkd.cluster.session import join
+
+    deadline = time.monotonic() + timeout_s
+    _wait_for_head(address, timeout_s)
+    join(address, "--address")
+    try:
+        while (n_there := sum(bool(node["Alive"]) for node in ray.nodes())) < n_nodes:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"{n_there} of {n_nodes} nodes joined {address} within {timeout_s:.0f} s")
+            time.sleep(0.5)
+    finally:
+        ray.shutdown()
 
 
 def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:

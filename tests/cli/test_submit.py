@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
+from gkd.cli.launch import jobs as jobs_module
+from gkd.cli.launch import package as package_module
+from gkd.cli.launch.package import pack
+from gkd.cli.launch.paths import settle
 from gkd.cli.submit import main
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
-from gkd.launch import jobs as jobs_module
-from gkd.launch import package as package_module
-from gkd.launch.package import pack
-from gkd.launch.paths import settle
 from tests.e2e.on_a_cluster.conftest import free_port
 from tests.observability.runs import make_run
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gkd.cli.launch.package import is_packed
 from gkd.config import Config, quoted, user_path
 from gkd.config.registry import file_of, short
 from gkd.errors import ConfigError
-from gkd.launch.package import is_packed
 
 
 def settle(config: Config, here: Path, output: Path) -> list[str]:

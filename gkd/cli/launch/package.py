@@ -25,7 +25,7 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
     without: list[str] = []
     folders = [(directory, directory, LEFT_OUT_AT_TOP)]
     if not (directory / "gkd" / "__init__.py").is_file():
-        own = Path(__file__).parents[1]
+        own = Path(__file__).parents[2]
         folders += [
             (folder, own.parent, set()) for folder in (own, own.parent / "conf", own.parent / "recipes" / "sort_digits")
         ]
