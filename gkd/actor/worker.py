@@ -24,10 +24,10 @@ from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.actor.sums import Totals
 from gkd.actor.training import LogprobsByPlace, RankTrainer
+from gkd.cluster.activity import noted, report_here
 from gkd.config import Algorithm, Config
 from gkd.durable import Sum
 from gkd.inference.engine import Device
-from gkd.observability.activity import noted, report_here
 from gkd.types import TrainingSample
 from gkd.weights.delivery import Delivery, Destination, Push
 
@@ -226,7 +226,7 @@ class ActorWorker:
             torch.cuda.empty_cache()
 
     def report(self) -> dict[str, Any]:
-        """Return memory and activity of this process, see :func:`gkd.observability.activity.report_here`."""
+        """Return memory and activity of this process, see :func:`gkd.cluster.activity.report_here`."""
         return report_here()
 
 

@@ -38,19 +38,21 @@ _entered: list[Events] = []
 
 
 class Events(logging.Handler):
-    """Writes warnings of the ``gkd`` logger, and what :func:`note` is given, while it is entered.
+    """Writes warnings of the ``gkd`` logger, records with a ``kind``, and what :func:`note` is given, while entered.
 
-    A warning's record may have ``kind``, ``step`` and ``metric`` (``extra``). A file that cannot be written any more
-    (a full disk) loses events, with one warning, and never ends the run.
+    A record may have ``kind``, ``step`` and ``metric`` (``extra``). A file that cannot be written any more (a full
+    disk) loses events, with one warning, and never ends the run.
     """
 
     def __init__(self, path: Path, step: int = 0) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.step, self._one_at_a_time = step, threading.RLock()
         self._path, self._lines, self._lost = path, JsonLines(path), False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append one warning."""
+        """Append a warning, or what has a kind."""
+        if record.levelno < logging.WARNING and not hasattr(record, "kind"):
+            return
         text = record.getMessage()
         row = {"time": round(record.created, 3), "kind": getattr(record, "kind", "warning")}
         row |= {"step": getattr(record, "step", self.step), "text": text}

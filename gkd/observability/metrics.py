@@ -82,27 +82,3 @@ def of_memory(reports: Iterable[WorkerReport]) -> dict[str, float]:
             name = f"memory/{report.worker.group}/{key}"
             rows[name] = max(value, rows.get(name, value))
     return dict(sorted(rows.items()))
-
-
-def memory_here() -> dict[str, float]:
-    """Return memory/GROUP/* of this process.
-
-    process_gb, resident on the host; allocated_gb, reserved_gb and peak_gb of torch on a GPU, how often its allocator
-    had to start over (alloc_retries) or gave up (ooms). The GPU's are left out where none is used, as on a CPU and in
-    the leader of a tensor-parallel engine, which computes in other processes.
-    """
-    import psutil
-    import torch
-
-    gb = 1e9
-    memory = {"process_gb": psutil.Process().memory_info().rss / gb}
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return memory
-    counts = torch.cuda.memory_stats()
-    return memory | {
-        "allocated_gb": torch.cuda.memory_allocated() / gb,
-        "reserved_gb": torch.cuda.memory_reserved() / gb,
-        "peak_gb": torch.cuda.max_memory_allocated() / gb,
-        "alloc_retries": float(counts.get("num_alloc_retries", 0)),
-        "ooms": float(counts.get("num_ooms", 0)),
-    }

@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
+from gkd.cluster.activity import ActivitySpan
 from gkd.durable import reason, replace
-from gkd.observability.activity import ActivitySpan
 from gkd.types import TrainingSample
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from gkd.cluster.heartbeat import Heartbeat
 from gkd.cluster.restarts import Restarts, StartAgain
 from gkd.config import Config
 from gkd.errors import RunFailed
-from gkd.observability.events import note
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
@@ -277,8 +276,7 @@ class RolloutGroup:
             self._heartbeat.replace(engine, self.group)
             self._serve(engine)
             text = f"{self.group.reports[engine]} is there in place of the one that died, and gets the weights"
-            log.info(text)
-            note("restart", text)
+            log.info(text, extra={"kind": "restart"})
             self._tell_expected(self.scorers.absent(), [engine])
 
     def _tell_expected(self, expected: Iterable[Expected], engines: Sequence[int]) -> None:

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from gkd.cluster.activity import HERE, noted, report_here
 from gkd.cluster.failure import WorkerHangs
 from gkd.config import Config, Weights
 from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import EngineSpec, InferenceEngine, Span
 from gkd.inference.requests import Refused
-from gkd.observability.activity import HERE, noted, report_here
 from gkd.rollout.own_answers import own_answer
 from gkd.rollout.pipeline import Scored, ScoringPipeline
 from gkd.rollout.slots import Slots
@@ -138,7 +138,7 @@ class RolloutWorker:
         return self._n_sampled
 
     def report(self) -> dict[str, Any]:
-        """Return memory and activity of this process, see :func:`gkd.observability.activity.report_here`."""
+        """Return memory and activity of this process, see :func:`gkd.cluster.activity.report_here`."""
         return report_here()
 
     def serve(self) -> None:

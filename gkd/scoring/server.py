@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
+from gkd.cluster.activity import HERE
 from gkd.data.rendering import Rendering
 from gkd.errors import RunFailed
 from gkd.inference.engine import InferenceEngine
 from gkd.inference.requests import Code, Refused
-from gkd.observability.activity import HERE
 from gkd.scoring import wire
 from gkd.scoring.address import Key
 from gkd.scoring.clients import QueuedRequest

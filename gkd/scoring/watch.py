@@ -15,7 +15,6 @@ from gkd.cluster.group import Group, Pending
 from gkd.cluster.heartbeat import Heartbeat
 from gkd.cluster.restarts import Restarts, StartAgain
 from gkd.errors import ConfigError, RunFailed
-from gkd.observability.events import note
 
 LOG = logging.getLogger("gkd")
 
@@ -128,8 +127,7 @@ class ScorerWatch:
         replicas.calls[worker.submit("serve", what="serving").refs[0]] = member
         self.fleet.change(model, member, Change.READY)
         text = f"{worker.reports[0]} is there in place of the one that died"
-        LOG.info(text)
-        note("restart", text)
+        LOG.info(text, extra={"kind": "restart"})
 
     def _end_hanging(self, model: str, replicas: _Replicas) -> None:
         limit = replicas.of.request_timeout_s

@@ -7,12 +7,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gkd.cluster.activity import report_here
 from gkd.config import RewardModel, Scorer
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine, Span
-from gkd.observability.activity import report_here
 from gkd.scoring.address import Key
 
 
@@ -71,7 +71,7 @@ class ScoringWorker:
             raise RunFailed(f"{engine} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
 
     def report(self) -> dict[str, Any]:
-        """Return memory and activity of this process, see :func:`gkd.observability.activity.report_here`."""
+        """Return memory and activity of this process, see :func:`gkd.cluster.activity.report_here`."""
         return report_here()
 
     def serve(self) -> None:

@@ -31,6 +31,7 @@ import ray
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.aggregation import Totals
+from gkd.cluster.activity import noted, report_here
 from gkd.cluster.group import Group, WorkerReports, gather
 from gkd.cluster.reserve import RemoteWorker
 from gkd.config import Config, load
@@ -40,7 +41,6 @@ from gkd.driver.checkpoint import State
 from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import RunLog, train
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.observability.activity import noted, report_here
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
 from gkd.planning.simulation import Sampling, SimulatedRun, Step, Updating, simulate

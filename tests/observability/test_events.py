@@ -23,7 +23,10 @@ def rows(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
 
 
-def test_what_happens_is_written_as_it_happens(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_happens_is_written_as_it_happens(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gkd")
     config, before = Config(), time.time()
     with Events(tmp_path / "events.jsonl") as events, Trackers(config, tmp_path, 0) as trackers:
         metrics = MetricsLog(tmp_path / "metrics.jsonl", trackers, events)
@@ -31,15 +34,17 @@ def test_what_happens_is_written_as_it_happens(tmp_path: Path, capfd: pytest.Cap
         log.info("of no interest later")
         Watcher(config).look(1, {"response/clip_ratio": 0.5})
         log.warning("rollout rank 1 died", extra={"kind": "death"})
+        log.info("rollout rank 1 is there", extra={"kind": "restart"})
         metrics.write({"step": 1})
         note("checkpoint", "checkpoint of step 1: /a/b", step=1)
-        assert len(rows(tmp_path)) == 4  # before the run ends
-    validation, warning, death, checkpoint, end = rows(tmp_path)
+        assert len(rows(tmp_path)) == 5  # before the run ends
+    validation, warning, death, restart, checkpoint, end = rows(tmp_path)
     assert (validation["kind"], validation["step"], validation["metrics"]) == ("validation", 0, {"val/accuracy": 0.25})
     assert (warning["kind"], warning["step"], warning["metric"]) == ("warning", 1, "response/clip_ratio")
     expected = ["watch.truncation_rate", "rollout.max_response_length", "algorithm.overlong.action"]
     assert warning["settings"] == expected
     assert (death["kind"], death["step"], death["text"]) == ("death", 1, "rollout rank 1 died")
+    assert (restart["kind"], restart["step"], restart["text"]) == ("restart", 1, "rollout rank 1 is there")
     assert (checkpoint["kind"], checkpoint["step"]) == ("checkpoint", 1)
     assert (end["kind"], end["failed"]) == ("end", False)
     assert before - 0.01 <= validation["time"] <= end["time"] <= time.time() + 0.01

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gkd.scoring.server
+from gkd.cluster.activity import Activity
 from gkd.errors import ConfigError, RunFailed
-from gkd.observability.activity import Activity
 from gkd.scoring import wire
 from gkd.scoring.address import secure_client
 from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, ScorerRefused, ScoringClient

@@ -88,8 +88,30 @@ def noted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def report_here() -> dict[str, Any]:
-    """Return ``memory`` (:func:`gkd.observability.metrics.memory_here`), ``clock`` and ``spans`` of this process."""
-    from gkd.observability.metrics import memory_here
-
+    """Return ``memory`` (:func:`memory_here`), ``clock`` and ``spans`` of this process."""
     clock, spans = HERE.take()
     return {"memory": memory_here(), "clock": clock, "spans": [tuple(span) for span in spans]}
+
+
+def memory_here() -> dict[str, float]:
+    """Return memory/GROUP/* of this process.
+
+    process_gb, resident on the host; allocated_gb, reserved_gb and peak_gb of torch on a GPU, how often its allocator
+    had to start over (alloc_retries) or gave up (ooms). The GPU's are left out where none is used, as on a CPU and in
+    the leader of a tensor-parallel engine, which computes in other processes.
+    """
+    import psutil
+    import torch
+
+    gb = 1e9
+    memory = {"process_gb": psutil.Process().memory_info().rss / gb}
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return memory
+    counts = torch.cuda.memory_stats()
+    return memory | {
+        "allocated_gb": torch.cuda.memory_allocated() / gb,
+        "reserved_gb": torch.cuda.memory_reserved() / gb,
+        "peak_gb": torch.cuda.max_memory_allocated() / gb,
+        "alloc_retries": float(counts.get("num_alloc_retries", 0)),
+        "ooms": float(counts.get("num_ooms", 0)),
+    }
