@@ -105,18 +105,11 @@ class ActorGroup:
     def apply(self, step: int) -> dict[str, float]:
         """Do one optimizer step on the chunks given to :meth:`accumulate`; returns the metrics of all together.
 
-        With ``timing_s/update``, the seconds that the ranks computed for it, which began before this was called. Where
-        memory ran out, all chunks are done again first, in smaller micro-batches.
+        With ``timing_s/update``, the seconds that the ranks computed for it, which began before this was called.
         """
-        batch = [sample for chunk in self._chunks for sample in chunk]
         try:
-            while True:
-                try:
-                    chunks = self._gather(self._accumulating)
-                    break
-                except OutOfMemory as failure:
-                    self._shrink(failure)
-                    self._accumulating = [call for i in range(len(self._chunks)) for call in self._submit_chunk(i)]
+            chunks = self._settle_chunks()
+            batch = [sample for chunk in self._chunks for sample in chunk]
         finally:
             self._chunks, self._accumulating = [], []
         lengths, in_loss = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
@@ -127,6 +120,15 @@ class ActorGroup:
         self.version = step
         self._warn_of_memory(step)
         return {**row, "timing_s/update": computed + time.monotonic() - began}
+
+    def _settle_chunks(self) -> list[list[Any]]:
+        """Wait until everything given to :meth:`accumulate` is accumulated; returns what the calls for it returned."""
+        while self._accumulating:
+            try:
+                return self._gather(self._accumulating)
+            except OutOfMemory as failure:
+                self._shrink(failure)
+        return []
 
     @property
     def _is_own_reference(self) -> bool:
@@ -163,7 +165,10 @@ class ActorGroup:
             self._budget_warned_of = self._budget
 
     def evaluate(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        """Measure distillation of a batch under the current weights, at temperature 1, without training on it."""
+        """Measure distillation of a batch under the current weights, at temperature 1, without training on it.
+
+        What was given to :meth:`accumulate` is accumulated first.
+        """
         return self._run("evaluate", samples, Algorithm(loss=Loss(name="reverse_kl", tail=True)))
 
     def cross_entropy(self, samples: Sequence[TrainingSample]) -> float:
@@ -172,6 +177,7 @@ class ActorGroup:
 
     def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
+        self._settle_chunks()  # a rank whose memory ran out in them would keep the others waiting
         lengths = [sample.n_sampled for sample in samples]
         in_loss = [sample.in_loss for sample in samples]
         limit = self.config.rollout.max_response_length
@@ -212,12 +218,16 @@ class ActorGroup:
         return gather(calls, max(0.0, deadline - time.monotonic()))
 
     def _shrink(self, failure: OutOfMemory) -> None:
-        """Start the ranks again with smaller micro-batches. Raises ``failure`` where one sequence alone is too much."""
+        """Start the ranks again with smaller micro-batches, in which they accumulate a step's chunks again.
+
+        Raises ``failure`` where one sequence alone is too much.
+        """
         self._budget = failure.budget or self._budget
         self._start_again()
         self.group.call("take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
         if failure.budget is None:
             raise failure
+        self._accumulating = [call for i in range(len(self._chunks)) for call in self._submit_chunk(i)]
 
     def _start_again(self) -> None:
         """Start new processes in place of all ranks, which go on with weights and optimizer state of the old ones.
@@ -301,6 +311,7 @@ class ActorGroup:
 
     def save(self, directory: str) -> None:
         """Write the student in Hugging Face format."""
+        self._settle_chunks()
         self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
         self.group.call("save", directory, timeout_s=limit, what="writing the student")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.batches import Metrics, pack
@@ -113,6 +115,7 @@ class RankTrainer:
             self._version = self.staging.applied.step
         if chunk == 0:
             self._sums = self._failed = None
+            self.optimizer.zero_grad(set_to_none=True)
         elif self._failed is not None:
             raise self._failed
         if self._sums is None and chunk:
@@ -170,10 +173,13 @@ class RankTrainer:
     def evaluate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, algorithm: Algorithm
     ) -> Metrics:
-        """Return the metrics of ``algorithm`` on a batch without training on it; arguments as for :meth:`update`."""
+        """Return the metrics of ``algorithm`` on a batch without training on it; arguments as for :meth:`update`.
+
+        Between two chunks of a step it leaves what was accumulated as it is.
+        """
         self.student.eval()
         try:
-            with torch.no_grad():
+            with self._no_gradient():
                 sums = self._fitting(
                     samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=False)
                 )
@@ -181,27 +187,32 @@ class RankTrainer:
         finally:
             self.student.train()
 
-    @torch.no_grad()
+    @contextmanager
+    def _no_gradient(self) -> Iterator[None]:
+        """Compute without a gradient, between passes with one: what these accumulated stays."""
+        with torch.no_grad():
+            yield
+        if isinstance(self.student, FSDPModule):
+            self.student.reshard()  # without a backward pass it stays whole, and gradients are of its shards
+
     def _logprobs(self, samples: Sequence[TrainingSample]) -> LogprobsByPlace:
         """Return log-probabilities of every sample's sampled tokens."""
         scored, by_place = fetch_samples(samples, self.config.trainer.update_timeout_s), {}
         for part in self._micro_batches(samples):
             micro = collate([scored[i] for i in part], None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
-            log_q = self.student(micro, logprobs(micro, self.config))
+            with self._no_gradient():
+                log_q = self.student(micro, logprobs(micro, self.config))
             pieces = log_q.cpu().split([samples[i].n_sampled for i in part])
             by_place.update({samples[i].place: piece for i, piece in zip(part, pieces, strict=True)})
         return by_place
 
     def _fitting(self, samples: Sequence[TrainingSample], run: Callable[[], Result], chunk: int = 0) -> Result:
-        """Do ``run``. Raises OutOfMemory when its micro-batches do not fit, with nothing changed.
+        """Do ``run``. Raises OutOfMemory when its micro-batches do not fit; what was accumulated is then forgotten.
 
-        Gradients are forgotten first, unless they are those of chunks before ``chunk``. The process that ran out of
-        memory is then of no more use than to hand what it has to another one.
+        The process that ran out of memory is of no more use than to hand what else it has to another one.
         """
         if self.is_offloaded:
             raise RunFailed(f"actor rank {self.rank} was asked to compute while its weights had left the GPU to others")
-        if chunk == 0:
-            self.optimizer.zero_grad(set_to_none=True)
         # Dropout depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
         place = (self.config.trainer.seed, n_updates(self.optimizer), self.rank, *([chunk] if chunk else []))
         torch.manual_seed(seed_of(*place))

@@ -130,6 +130,7 @@ class ActorWorker:
         """Do one optimizer step on the chunks; as :meth:`gkd.actor.training.RankTrainer.apply`."""
         return self.trainer.apply(totals, step)
 
+    @noted("validate")
     def evaluate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, algorithm: Algorithm
     ) -> Metrics:

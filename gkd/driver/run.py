@@ -20,11 +20,12 @@ from gkd.driver.best import BestModel
 from gkd.driver.checkpoint import Saved, State
 from gkd.driver.early_stop import EarlyStop
 from gkd.driver.inputs import Inputs, with_scoring_engines
+from gkd.driver.parts import Parts, RunLog
 from gkd.driver.restart import restarts
 from gkd.driver.resume import cut
 from gkd.driver.saving import Checkpoints
 from gkd.driver.startup import start, with_transfer
-from gkd.driver.trainer import Parts, RunLog, train
+from gkd.driver.trainer import train
 from gkd.errors import ConfigError
 from gkd.observability import report
 from gkd.observability.events import Events, note

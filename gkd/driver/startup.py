@@ -16,8 +16,8 @@ from gkd.config import Config
 from gkd.data.stream import PromptStream
 from gkd.driver.engines import RolloutEngines
 from gkd.driver.inputs import Inputs
+from gkd.driver.parts import Parts
 from gkd.driver.scorers import Scorers
-from gkd.driver.trainer import Parts
 from gkd.driver.val_sets import ValSets
 from gkd.driver.validation import Validation
 from gkd.driver.weight_sync import WeightSync

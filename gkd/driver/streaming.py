@@ -40,12 +40,15 @@ class BatchStream:
         self.actor.accumulate(self._chunk)
         self._chunk = []
 
+    def close(self) -> None:
+        """Hand the last chunk over, once the whole batch has been fed; a batch of one chunk is left whole."""
+        if self.began and self._chunk:
+            self._hand_over()
+
     def update(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Do the optimizer step, once the whole ``batch`` has been fed; returns its metrics.
 
         Where there were several chunks, ``timing_s/update`` among them is all that the actor computed for it.
         """
-        if not self.began:
-            return self.actor.update(batch, step)
-        self._hand_over()
-        return self.actor.apply(step)
+        self.close()
+        return self.actor.apply(step) if self.began else self.actor.update(batch, step)

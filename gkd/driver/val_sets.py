@@ -9,11 +9,14 @@ from typing import Any
 from gkd.config import Config
 from gkd.evaluation.answers import Answered
 from gkd.evaluation.asking import seed_in_set
-from gkd.evaluation.questions import Questions, sampling_of
+from gkd.evaluation.questions import Question, Questions, sampling_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.scores import Sampled, means, scores_of_question
 from gkd.rollout.group import RolloutGroup
-from gkd.types import SampleRequest, ScoredSample
+from gkd.types import SampleRequest, ScoredSample, TrainingSample
+
+RequestedSets = list[tuple[Questions, list[int]]]
+"""Sets whose answers are requested, with the keys of these."""
 
 NOT_SHOWN = ("cost", "iterations", "avg@")
 """How scores begin of strategies, which validation has none of, and of what is the accuracy."""
@@ -31,7 +34,7 @@ class ValSets:
 
     def run(self, sets: Sequence[Questions]) -> dict[str, float]:
         """Measure it on some of the sets."""
-        return {name: value for questions in sets for name, value in self._measure(questions).items()}
+        return self.measure(self.request(sets))
 
     def due(self, step: int, rest: bool = False) -> list[Questions]:
         """Return the sets that are asked at ``step``, all of them at step 0 and at the end; or the ``rest``."""
@@ -39,14 +42,25 @@ class ValSets:
         due = [last or step % (questions.settings.every or every) == 0 for questions in self.sets]
         return [questions for questions, now in zip(self.sets, due, strict=True) if now != rest]
 
-    def _measure(self, questions: Questions) -> dict[str, float]:
+    def request(self, sets: Sequence[Questions], order: int = 0) -> RequestedSets:
+        """Request answers from the weights that the engines have now, as :meth:`gkd.driver.validation.Validation`."""
+        return [(questions, self.rollout.submit(self._requests(questions), order)) for questions in sets]
+
+    def measure(self, requested: RequestedSets) -> dict[str, float]:
+        """Wait for the answers and measure."""
+        limit = self.config.rollout.timeout_s
+        answered = [(questions, self.rollout.collect(keys, limit)) for questions, keys in requested]
+        return {name: value for one in answered for name, value in self._measure(*one).items()}
+
+    def _requests(self, questions: Questions) -> list[SampleRequest]:
+        sampling = sampling_of(self.config.rollout, questions.settings)
+        return [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in _jobs(questions)]
+
+    def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         settings, n = questions.settings, questions.settings.samples
-        sampling = sampling_of(self.config.rollout, settings)
-        length = sampling.max_tokens
-        jobs = [(question, index) for question in questions.questions for index in range(n)]
-        requests = [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in jobs]
-        samples = self.rollout.fetch(self.rollout.sample(requests, self.config.rollout.timeout_s))
-        answers = [self._answer_of(sample) for sample in samples]
+        length = sampling_of(self.config.rollout, settings).max_tokens
+        jobs = _jobs(questions)
+        answers = [self._answer_of(sample) for sample in self.rollout.fetch(samples)]
         rewards: list[dict[str, float]] = [{} for _ in answers]
         if (functions := reward_settings(self.config, questions)) is not None:
             rewards = rate(functions, [RatedAnswer(q, a, length) for (q, _), a in zip(jobs, answers, strict=True)])
@@ -64,6 +78,11 @@ class ValSets:
         ids = scored.sample.sampled_ids.tolist()
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Answered(text, float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0)
+
+
+def _jobs(questions: Questions) -> list[tuple[Question, int]]:
+    """Return what is asked of a set: each question, with the number of the answer."""
+    return [(question, index) for question in questions.questions for index in range(questions.settings.samples)]
 
 
 def _metrics(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.top_k import top_k_for_validation
@@ -15,9 +16,17 @@ from gkd.rewards.accuracy import any_agreement
 from gkd.rollout.group import RolloutGroup
 from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import Generate, ScoringClient
-from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, teacher_of
+from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, TrainingSample, teacher_of
 
 SEED = 1  # the same samples' seeds at every validation, so that curves are comparable
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """Keys of what a validation has requested: answers ``drawn`` at temperature 1, and ``greedy`` ones."""
+
+    drawn: list[int]
+    greedy: list[int]
 
 
 class Validation:
@@ -46,34 +55,47 @@ class Validation:
 
     def run(self) -> dict[str, float]:
         """Measure the student as it is."""
-        limit = self.config.rollout.timeout_s
-        metrics: dict[str, float] = {}
-        if self.answers is not None and (own := self.answers.of_prompts(self.prompts)):
-            metrics["val/loss"] = self.actor.cross_entropy(own)
+        return self.measure(self.request())
+
+    def request(self, order: int = 0) -> Requested:
+        """Request the answers that are measured, from the weights that the engines have now.
+
+        ``order``: as of :meth:`gkd.rollout.group.RolloutGroup.submit`.
+        """
+        drawn: list[SampleRequest] = []
         if self.teachers:
             scoring, sampling = Scoring(top_k_for_validation(self.config, self.vocabulary)), self._sampling(1.0)
-            requests = [SampleRequest(p, 0, SEED + i, sampling, scoring) for i, p in enumerate(self.prompts)]
-            samples = self.rollout.sample(requests, limit)
-            metrics["val/reverse_kl"] = self.actor.evaluate(samples)["distill/reverse_kl"]
-        return metrics | self._greedy()
+            drawn = [SampleRequest(p, 0, SEED + i, sampling, scoring) for i, p in enumerate(self.prompts)]
+        scoring, sampling = Scoring(rewards=self.rewarded), self._sampling(0.0)
+        greedy = [SampleRequest(p, 0, SEED, sampling, scoring) for p in self._greedy_prompts]
+        return Requested(*(self.rollout.submit(requests, order) if requests else [] for requests in (drawn, greedy)))
+
+    def measure(self, requested: Requested) -> dict[str, float]:
+        """Wait for the answers and measure; the actor's weights are to be those that the engines had."""
+        limit, metrics = self.config.rollout.timeout_s, dict[str, float]()
+        # All of them first: engines that share the actor's GPUs sleep while it computes.
+        drawn, greedy = (self.rollout.collect(keys, limit) for keys in (requested.drawn, requested.greedy))
+        if self.answers is not None and (own := self.answers.of_prompts(self.prompts)):
+            metrics["val/loss"] = self.actor.cross_entropy(own)
+        if drawn:
+            metrics["val/reverse_kl"] = self.actor.evaluate(drawn)["distill/reverse_kl"]
+        return metrics | (self._of_greedy(greedy) if greedy else {})
 
     def _sampling(self, temperature: float) -> Sampling:
         """Return how answers are drawn: from the student as it is, ending where responses in training end."""
         rollout = self.config.rollout
         return Sampling(rollout.max_response_length, temperature, stop=tuple(rollout.stop))
 
-    def _greedy(self) -> dict[str, float]:
-        """Measure greedy answers; where a reward compares with answers, those to prompts that have one."""
-        with_answers = [p for p in self.prompts if p.answer is not None]
+    @property
+    def _greedy_prompts(self) -> list[Prompt]:
+        """Those that are answered greedily; where a reward compares with answers, those that have one."""
         needed = not self.rewarded or bool(self.config.reward.needing_answers())
-        prompts = with_answers if needed else self.prompts
-        if not prompts:
-            return {}
-        sampling = self._sampling(0.0)
-        requests = [SampleRequest(p, 0, SEED, sampling, Scoring(rewards=self.rewarded)) for p in prompts]
-        samples = self.rollout.sample(requests, self.config.rollout.timeout_s)
+        return [p for p in self.prompts if p.answer is not None or not needed]
+
+    def _of_greedy(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        """Measure greedy answers."""
         metrics = validation_rewards(self.config, samples) if self.rewarded else {}
-        if with_answers:
+        if with_answers := [p for p in self.prompts if p.answer is not None]:
             answers = {s.sample.request.prompt.id: s.sample.sampled_ids for s in self.rollout.fetch(samples)}
             metrics["val/accuracy"] = self._accuracy([(p, answers[p.id]) for p in with_answers])
         return metrics

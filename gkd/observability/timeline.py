@@ -1,8 +1,8 @@
 """timeline.json: what every worker did when, with the cause of each wait, as Chrome trace events (ui.perfetto.dev).
 
-A step has four stages, whose bounds the driver knows: ``generate`` until the batch's last sample was finished,
-``score`` until it was scored, ``update`` and ``sync``. A worker that does nothing waits in each of them for the group
-that the stage belongs to, see :data:`CAUSES`.
+A step has stages, whose bounds the driver knows: ``generate`` until the batch's last sample was finished, ``score``
+until it was scored, ``validate`` until a validation beside it was over, ``update`` and ``sync``. A worker that does
+nothing waits in each of them for the group that the stage belongs to, see :data:`CAUSES`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WRITE_EVERY_S = 30.0
 SHORTEST_S = 1e-4
 """Waits below this are no events of their own."""
 SCORERS = ("teacher", "reference", "reward_model")
-CAUSES = {"generate": "batch", "score": "teacher", "update": "weights", "sync": "weights"}
+CAUSES = {"generate": "batch", "score": "teacher", "validate": "validation", "update": "weights", "sync": "weights"}
 """What a worker waits for in a stage; an engine that is done with its part of a batch, for further ``tickets``."""
 
 
@@ -44,23 +44,27 @@ class StepStages:
     scored: float
     updated: float
     end: float
+    validated: float = 0.0
+    """When the validation of the step before was over, where the optimizer step waited for one."""
 
     @classmethod
-    def of_batch(cls, batch: Sequence[TrainingSample], started: float) -> Callable[[float, float], Self]:
-        """Return what makes those of a step that trained ``batch``, of when it was ``updated`` and ``done``.
+    def of_batch(cls, batch: Sequence[TrainingSample], started: float) -> Callable[[float | None, float, float], Self]:
+        """Return what makes those of a step that trained ``batch``, of when a validation was over, it updated and done.
 
-        The three times of the step are by ``time.monotonic``.
+        These times are by ``time.monotonic``; None: nothing was validated beside it.
         """
         ahead = time.time() - time.monotonic()
         generated, scored = (max(getattr(sample, at) for sample in batch) for at in ("generated_s", "scored_s"))
-        return lambda updated, done: cls(started + ahead, generated, scored, updated + ahead, done + ahead)
+        return lambda validated, updated, done: cls(
+            started + ahead, generated, scored, updated + ahead, done + ahead, (validated or -ahead) + ahead
+        )
 
     def spans(self) -> list[tuple[str, float, float]]:
         """Return name, start and end of each; one that lay before the step's start, as sampled ahead, is empty."""
         bounds = [self.start]
-        for bound in (self.generated, self.scored, self.updated, self.end):
+        for bound in (self.generated, self.scored, self.validated, self.updated, self.end):
             bounds.append(min(max(bound, bounds[-1]), self.end))
-        return list(zip(("generate", "score", "update", "sync"), bounds, bounds[1:], strict=False))
+        return list(zip(CAUSES, bounds, bounds[1:], strict=False))
 
 
 class Timeline:
@@ -120,6 +124,11 @@ class Timeline:
         if time.monotonic() - self._written > WRITE_EVERY_S:
             self.write()
         return row
+
+    def add_validation(self, step: int, start: float, end: float) -> None:
+        """Add the validation of the weights after ``step``, from its request to its figures, to the newest step."""
+        if self._steps:
+            self._steps[-1].append(self._event("validation", "validate", start, end, step, version=step))
 
     def _spans(self, report: WorkerReport) -> list[ActivitySpan]:
         """Return a worker's spans by the driver's clock.
@@ -212,4 +221,4 @@ def _slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepSta
 
 
 def _responsible(stage: str, scorer: str) -> str:
-    return {"generate": "rollout", "score": scorer}.get(stage, "actor")
+    return {"generate": "rollout", "score": scorer, "validate": "rollout"}.get(stage, "actor")

@@ -38,8 +38,9 @@ from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
+from gkd.driver.parts import RunLog
 from gkd.driver.saving import Checkpoints
-from gkd.driver.trainer import RunLog, train
+from gkd.driver.trainer import train
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
@@ -165,8 +166,8 @@ def run(
         prompts=PromptStream([Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)], 0),
         rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2,
         report=lambda: asked.read([actor_group, rollout_group]),
-        validation=SimpleNamespace(run=dict),
-        val_sets=SimpleNamespace(run=lambda *_: {}, due=lambda *_: [], sets=[]),
+        validation=SimpleNamespace(request=lambda order: [], measure=lambda requested: {}),
+        val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due=lambda *_: [], sets=[]),
         sync=SimpleNamespace(push=lambda: rollout.tell("load", actor.version, timeout_s=60, what="loading")),
     )  # fmt: skip
     quiet: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)

@@ -21,8 +21,9 @@ from gkd.config.validating import StopEarly
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
 from gkd.driver.early_stop import EarlyStop
+from gkd.driver.parts import RunLog
 from gkd.driver.saving import Checkpoints
-from gkd.driver.trainer import RunLog, actors_time, train
+from gkd.driver.trainer import actors_time, train
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
@@ -64,9 +65,9 @@ class Played:
     arrays: list[weakref.ref[Arrays]] = field(default_factory=list)
     held_at_push: list[int] = field(default_factory=list)
 
-    def note(self, call: str) -> None:
-        self.calls.append((call, self.step))
-        if self.fails == (call, self.step):
+    def note(self, call: str, step: int | None = None) -> None:
+        self.calls.append((call, self.step if step is None else step))
+        if self.fails == self.calls[-1]:
             raise RunFailed(f"{call} failed")
 
     def submit(self, requests: Sequence[Any], order: int = 0) -> list[Any]:
@@ -107,16 +108,26 @@ class Played:
     def sets_due(self, step: int, rest: bool = False) -> list[int]:
         return [step] if (step in self.sets_at) != rest else []
 
+    def request(self, order: int) -> int:
+        """A validation of the present weights."""
+        self.calls.append(("request", order - 1))  # ahead of what is requested for steps after the next
+        return self.version
+
+    def measure(self, version: int) -> dict[str, float]:
+        assert version == self.version  # the actor has the weights that are measured
+        self.note("validate", version)
+        return {"val/accuracy": 0.1 * version}
+
+    def request_sets(self, due: list[int], order: int) -> list[int]:
+        self.calls += [("request", order - 1)] if due else []
+        return due
+
     def measure_sets(self, due: list[int]) -> dict[str, float]:
         return {"val/hard/accuracy": due[0] / 100} if due else {}
 
-    def validate(self) -> dict[str, float]:
-        self.note("validate")
-        return {"val/accuracy": 0.1 * self.step}
-
     def shown(self, step: int, row: dict[str, float]) -> None:
         assert self.rows()[-1]["step"] == step  # what is shown is in the file
-        self.note("show")
+        self.note("show", step)
         time.sleep(self.logging_s)
 
     def rows(self) -> list[dict[str, float]]:
@@ -131,9 +142,10 @@ class Played:
             config = load({"algorithm": {"name": "sft"}, "trainer": trainer})
         parts: Any = SimpleNamespace(
             prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
-            validation=SimpleNamespace(run=self.validate),
+            validation=SimpleNamespace(request=self.request, measure=self.measure),
             val_sets=SimpleNamespace(
-                run=self.measure_sets, sets=[SimpleNamespace(name="hard")], due=self.sets_due
+                request=self.request_sets, measure=self.measure_sets, sets=[SimpleNamespace(name="hard")],
+                due=self.sets_due,
             ),
             report=lambda: [REPORT], answers=self if self.supervised else None,
         )  # fmt: skip
@@ -170,11 +182,13 @@ def test_a_run_that_does_not_get_better_ends_with_every_figure_and_goes_on_to_no
 def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path) -> None:
     run = Played(tmp_path)
     assert run.run(State()) == pytest.approx({"val/accuracy": 0.3})  # the last validation
-    every = ("collect", "update", "log samples", "push")
+    then = ("update", "log samples", "push")
     assert run.calls == [
-        ("sample", 1), *((call, 1) for call in every),
-        ("sample", 2), ("show", 1), *((call, 2) for call in (*every, "validate", "show")),
-        ("sample", 3), *((call, 3) for call in (*every, "validate", "show")),
+        ("sample", 1), ("collect", 1), *((call, 1) for call in then), ("sample", 2), ("show", 1),
+        # What measures the weights after step 2 is sampled beside step 3 and over before its update.
+        ("collect", 2), *((call, 2) for call in then), ("sample", 3), ("request", 2),
+        ("collect", 3), ("validate", 2), ("show", 2), *((call, 3) for call in then),
+        ("request", 3), ("validate", 3), ("show", 3),
     ]  # fmt: skip
     assert len(run.seeds) == len(set(run.seeds)) == 3 * 8
 
@@ -245,23 +259,45 @@ def test_what_the_actor_computes_before_the_batch_is_complete_is_no_wait(
     assert found == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
 
 
-def test_a_step_is_sampled_while_the_one_before_is_logged_unless_the_engines_answer_or_sleep(tmp_path: Path) -> None:
+def test_a_step_is_sampled_while_the_one_before_is_validated_and_logged_unless_the_engines_sleep(
+    tmp_path: Path,
+) -> None:
     def handed_out_before_logging(**settings: Any) -> list[int]:
         run = Played(tmp_path / str(len(list(tmp_path.iterdir()))), **settings)
         run.output.mkdir()
         run.run(State())
         return [step for step in (2, 3) if run.calls.index(("sample", step)) < run.calls.index(("show", step - 1))]
 
-    assert handed_out_before_logging() == [2]  # step 2 is validated
-    assert handed_out_before_logging(sets_at=(1,)) == []
-    assert handed_out_before_logging(offload=True) == []
+    assert handed_out_before_logging() == [2, 3]  # step 2 is validated
+    assert handed_out_before_logging(offload=True) == [3]  # for the validation the engines were woken
 
 
 def test_a_step_that_was_handed_out_while_another_was_logged_is_timed_from_then(tmp_path: Path) -> None:
     run = Played(tmp_path, logging_s=0.2)
     run.run(State())
     first, second, third = (row["timing_s/step"] for row in run.rows())
-    assert second > 0.2 > max(first, third)  # after the validation of step 2 nothing was handed out
+    assert second > 0.2 < third and first < 0.2
+    waited = [row.get("timing_s/validation") for row in run.rows()]
+    assert waited[:2] == [None, None] and waited[2] is not None and third > waited[2] > 0.2  # that of step 2
+
+
+def test_a_validation_goes_ahead_of_what_is_sampled_for_steps_after_the_next(tmp_path: Path) -> None:
+    run = Played(tmp_path, max_staleness=1, sets_at=(1,))
+    run.run(State())
+    order = [call for call in run.calls if call[0] in ("sample", "request", "validate", "push")]
+    assert order == [
+        ("sample", 1), ("sample", 2), ("push", 1), ("request", 1), ("sample", 3), ("push", 2), ("request", 2),
+        ("validate", 2), ("push", 3), ("request", 3), ("validate", 3),
+    ]  # fmt: skip
+
+
+def test_what_keeps_or_ends_a_run_sees_the_weights_that_were_measured(tmp_path: Path) -> None:
+    """A run that does not get better ends with its last validated step, though the next one is sampled."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/accuracy": 0.9}\n')
+    run = Played(tmp_path)
+    run.run(State(), {"metric": "val/accuracy", "patience": 1})
+    assert [row["step"] for row in run.rows()] == [0, 1, 2]
+    assert ("collect", 3) in run.calls and ("update", 3) not in run.calls and run.version == 2
 
 
 @pytest.mark.parametrize("call", ["collect", "update", "push", "validate"])
@@ -271,12 +307,13 @@ def test_a_step_that_fails_is_not_logged(call: str, tmp_path: Path) -> None:
         run.run(State())
     assert [row["step"] for row in run.rows()] == [1]
     assert run.calls[-1] == (call, 2)
+    assert ("update", 3) not in run.calls
 
 
 def test_a_run_that_goes_on_logs_first_what_was_trained_and_not_logged(tmp_path: Path) -> None:
-    run = Played(tmp_path, step=2)
+    run = Played(tmp_path, step=2, version=2)
     run.run(State(step=2, row={"actor/loss": 7.0}))
-    assert run.calls[:3] == [("validate", 2), ("show", 2), ("sample", 3)]
+    assert run.calls[:5] == [("sample", 3), ("request", 2), ("collect", 3), ("validate", 2), ("show", 2)]
     first, last = run.rows()
     assert (first["step"], first["actor/loss"], first["val/accuracy"]) == (2, 7.0, pytest.approx(0.2))
     assert last["step"] == 3

@@ -26,8 +26,11 @@ class Engines:
     def __init__(self) -> None:
         self.requests: list[SampleRequest] = []
 
-    def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[Any]:
+    def submit(self, requests: Sequence[SampleRequest], order: int) -> Sequence[SampleRequest]:
         self.requests += requests
+        return requests
+
+    def collect(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[Any]:
         return list(requests)
 
     def fetch(self, requests: Sequence[Any]) -> list[ScoredSample]:

@@ -32,8 +32,11 @@ class Engines:
     def __init__(self, config: Any) -> None:
         self.config, self.calls, self.scored = config, [], []
 
-    def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
+    def submit(self, requests: Sequence[SampleRequest], order: int) -> Sequence[SampleRequest]:
         self.calls.append(requests)
+        return requests
+
+    def collect(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
         self.scored = [
             ScoredSample(
                 Sample.single_turn(r, np.full(r.prompt.id + 1, 5, np.int32), np.zeros(r.prompt.id + 1), 0, "stop")

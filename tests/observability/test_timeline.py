@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,25 @@ def test_what_is_done_for_the_next_step_while_this_one_is_logged_counts_there(tm
     timeline.write()
     events = json.loads(file.read_text())["traceEvents"]
     assert [e["args"]["step"] for e in events if e["name"] == "sample"] == [7, 8, 8]
+
+
+def test_a_step_that_waits_for_the_validation_of_the_one_before_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    timeline = Timeline(file, 10)
+    timeline.add(6, replace(STAGES, start=90.0, end=100.0), [])
+    timeline.add_validation(6, 100.0, 107.0)
+    row = timeline.add(7, replace(STAGES, validated=107.0), step_of_four())
+    assert row["perf/waits_for/rollout"] == pytest.approx((7.5 + 6) / 40)  # three idle workers, while it was waited for
+    assert row["perf/waits_for/actor"] == pytest.approx((13.5 - 6) / 40)
+    timeline.write()
+    events = json.loads(file.read_text())["traceEvents"]
+    lanes = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M"}
+    own = [e for e in events if e["ph"] == "X" and e["pid"] == lanes["validation"]]
+    assert [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6, e["args"]) for e in own] == [
+        ("validate", 100.0, 7.0, {"step": 6, "version": 6})
+    ]
+    assert {e["dur"] / 1e6 for e in events if e["name"] == "waits-for-validation"} == {2.0}
+    assert [e["dur"] / 1e6 for e in events if e["name"] == "update" and e["pid"] == lanes["driver"]] == [2.0]
 
 
 def test_the_file_is_a_trace_with_causes(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_chunks_add_up_to_the_batch(
     chosen = settings(algorithm)
     how = chosen.algorithm.aggregation
     ranks = processes[world]
+    other = put(models.scored(3, 7, seed=9))  # a validation, and log-probabilities of the next chunk
     found: list[tuple[torch.Tensor, dict[str, float]]] = []
     for whole in (True, False):
         ranks.become(model_path, chosen)  # with an optimizer that has done nothing yet
@@ -87,6 +88,8 @@ def test_chunks_add_up_to_the_batch(
             for number, (start, stop) in enumerate(CHUNKS):
                 weights = chunk_weights(lengths[start:stop], kept[start:stop], how, LIMIT)
                 accumulate(ranks, batch[start:stop], weights, 1, number)
+                ranks.run("evaluate", other, Algorithm())
+                ranks.run("compute_logprobs", other, False, True)
         summed = gradient(ranks) * totals.scale
         rows = ray.get([w.apply.remote(totals, 1) for w in ranks.workers], timeout=60)
         assert all(row == rows[0] for row in rows)

@@ -19,9 +19,10 @@ from gkd.cluster.group import Pending
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State
+from gkd.driver.parts import RunLog
 from gkd.driver.resume import cut, find
 from gkd.driver.saving import Checkpoints
-from gkd.driver.trainer import RunLog, train
+from gkd.driver.trainer import train
 from gkd.durable import sum_of
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
@@ -64,8 +65,8 @@ class World:
     def config(self) -> Config:
         return CONFIGS[self.staleness]
 
-    def maybe(self, moment: str) -> None:
-        if self.end == (moment, self.at):
+    def maybe(self, moment: str, step: int | None = None) -> None:
+        if self.end == (moment, self.at if step is None else step):
             raise Ended
 
     def submit(self, requests: list[SampleRequest], order: int) -> list[tuple[int, int, int]]:
@@ -116,19 +117,28 @@ class World:
         self.maybe("report")
         return []
 
-    def validate(self) -> dict[str, float]:
-        self.maybe("validate")
+    def request(self, order: int) -> int:
+        """A validation of the weights that are served."""
+        self.maybe("request")
+        return self.served
+
+    def measure(self, served: int) -> dict[str, float]:
+        self.maybe("validate", served)
+        assert served == self.version == self.served
         return {"val/value": float(self.value)}
 
-    def show(self, *_: Any) -> None:
-        self.maybe("show")
+    def show(self, step: int, row: dict[str, float]) -> None:
+        self.maybe("show", step)
 
     def run(self, start: State) -> dict[str, float]:
         """The loop, as gkd.driver.run has it."""
         parts: Any = SimpleNamespace(
             prompts=self.prompts, rollout=self, actor=self, sync=SimpleNamespace(push=self.push),
-            validation=SimpleNamespace(run=self.validate), vocab_size=10, n_gpus=1, report=self.report,
-            val_sets=SimpleNamespace(run=lambda due: {}, due=lambda step, rest=False: [], sets=[]), answers=None,
+            validation=SimpleNamespace(request=self.request, measure=self.measure), vocab_size=10, n_gpus=1,
+            report=self.report, answers=None,
+            val_sets=SimpleNamespace(
+                request=lambda due, order: due, measure=lambda due: {}, due=lambda step, rest=False: [], sets=[]
+            ),
         )  # fmt: skip
         checkpoints = Checkpoints(self.config, self.output, time.monotonic(), {}, start.step)
         with JsonLines(self.output / "metrics.jsonl") as metrics, JsonLines(self.output / "samples.jsonl") as file:
@@ -168,10 +178,10 @@ def world(output: Path, end: tuple[str, int] = ("", 0)) -> World:
 
 
 @pytest.mark.parametrize("step", [3, 4, STEPS])
-@pytest.mark.parametrize("moment", ["collect", "update", "push", "report", "validate", "show"])
+@pytest.mark.parametrize("moment", ["collect", "update", "push", "request", "report", "validate", "show"])
 def test_every_step_is_trained_and_logged_once(moment: str, step: int, tmp_path: Path) -> None:
     """Also with batches sampled ahead, which are sampled again; then from other weights, but never older ones."""
-    if moment == "validate" and step % 2:
+    if moment in ("request", "validate") and step % 2:
         step += 1  # in which there is one
     for staleness in range(3):
         (path := tmp_path / str(staleness)).mkdir()
@@ -203,7 +213,7 @@ def test_ended_twice_in_the_same_step(tmp_path: Path) -> None:
         ended.run(State())
     for moment in ("validate", "show"):
         with pytest.raises(Ended):
-            again = World(ended.output, (moment, 4), at=4)
+            again = World(ended.output, (moment, 4))
             again.go_on()
     last = World(ended.output)
     last.go_on()
