@@ -20,6 +20,7 @@ from gkd.schedule import TicketSchedule
 
 ENDLESS = 1 << 40
 WARM_UP, MEASURED = 2, 4  # steps, of which the first ones begin with idle engines
+LEAD = 3  # further ones of a run, by the updates that it samples ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean length."""
+    """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean tokens."""
 
     n_servers: int
     seconds: float
@@ -47,7 +48,8 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Updating:
-    """Describes the actor: ``accumulate_s`` for the gradients of a batch, ``apply_s`` for its optimizer steps.
+    """Describes the actor: ``accumulate_s`` for the gradients of a batch of mean tokens, ``apply_s`` for its optimizer
+    steps.
 
     ``chunk_tokens`` are accumulated at a time while a batch is being sampled; None: the whole batch, once it is there.
     A chunk holds whole groups of ``unit`` samples.
@@ -65,12 +67,14 @@ class SimulatedRun:
     """Describes what is simulated.
 
     ``lengths(step)`` are the tokens of the responses to ``n_prompts`` prompts, ``n`` neighbours each, of ``prompt``
-    tokens. ``hosts`` maps groups to the one whose devices they compute on.
+    tokens; ``mean_tokens`` those of a sample that the times of scoring and updating are for, its prompt included.
+    ``hosts`` maps groups to the one whose devices they compute on.
     """
 
     n_prompts: int
     n: int
     prompt: float
+    mean_tokens: float
     lengths: Callable[[int], Sequence[float]]
     sampling: Sampling
     scoring: Mapping[str, Scoring]
@@ -101,9 +105,13 @@ class Step:
         return {group: max(0.0, self.seconds - busy) for group, busy in self.busy.items()}
 
 
-def simulate(run: SimulatedRun, steps: int = MEASURED) -> Step:
-    """Return the mean of ``steps`` steps after the first ones."""
-    first = WARM_UP + run.max_staleness
+def simulate(run: SimulatedRun, steps: int = MEASURED, first: int | None = None) -> Step:
+    """Return the mean of ``steps`` steps after the ``first`` ones; None: as many as it takes to be in the long run.
+
+    All batches that may be sampled ahead of the first update are drained before it, so the groups behind the engines
+    begin with a lead that lasts for several steps.
+    """
+    first = WARM_UP + LEAD * run.max_staleness if first is None else first
     simulation = _Simulation(run, first + steps)
     simulation.run_all()
     ends = [0.0, *simulation.ends]
@@ -166,7 +174,6 @@ class _Simulation:
         self.waiting: deque[_Sample] = deque()
         self.homes: dict[tuple[int, int], int] = {}
         self.batches: dict[int, list[_Sample]] = {}
-        self.mean_tokens: dict[int, float] = {}
         self.scored: dict[int, set[int]] = {}
         self.unsampled: dict[int, int] = {}
         self.requested: dict[int, float] = {}
@@ -220,7 +227,6 @@ class _Simulation:
                 for i, length in enumerate(lengths)
             ]
             self.batches[step], self.scored[step], self.unsampled[step] = batch, set(), len(batch)
-            self.mean_tokens[step] = self.run.prompt + fmean(lengths)
             self.requested[step] = self.time
             self.waiting += batch
         self._hand_out()
@@ -296,7 +302,7 @@ class _Simulation:
         while self.queues[name] and group.busy < scoring.n_servers:
             sample = heapq.heappop(self.queues[name])[-1]
             group.busy += 1
-            tokens = (self.run.prompt + sample.length) / self.mean_tokens[sample.step]
+            tokens = (self.run.prompt + sample.length) / self.run.mean_tokens
             self._at(name, scoring.seconds * tokens, partial(self._scored, name, sample))
 
     def _scored(self, name: str, sample: _Sample) -> None:
@@ -337,8 +343,7 @@ class _Simulation:
         if self.computing:
             return
         if self.chunks:
-            batch = self.batches[self.step]
-            share = self.chunks.popleft() / (self.mean_tokens[self.step] * len(batch))
+            share = self.chunks.popleft() / (self.run.mean_tokens * len(self.batches[self.step]))
             self._occupy(self.run.updating.accumulate_s * share, self._compute)
         elif self.fed == len(self.batches[self.step]):
             self._occupy(self.run.updating.apply_s, self._updated)
@@ -383,7 +388,7 @@ class _Simulation:
         self.ends.append(self.time)
         for group in self.groups.values():
             group.worked_at.append(group.worked)
-        for kept in (self.batches, self.scored, self.unsampled, self.mean_tokens):
+        for kept in (self.batches, self.scored, self.unsampled):
             kept.pop(self.step)
         self.step, self.fed, self.chunk = self.step + 1, 0, 0.0
         self._dispatch(self.step - 1)

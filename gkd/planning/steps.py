@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 import numpy as np
 
@@ -54,11 +54,13 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     trainer, schedule, world = config.trainer, config.schedule, config.trainer.n_workers
     adam = adam_s(layout, world) * factors.update
     chunk = largest_micro_batch(layout, world).tokens * world / scale.weight if streams(layout) else None
+    n_samples = scale.n_prompts * config.rollout.n
     return SimulatedRun(
         n_prompts=scale.n_prompts,
         n=config.rollout.n,
         prompt=workload.prompt,
-        lengths=lambda step: response_lengths(layout, scale.n_prompts * config.rollout.n, step),
+        mean_tokens=workload.prompt + fmean(response_lengths(layout, n_samples, 1)),
+        lengths=lambda step: response_lengths(layout, n_samples, step),
         sampling=_sampling(layout, scale, factors),
         scoring=_scoring(layout, scale, factors),
         updating=Updating(

@@ -188,15 +188,14 @@ def simulated(config: Config, times: Times, sync_s: float) -> Step:
         return [length_of(seed_of(config.trainer.seed, step, place, 0)) for place in range(SAMPLES)]
 
     token_s = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
-    tokens = statistics.fmean(sum(lengths(step)) + SAMPLES for step in range(1, config.trainer.total_steps + 1))
-    share = tokens / (SAMPLES * (MEAN_TOKENS + 1))  # of the mean that the times are for
     chunk = config.actor.max_tokens_per_micro_batch if config.schedule.streaming else None
     run = SimulatedRun(
-        SAMPLES, 1, 1.0, lengths, Sampling(1, SLOTS, SLOTS, lambda n: token_s),
-        {"teacher": ScoringGroup(1, times.score * share / SAMPLES)}, Updating(times.update * share, 0.0, sync_s, chunk),
+        SAMPLES, 1, 1.0, MEAN_TOKENS + 1, lengths, Sampling(1, SLOTS, SLOTS, lambda n: token_s),
+        {"teacher": ScoringGroup(1, times.score / SAMPLES)}, Updating(times.update, 0.0, sync_s, chunk),
         config.schedule.max_staleness, config.schedule.in_flight,
     )  # fmt: skip
-    return simulate(run, config.trainer.total_steps - 4 - 2 * config.schedule.max_staleness)
+    first = 2 + config.schedule.max_staleness  # as main leaves out
+    return simulate(run, config.trainer.total_steps - 2 * first, first)
 
 
 def main() -> None:

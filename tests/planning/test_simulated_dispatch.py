@@ -23,7 +23,7 @@ def run_of(**settings: Any) -> SimulatedRun:
         drawn = np.random.default_rng(step).lognormal(3.0, 0.6, N_PROMPTS * N)
         return [float(length) for length in np.ceil(drawn)]
 
-    return SimulatedRun(N_PROMPTS, N, 5.0, lengths, Sampling(3, 6, 4, lambda n: 0.01 * n), {}, **settings)
+    return SimulatedRun(N_PROMPTS, N, 5.0, 29.0, lengths, Sampling(3, 6, 4, lambda n: 0.01 * n), {}, **settings)
 
 
 class Watched(_Simulation):

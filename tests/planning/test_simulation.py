@@ -21,6 +21,7 @@ RUN = SimulatedRun(
     n_prompts=4,
     n=1,
     prompt=0.0,
+    mean_tokens=10.0,
     lengths=lambda step: [10.0] * 4,
     sampling=Sampling(1, 4, 2, lambda n: 1.0),
     scoring={"teacher": Scoring(1, 3.0)},
@@ -44,7 +45,8 @@ def test_streaming_leaves_the_last_chunks_and_the_optimizer_step() -> None:
 
 def test_chunks_go_in_the_order_of_the_batch() -> None:
     """The first sample is the last to finish, at 12 s: with the others' chunks waiting for it nothing is hidden."""
-    late = replace(STREAMED, lengths=lambda step: [12.0, 1.0, 1.0, 1.0], sampling=Sampling(1, 4, 4, lambda n: 1.0))
+    late = replace(STREAMED, lengths=lambda step: [12.0, 1.0, 1.0, 1.0], sampling=Sampling(1, 4, 4, lambda n: 1.0),
+                   mean_tokens=3.75)  # fmt: skip
     assert simulate(replace(late, scoring={})).seconds == pytest.approx(12 + 4 + 0.5 + 0.25)
     early = replace(late, lengths=lambda step: [1.0, 1.0, 1.0, 12.0], scoring={})
     early = replace(early, updating=replace(early.updating, chunk_tokens=1.0))
