@@ -86,13 +86,15 @@ class Scoring:
 
     ``top_k``: how many of the teacher's most likely tokens come with each position, at ``temperature``; None: the
     teacher does not score it. ``reference``: whether the reference model scores it, at the temperature of the sampling.
-    ``rewards``: whether the reward functions do, and the reward model where it is one of them.
+    ``rewards``: whether the reward functions do, and the reward model where it is one of them. ``group_size``: how many
+    samples of the prompt, with neighbouring keys, go on together: more than one where a reward judges them together.
     """
 
     top_k: int | None = None
     temperature: float = 1.0
     reference: bool = False
     rewards: bool = False
+    group_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, PrivateAttr, create_model, model_validator
@@ -11,8 +12,14 @@ from gkd.config.base import Settings
 from gkd.config.open import OpenSections
 from gkd.config.registry import Registry, absolute, short
 
-OWN_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions")
+OWN_PARAMETERS = (
+    "data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions",
+    "data_sources", "solution_strs", "ground_truths", "extra_infos",
+)  # fmt: skip
 """What a plain function of verl's or TRL's kind is given; :mod:`gkd.rewards.adapters` says when."""
+
+GROUP_PARAMETERS = frozenset(("group", "completions", "solution_strs"))
+"""By one of these a reward takes all samples of a prompt together: gkd's, TRL's and verl's name."""
 
 
 class _Rewards(Registry):
@@ -68,7 +75,9 @@ class Reward(OpenSections):
     weights: list[float] | None = Field(
         None, description="how much each function counts (TRL's reward_weights); null: 1 each"
     )
-    timeout_s: float = Field(10.0, gt=0, description="time one function has for one sample")
+    timeout_s: float = Field(
+        10.0, gt=0, description="time one function has for one sample; for n together n times that"
+    )
     concurrency: int = Field(32, ge=1, description="samples that a process puts to an async function at the same time")
     workers: int = Field(2, ge=1, description="processes beside each rollout engine that compute rewards")
     max_failed_share: float = Field(0.2, ge=0, le=1, description="share of a step's samples beyond which the run ends")
@@ -76,6 +85,7 @@ class Reward(OpenSections):
     _needing_answers: list[str] = PrivateAttr(default_factory=list)
     _group_of: dict[str, str | None] = PrivateAttr(default_factory=dict)
     _asynchronous: set[str] = PrivateAttr(default_factory=set)
+    _of_groups: list[str] = PrivateAttr(default_factory=list)
     _needing_columns: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
@@ -96,6 +106,8 @@ class Reward(OpenSections):
             call = getattr(reward, "__call__", reward) if isinstance(reward, type) else reward  # noqa: B004
             if inspect.iscoroutinefunction(call):
                 self._asynchronous.add(name)
+            if not GROUP_PARAMETERS.isdisjoint(parameters_of(call)):
+                self._of_groups.append(name)
         return self
 
     def weight_of(self) -> dict[str, float]:
@@ -123,9 +135,21 @@ class Reward(OpenSections):
         """Return whether a function is asked about several samples at the same time."""
         return name in self._asynchronous
 
+    def of_groups(self) -> list[str]:
+        """Return functions that are given all samples of a prompt together (:data:`GROUP_PARAMETERS`)."""
+        return list(self._of_groups)
+
     def scored_by(self, group: str | None) -> list[str]:
         """Return the functions that the group of workers ``group`` gives; None: those computed beside the engines."""
         return [name for name in self.functions if self._group_of[name] == group]
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a callable by name; none of one that does not tell."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        return {}
 
 
 def _makes_callables(kind: type) -> bool:

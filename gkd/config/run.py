@@ -177,6 +177,11 @@ class Config(Settings):
         return self.algorithm.policy_weight > 0 and bool(self.reward.scored_by("reward_model"))
 
     @property
+    def judges_groups(self) -> bool:
+        """Whether a reward is given all samples of a prompt together."""
+        return self.algorithm.policy_weight > 0 and bool(self.reward.of_groups())
+
+    @property
     def uses_task(self) -> bool:
         """Whether ``data.task`` makes the run's models and data: no model is named."""
         return self.model.path is None and self.model.size is None and not self.evaluates

@@ -49,7 +49,15 @@ def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float
     """Return the rewards of every answer, by their labels. Raises RunFailed for the first that gives none."""
     labels, pool = settings.labels(), RewardPool(settings)
     try:
-        futures = [pool.submit(_completion(own)) for own in rated]
+        completions = [_completion(own) for own in rated]
+        futures = [pool.submit(completion) for completion in completions]
+        of_question: dict[str, list[int]] = {}
+        for place, own in enumerate(rated):
+            of_question.setdefault(own.question.key, []).append(place)
+        for places in of_question.values():
+            judged = pool.submit_group([completions[place] for place in places])
+            for place, rewards in zip(places, judged, strict=True):
+                futures[place] |= rewards
         marks = []
         for own, of_one in zip(rated, futures, strict=True):
             try:
@@ -70,4 +78,6 @@ def _completion(own: RatedAnswer) -> Completion:
         max_tokens=own.max_tokens,
         truncated=own.answered.truncated,
         other_answers=own.question.prompt.other_answers,
+        columns=own.question.row,
+        messages=own.question.prompt.messages,
     )

@@ -1,10 +1,15 @@
 """Reward functions as gkd, verl and TRL have them, called alike.
 
-A plain function is recognised by the names of its parameters:
+A reward is recognised by the names of its parameters. Of one sample:
 
 - gkd: ``f(completion)``.
 - verl: ``compute_score(data_source, solution_str, ground_truth, extra_info)``, a number or a mapping with ``score``.
-- TRL: ``reward_func(prompts, completions, **columns)``, a list of numbers; it is given lists of one.
+
+Of all samples of a prompt together, giving a list of as many:
+
+- gkd: ``f(group)``, a list of completions.
+- verl, batched: ``compute_score(data_sources, solution_strs, ground_truths, extra_infos)``.
+- TRL: ``reward_func(prompts, completions, **columns)``.
 
 Further parameters with defaults are settings, in ``reward.NAME`` (:mod:`gkd.config.rewards`). Any of them may be async.
 """
@@ -12,62 +17,62 @@ Further parameters with defaults are settings, in ``reward.NAME`` (:mod:`gkd.con
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from gkd.config.rewards import REWARDS, Reward
+from gkd.config.rewards import REWARDS, Reward, parameters_of
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.row import Row
 from gkd.rewards.completion import Completion, Mark
 
-Scored = Any
-"""A number, or an awaitable of one."""
+Arguments: TypeAlias = Callable[[Any], dict[str, Any]]
+"""Of a completion or a group of them, what a function of another system is given for it."""
 
 
 def resolve(name: str, settings: Reward) -> Mark:
-    """Return the reward ``name``: a plain function (:func:`adapted`), or an object of the class with its settings.
+    """Return the reward ``name``: a plain function, or an object of the class with its settings; :func:`adapted`.
 
     Raises ConfigError where there is none.
     """
-    mark = REWARDS.load(name)
+    reward = REWARDS.load(name)
     config = settings.settings_of(name)
-    if isinstance(mark, type):
-        reward: Mark = mark() if config is None else mark(config)
-        return reward
-    return adapted(mark, {} if config is None else {name: getattr(config, name) for name in type(config).model_fields})
+    if isinstance(reward, type):
+        return adapted(reward() if config is None else reward(config), {})
+    return adapted(reward, {} if config is None else dict(config))
 
 
-def adapted(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[Completion], Scored]:
-    """Return ``function`` as one of a :class:`Completion`, with ``settings`` for its further parameters."""
-    names = _parameters(function)
+def adapted(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
+    """Return ``reward`` as one of a :class:`Completion`, or of a list of them where it judges groups.
+
+    ``settings`` are its further parameters.
+    """
+    names = parameters_of(reward)
     if "completions" in names:
-        return _of(function, settings, _trl_arguments, _only)
+        return _of(reward, settings, _trl_arguments, list)
+    if "solution_strs" in names:
+        return _of(reward, settings, _verl_arguments_of_group, lambda results: [_score(result) for result in results])
     if "solution_str" in names:
-        return _of(function, settings, _verl_arguments, _score)
+        return _of(reward, settings, _verl_arguments, _score)
     if not settings:
-        return function
-    return lambda completion: function(completion, **settings)
+        return reward
+    return lambda judged: reward(judged, **settings)
 
 
 def _of(
-    function: Callable[..., Any],
-    settings: Mapping[str, Any],
-    arguments: Callable[[Completion], dict[str, Any]],
-    result: Callable[[Any], float],
-) -> Callable[[Completion], Scored]:
-    names, takes_all = _parameters(function), _takes_all(function)
+    reward: Callable[..., Any], settings: Mapping[str, Any], arguments: Arguments, result: Callable[[Any], Any]
+) -> Mark:
+    names, takes_all = parameters_of(reward), _takes_all(reward)
 
-    def chosen(completion: Completion) -> dict[str, Any]:
-        given = {**arguments(completion), **settings}
-        return given if takes_all else {name: value for name, value in given.items() if name in names}
+    def mark(judged: Any) -> Any:
+        given = {**arguments(judged), **settings}
+        value = reward(**(given if takes_all else {name: value for name, value in given.items() if name in names}))
+        return _later(value, result) if inspect.isawaitable(value) else result(value)
 
-    if inspect.iscoroutinefunction(function):
+    return mark
 
-        async def later(completion: Completion) -> float:
-            return result(await function(**chosen(completion)))
 
-        return later
-    return lambda completion: result(function(**chosen(completion)))
+async def _later(value: Awaitable[Any], result: Callable[[Any], Any]) -> Any:
+    return result(await value)
 
 
 def _verl_arguments(completion: Completion) -> dict[str, Any]:
@@ -81,12 +86,20 @@ def _verl_arguments(completion: Completion) -> dict[str, Any]:
     }
 
 
-def _trl_arguments(completion: Completion) -> dict[str, Any]:
-    in_chat = completion.messages is not None
-    prompt: Any = [dict(message) for message in completion.messages or ()] if in_chat else completion.prompt
-    response: Any = [{"role": "assistant", "content": completion.response}] if in_chat else completion.response
-    columns = {name: [value] for name, value in completion.columns.items() if name not in ("prompt", "completion")}
-    return {**columns, "prompts": [prompt], "completions": [response]}
+def _verl_arguments_of_group(group: Sequence[Completion]) -> dict[str, Any]:
+    of_each = [_verl_arguments(completion) for completion in group]
+    return {f"{name}s": [arguments[name] for arguments in of_each] for name in of_each[0]}
+
+
+def _trl_arguments(group: Sequence[Completion]) -> dict[str, Any]:
+    columns = {
+        name: [completion.columns[name] for completion in group]
+        for name in group[0].columns
+        if name not in ("prompt", "completion")
+    }
+    prompts = [c.prompt if c.messages is None else [dict(message) for message in c.messages] for c in group]
+    responses = [c.response if c.messages is None else [{"role": "assistant", "content": c.response}] for c in group]
+    return {**columns, "prompts": prompts, "completions": responses}
 
 
 def _score(result: Any) -> float:
@@ -98,22 +111,5 @@ def _score(result: Any) -> float:
     return float(result)
 
 
-def _only(result: Any) -> float:
-    """Return the one number of TRL's result. Raises ValueError where it is none, or there are others."""
-    values = list(result)
-    if len(values) != 1:
-        raise ValueError(f"{len(values)} rewards for one completion")
-    if values[0] is None:
-        raise ValueError("the reward is None")
-    return float(values[0])
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin
-        return {}
-
-
-def _takes_all(function: Callable[..., Any]) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(function).values())
+def _takes_all(reward: Callable[..., Any]) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters_of(reward).values())

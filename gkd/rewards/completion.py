@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -29,8 +29,11 @@ class Completion:
     messages: tuple[Mapping[str, Any], ...] | None = None
 
 
-Mark: TypeAlias = Callable[[Completion], float | Awaitable[float]]
-"""Gives the reward of a completion, larger for a better one. May raise: the sample then counts as failed."""
+Mark: TypeAlias = Callable[[Any], float | Sequence[float | None] | Awaitable[float | Sequence[float | None]]]
+"""Gives the reward of a completion, larger for a better one, or those of a list of them, all samples of a prompt.
+
+May raise: the samples then count as failed, as one does whose reward is None.
+"""
 
 
 class RewardFunction:
@@ -40,6 +43,9 @@ class RewardFunction:
     ``needs_columns``: it looks at ``completion.columns``.
     ``group``: the group of workers whose model gives the reward, in place of a call. ``advice_when_slow``: what to
     change where its mean time is longer than its setting ``slow_s``.
+
+    One that judges samples beside each other calls its parameter ``group``: it is given a list of all samples of a
+    prompt and returns a list of as many rewards.
 
     An object is made once a process and called for every completion, in one of ``reward.workers`` processes. The file
     of a class is imported wherever settings are checked, so what is slow to import belongs into its methods.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TypeAlias
 
@@ -12,7 +13,8 @@ from gkd.config import Reward
 from gkd.rewards.completion import Completion
 from gkd.rewards.process import RewardError, RewardProcess, Timed, finite
 
-_Item: TypeAlias = tuple[str, Completion, Future[Timed]]
+_Item: TypeAlias = tuple[str, Sequence[Completion], list[Future[Timed]]]
+"""A function, what it is to be called with, and the reward of each."""
 
 __all__ = ["RewardError", "RewardPool", "Timed", "finite"]
 
@@ -23,7 +25,7 @@ class RewardPool:
     Those that a group of workers gives are left to it."""
 
     def __init__(self, settings: Reward) -> None:
-        self._names = settings.scored_by(None)
+        self._names, self._of_groups = settings.scored_by(None), settings.of_groups()
         self._settings = settings
         self._waiting: deque[_Item] = deque()
         self._changed = threading.Condition()
@@ -38,14 +40,22 @@ class RewardPool:
         atexit.register(self.close)  # before multiprocessing, which would wait for the processes
 
     def submit(self, completion: Completion) -> dict[str, Future[Timed]]:
-        """Start evaluating every function on one completion; never blocks. Gives rewards and how long they took.
+        """Start evaluating every function of single samples; never blocks. Gives rewards and how long they took.
 
         A future fails with RewardError when its function raises, needs longer than ``settings.timeout_s``, or when its
         process dies: that one alone.
         """
-        futures: dict[str, Future[Timed]] = {name: Future() for name in self._names}
+        (futures,) = self._start([completion], [name for name in self._names if name not in self._of_groups])
+        return futures
+
+    def submit_group(self, group: Sequence[Completion]) -> list[dict[str, Future[Timed]]]:
+        """Start evaluating every function of whole groups on all samples of a prompt; as :meth:`submit`, for each."""
+        return self._start(group, self._of_groups)
+
+    def _start(self, group: Sequence[Completion], names: Sequence[str]) -> list[dict[str, Future[Timed]]]:
+        futures: list[dict[str, Future[Timed]]] = [{name: Future() for name in names} for _ in group]
         with self._changed:
-            self._waiting.extend((name, completion, future) for name, future in futures.items())
+            self._waiting.extend((name, group, [own[name] for own in futures]) for name in names)
             self._changed.notify_all()
         return futures
 
@@ -63,9 +73,9 @@ class RewardPool:
     def _evaluate(self, process: RewardProcess) -> None:
         """Work in turn on what waits, until the pool is closed."""
         while items := self._next():
-            name, futures = items[0][0], [future for _, _, future in items]
+            name, futures = items[0][0], [future for _, _, its in items for future in its]
             try:
-                answers = process.evaluate(name, [completion for _, completion, _ in items], self._settings.timeout_s)
+                answers = process.evaluate(name, [group for _, group, _ in items], self._settings.timeout_s)
             except Exception as error:
                 for future in futures:
                     future.set_exception(error)
@@ -84,7 +94,8 @@ class RewardPool:
             if not self._waiting:
                 return []
             name = self._waiting[0][0]
-            at_once = self._settings.concurrency if self._settings.is_async(name) else 1
+            n_together = len(self._waiting[0][1])
+            at_once = max(1, self._settings.concurrency // n_together) if self._settings.is_async(name) else 1
             items = [item for item in self._waiting if item[0] == name][:at_once]
             chosen = set(map(id, items))
             self._waiting = deque(item for item in self._waiting if id(item) not in chosen)

@@ -15,8 +15,9 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from itertools import chain
 from multiprocessing.connection import Connection, wait
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gkd.config import Reward
 from gkd.rewards.adapters import resolve
@@ -32,6 +33,10 @@ Timed: TypeAlias = tuple[float, float]
 """A reward, and how long it took, seconds."""
 
 
+Group: TypeAlias = Sequence[Completion]
+"""What a function is called with at a time: all samples of a prompt, or one sample."""
+
+
 class RewardError(Exception):
     """A function gave no reward: the type and text of what it raised, that it hung, or that its process died."""
 
@@ -44,12 +49,14 @@ class RewardProcess:
         self._ending = False
         self._start()
 
-    def evaluate(self, name: str, completions: Sequence[Completion], timeout_s: float) -> list[Timed | str]:
-        """Return the reward of one function for each of ``completions``, and how long it took, or what it raised.
+    def evaluate(self, name: str, groups: Sequence[Group], timeout_s: float) -> list[Timed | str]:
+        """Return the reward of one function for each completion, and how long it took, or what it raised.
 
-        An async function is asked about all of them at the same time, others one after the other. Raises RewardError
-        when the function needs longer than ``timeout_s``, or ends its process.
+        ``groups``: what the function is called with each time, one completion or those that it judges together. An
+        async function is asked about all groups at the same time, others about one after the other. Raises RewardError
+        when the function needs longer than ``timeout_s`` a completion, or ends its process.
         """
+        limit_s = timeout_s * max(map(len, groups))
         if self._ending:
             raise RewardError("CancelledError: the rewards are no longer computed")
         if not self._ready():  # ended while it had nothing to do, which costs nobody anything
@@ -57,15 +64,15 @@ class RewardProcess:
             if not self._ready():
                 raise RewardError(f"ChildProcessError: the process of the rewards does not start: {self._end()}")
         try:
-            self._connection.send((name, completions, timeout_s))
-            answers = self._answer(timeout_s + GRACE_S * self._settings.is_async(name))
+            self._connection.send((name, groups, limit_s))
+            answers = self._answer(limit_s + GRACE_S * self._settings.is_async(name))
         except (EOFError, OSError):
             end = self._end()
             self._restart()
             raise RewardError(f"ChildProcessError: the process that computed it {end}") from None
         if answers is None:
             self._restart()
-            raise RewardError(_late(timeout_s))
+            raise RewardError(_late(limit_s))
         if isinstance(answers, str):
             raise RewardError(answers)
         return answers
@@ -140,6 +147,7 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
     functions: dict[str, Mark] = {}
     try:
         reward = Reward.model_validate(settings)
+        of_groups = reward.of_groups()
         functions |= {name: resolve(name, reward) for name in reward.scored_by(None)}
     except BaseException as error:
         connection.send_bytes(json.dumps(_describe(error)).encode())
@@ -148,37 +156,59 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
     with asyncio.Runner() as runner:  # one loop, so that a function may keep a connection
         while True:
             try:
-                name, completions, timeout_s = connection.recv()
+                name, groups, timeout_s = connection.recv()
             except (EOFError, OSError):
                 return
             if reward.is_async(name):
-                answers = runner.run(_together(functions[name], completions, timeout_s))
+                answers = runner.run(_together(functions[name], groups, timeout_s, name in of_groups))
             else:  # outside of the loop, as the function may run one of its own
-                answers = [_evaluate(functions[name], completion) for completion in completions]
-            connection.send_bytes(json.dumps(answers).encode())
+                answers = [_evaluate(functions[name], group, name in of_groups) for group in groups]
+            connection.send_bytes(json.dumps(list(chain.from_iterable(answers))).encode())
 
 
-def _evaluate(function: Mark, completion: Completion) -> Timed | str:
+def _evaluate(function: Mark, group: Group, whole: bool) -> list[Timed | str]:
+    """Return what a function gives ``group``, which is a single completion unless it judges the ``whole``."""
     started = time.monotonic()
     try:
-        return finite(float(function(completion))), time.monotonic() - started  # type: ignore[arg-type]
+        return _timed(function(group if whole else group[0]), len(group), whole, started)
     except BaseException as error:  # a user's function may raise anything, SystemExit included
-        return _describe(error)
+        return [_describe(error)] * len(group)
 
 
-async def _together(function: Mark, completions: Sequence[Completion], timeout_s: float) -> list[Timed | str]:
-    """Evaluate an async function for all ``completions`` at the same time, each with a time limit."""
+async def _together(
+    function: Mark, groups: Sequence[Group], timeout_s: float, whole: bool = False
+) -> list[list[Timed | str]]:
+    """Evaluate an async function for all ``groups`` at the same time, each with a time limit; as :func:`_evaluate`."""
 
-    async def one(completion: Completion) -> Timed | str:
+    async def one(group: Group) -> list[Timed | str]:
         started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                value = await function(completion)  # type: ignore[misc]
-            return finite(float(value)), time.monotonic() - started
+                given = await function(group if whole else group[0])  # type: ignore[misc]
+            return _timed(given, len(group), whole, started)
         except BaseException as error:
-            return _late(timeout_s) if limit.expired() else _describe(error)
+            return [_late(timeout_s) if limit.expired() else _describe(error)] * len(group)
 
-    return await asyncio.gather(*map(one, completions))
+    return await asyncio.gather(*map(one, groups))
+
+
+def _timed(given: Any, n: int, whole: bool, started: float) -> list[Timed | str]:
+    """Return each of the rewards that a function gave ``n`` completions, or why it is none, and the seconds since.
+
+    Raises ValueError where there are not as many.
+    """
+    values, seconds = list(given) if whole else [given], time.monotonic() - started
+    if len(values) != n:
+        raise ValueError(f"{len(values)} rewards for {n} completions")
+    rewards: list[Timed | str] = []
+    for value in values:
+        try:
+            if value is None:
+                raise ValueError("the reward is None")
+            rewards.append((finite(float(value)), seconds))
+        except (TypeError, ValueError) as error:
+            rewards.append(_describe(error))
+    return rewards
 
 
 def _late(timeout_s: float) -> str:

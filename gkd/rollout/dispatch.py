@@ -15,9 +15,10 @@ class RequestDispatcher:
     Each samples at most ``capacity`` requests at a time; what it has generated, and is being scored, takes no place.
     Requests go out in the order of their ``order``, then of their keys. All samples of a prompt go to one engine, which
     computes the prompt once for all of them, unless that engine has ``spill`` requests more than the emptiest one.
+    ``spill`` None: they are scored together and never part, and the last of them may be more than ``capacity``.
     """
 
-    def __init__(self, engines: Iterable[int], capacity: int, spill: int) -> None:
+    def __init__(self, engines: Iterable[int], capacity: int, spill: int | None) -> None:
         self.capacity, self.spill = capacity, spill
         self.at_work: dict[int, dict[int, SampleRequest]] = {engine: {} for engine in engines}
         self._generated: dict[int, set[int]] = {engine: set() for engine in self.at_work}  # keys, while they are scored
@@ -45,8 +46,8 @@ class RequestDispatcher:
     def hand_out(self, without: Collection[int] = ()) -> dict[int, list[SampleRequest]]:
         """Fill the free places of the engines, those ``without`` excepted; return what each is to be given now."""
         chosen: dict[int, list[SampleRequest]] = {}
-        loads = {engine: self.load(engine) for engine in self.at_work if engine not in without} if self._waiting else {}
-        by_load = [(load, engine) for engine, load in loads.items()]
+        loads = {engine: self.load(engine) for engine in self.at_work} if self._waiting else {}
+        by_load = [(load, engine) for engine, load in loads.items() if engine not in without]
         heapq.heapify(by_load)
         while self._waiting and by_load:
             load, emptiest = by_load[0]
@@ -56,7 +57,7 @@ class RequestDispatcher:
             if load >= self.capacity:
                 break
             _, key, request = heapq.heappop(self._waiting)
-            engine = self._engine_for(request, emptiest, loads)
+            engine = self._engine_for(request, emptiest, loads, without)
             self.at_work[engine][key] = request
             loads[engine] += 1
             chosen.setdefault(engine, []).append(request)
@@ -66,10 +67,15 @@ class RequestDispatcher:
         """Return how many requests an engine has that it has not generated."""
         return len(self.at_work[engine]) - len(self._generated[engine])
 
-    def _engine_for(self, request: SampleRequest, emptiest: int, loads: Mapping[int, int]) -> int:
+    def _engine_for(
+        self, request: SampleRequest, emptiest: int, loads: Mapping[int, int], without: Collection[int]
+    ) -> int:
         home = self._homes.get(request.prompt.id, emptiest)
-        if home not in loads or loads[home] >= min(self.capacity, loads[emptiest] + self.spill):
+        if home not in loads:
             home = emptiest
+        if self.spill is not None:
+            full = min(self.capacity, loads[emptiest] + self.spill)
+            home = emptiest if home in without or loads[home] >= full else home
         self._homes[request.prompt.id] = home
         return home
 

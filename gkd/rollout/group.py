@@ -71,7 +71,8 @@ class RolloutGroup:
             ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
         }
         self._next_key = 0
-        self._dispatcher = RequestDispatcher(self.working, config.rollout.slots, config.rollout.n)
+        spill = None if config.judges_groups else config.rollout.n
+        self._dispatcher = RequestDispatcher(self.working, config.rollout.slots, spill)
         self._given = dict.fromkeys(self.working, 0)  # requests so far, by engine
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._streams: dict[int, SampleStream] = {}

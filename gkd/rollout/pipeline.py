@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -26,10 +26,14 @@ Scored: TypeAlias = tuple[TrainingSample, ScoredSample]
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A sample whose scores are awaited: of the models by "teacher" and "reference", of the rewards by their names."""
+    """A sample whose scores are awaited: of the models by "teacher" and "reference", of the rewards by their names.
+
+    ``completion``: what the rewards see of it, where they are wanted.
+    """
 
     sample: Sample
     generated_s: float
+    completion: Completion | None = None
     models: dict[str, Future[Target]] = field(default_factory=dict)
     rewards: dict[str, Future[Timed]] = field(default_factory=dict)
 
@@ -37,6 +41,7 @@ class _Pending:
 class ScoringPipeline:
     """Has each sample scored by the scorers of its request, and puts it into ``scored`` when all of them are done.
 
+    Samples that a reward judges together come out together: who loses this process loses all of them or none.
     ``scored`` also holds the errors of models that could not score, each in place of its sample, and what the worker
     has to say of samples that are being scored. The student's
     tokenizer, in ``model_path``, decodes responses for the reward functions. ``rank`` is that of the engine.
@@ -44,7 +49,8 @@ class ScoringPipeline:
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:
         self._config, self.rank = config, rank
-        self.scored: queue.Queue[Scored | Generated | BaseException] = queue.Queue()
+        self.scored: queue.Queue[list[Scored] | Generated | BaseException] = queue.Queue()
+        self._groups: dict[int, list[_Pending]] = {}  # that are not whole, by the key of their first sample
         self._clients: dict[str, ScoringClient] = {}
         self._tokenizer = load_tokenizer(model_path)
         self._rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
@@ -74,9 +80,12 @@ class ScoringPipeline:
         self._score_by_models(pending)
         if sample.request.scoring.rewards:
             self._score_by_rewards(pending)
-        futures: list[Future[Any]] = [*pending.models.values(), *pending.rewards.values()]
+        if (group := self._whole_group(pending)) is None:
+            return
+        futures: list[Future[Any]] = [future for own in group for future in own.models.values()]
+        futures += [future for own in group for future in own.rewards.values()]
         if not futures:
-            self._deliver(pending)
+            self._deliver(group)
             return
         left, lock = [len(futures)], threading.Lock()
 
@@ -87,7 +96,7 @@ class ScoringPipeline:
             if not done:
                 return
             try:
-                self._deliver(pending)
+                self._deliver(group)
             except BaseException as error:  # a future's callback would swallow it, and the sample would be waited for
                 self.scored.put(error)
 
@@ -100,6 +109,24 @@ class ScoringPipeline:
             client.close()
         if self._rewards is not None:
             self._rewards.close()
+
+    def _whole_group(self, pending: _Pending) -> list[_Pending] | None:
+        """Return the samples that go on together now that ``pending`` is there, by index; None while some are missing.
+
+        What judges them together begins with it.
+        """
+        request = pending.sample.request
+        group = self._groups.setdefault(request.key - request.index, [])
+        group.append(pending)
+        if len(group) < request.scoring.group_size:
+            return None
+        del self._groups[request.key - request.index]
+        group.sort(key=lambda own: own.sample.request.index)
+        completions = [own.completion for own in group if own.completion is not None]
+        if self._rewards is not None and completions:
+            for own, rewards in zip(group, self._rewards.submit_group(completions), strict=True):
+                own.rewards |= rewards
+        return group
 
     def _score_by_models(self, pending: _Pending) -> None:
         sample = pending.sample
@@ -122,19 +149,18 @@ class ScoringPipeline:
             rate = Rate(tokens_of(prompt, after_prompt, response, *self._reward_tokenizer))
             for name in self._config.reward.scored_by("reward_model"):
                 pending.rewards[name] = self._rate(rate)
-        pending.rewards |= self._rewards.submit(
-            Completion(
-                prompt=prompt.text,
-                response=response,
-                answer=prompt.answer,
-                other_answers=prompt.other_answers,
-                columns=prompt.columns,
-                messages=prompt.messages,
-                n_tokens=len(ids),
-                max_tokens=sample.request.sampling.max_tokens,
-                truncated=sample.finish_reason == "length",
-            )
+        pending.completion = Completion(
+            prompt=prompt.text,
+            response=response,
+            answer=prompt.answer,
+            other_answers=prompt.other_answers,
+            columns=prompt.columns,
+            messages=prompt.messages,
+            n_tokens=len(ids),
+            max_tokens=sample.request.sampling.max_tokens,
+            truncated=sample.finish_reason == "length",
         )
+        pending.rewards |= self._rewards.submit(pending.completion)
 
     def _rate(self, rate: Rate) -> Future[Timed]:
         """Return the reward model's reward and how long it took to come."""
@@ -149,13 +175,14 @@ class ScoringPipeline:
         self._clients["reward_model"].submit(rate).add_done_callback(finish)
         return timed
 
-    def _deliver(self, pending: _Pending) -> None:
-        """Hand on a sample that is scored, or the error of a model that could not."""
+    def _deliver(self, group: Sequence[_Pending]) -> None:
+        """Hand on samples that are scored, or the error of a model that could not."""
+        models = [future for own in group for future in own.models.values()]
+        failures = [error for error in (future.exception() for future in models) if error is not None]
+        self.scored.put(failures[0] if failures else [self._scored(own) for own in group])
+
+    def _scored(self, pending: _Pending) -> Scored:
         sample, request = pending.sample, pending.sample.request
-        failures = [error for error in (future.exception() for future in pending.models.values()) if error is not None]
-        if failures:
-            self.scored.put(failures[0])
-            return
         targets = {name: future.result() for name, future in pending.models.items()}
         rewards = {name: _reward(future) for name, future in pending.rewards.items()}
         training = TrainingSample(
@@ -173,7 +200,7 @@ class ScoringPipeline:
             reward_s={name: reward[1] for name, reward in rewards.items() if not isinstance(reward, str)},
         )
         reference = targets["reference"].token_logprobs if "reference" in targets else None
-        self.scored.put((training, ScoredSample(sample, targets.get("teacher"), reference)))
+        return training, ScoredSample(sample, targets.get("teacher"), reference)
 
 
 def with_prompt(sample: Sample, prompt_ids: Int32) -> tuple[Int32, Spans]:

@@ -185,11 +185,11 @@ class RolloutWorker:
         """Wait for scored samples, and a moment for more of them where nobody waits for these."""
         scored = self.pipeline.scored
         batch: list[Scored | Generated | BaseException] = []
-        item: Scored | Generated | BaseException = scored.get()
+        item: list[Scored] | Generated | BaseException = scored.get()
         end = time.monotonic() + GATHER_S
         with suppress(queue.Empty):
             while True:
-                batch.append(item)
+                batch += item if isinstance(item, list) else [item]
                 urgent = isinstance(item, BaseException | Generated) or not self._slots.may_wait(len(batch))
                 item = scored.get(timeout=0.0 if urgent else max(0.0, end - time.monotonic()))
         return batch

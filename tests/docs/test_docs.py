@@ -14,10 +14,11 @@ import yaml
 from gkd.cli import serve_teacher
 from gkd.cli.command import PROGRAMS, main
 from gkd.cli.sweep import expand
-from gkd.config import Config, hint, settings
+from gkd.config import Config, Reward, hint, settings
 from gkd.config.compose import compose, groups
 from gkd.config.registry import Registry
 from gkd.errors import ConfigError
+from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion
 from tests.docs.pages import PAGES, ROOT, anchors, commands, links, python_files, spans, tables
 
@@ -166,3 +167,13 @@ def test_every_metric_is_described() -> None:
 def test_the_reward_of_the_page_works(directory: Path) -> None:
     brevity = Registry("reward.functions", {}).load(f"{directory / 'brevity.py'}:brevity")
     assert brevity(Completion("2 1 =", "1 2", "1 2", n_tokens=3, max_tokens=12, truncated=False)) == 0.75
+
+
+def test_the_reward_of_groups_of_the_page_works(directory: Path) -> None:
+    name = f"{directory / 'shortest_right.py'}:shortest_right"
+    reward = Reward.model_validate({"functions": [name], "shortest_right": {"floor": 0.2}})
+    assert reward.of_groups() == [name]
+    group = [
+        Completion("2 1 =", text, "1 2", n_tokens, 12, False) for text, n_tokens in (("1 2", 5), ("2", 1), ("1 2", 3))
+    ]
+    assert resolve(name, reward)(group) == pytest.approx([0.2, 0.0, 1.0])

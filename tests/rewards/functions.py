@@ -7,7 +7,9 @@ import os
 import signal
 import time
 
-from gkd.rewards.completion import Completion
+from pydantic import BaseModel
+
+from gkd.rewards.completion import Completion, RewardFunction
 
 CONSTANT = 3
 
@@ -69,14 +71,68 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, fact
 
 def trl(completions, level, bonus=0.0, **kwargs):  # type: ignore[no-untyped-def]
     """TRL's kind, of a conversation."""
-    assert kwargs["prompts"] == [[{"role": "user", "content": "2 + 2 ="}]]
+    assert kwargs["prompts"] == [[{"role": "user", "content": "2 + 2 ="}]] * len(completions)
     return [len(c[0]["content"]) + n + bonus for c, n in zip(completions, level, strict=True)]
 
 
 async def trl_later(prompts, completions):  # type: ignore[no-untyped-def]
     """TRL's kind, async and of plain text."""
-    return [None if text == "none" else float(prompts == ["2 + 2 ="]) for text in completions]
+    return [None if text == "none" else float(set(prompts) == {"2 + 2 ="}) for text in completions]
 
 
 def optional(completion: Completion, wanted: int = 4) -> float:
     return float(completion.columns["level"] == wanted)
+
+
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos, factor=1.0):  # type: ignore[no-untyped-def]
+    """verl's kind for many at once."""
+    assert set(data_sources) == {"sums"} and extra_infos == [{"split": "train"}] * len(solution_strs)
+    return [{"score": factor * (a == b)} for a, b in zip(solution_strs, ground_truths, strict=True)]
+
+
+def ranked(group: list[Completion], best: float = 1.0) -> list[float]:
+    """The longer of a group, the better: ``best`` for the longest."""
+    lengths = [len(completion.response) for completion in group]
+    return [best * sum(other < own for other in lengths) / max(1, len(group) - 1) for own in lengths]
+
+
+async def ranked_later(group: list[Completion]) -> list[float]:
+    await asyncio.sleep(0.2)
+    return ranked(group)
+
+
+class Ranked(RewardFunction):
+    """As :func:`ranked`, of a class."""
+
+    class Config(BaseModel):
+        best: float = 1.0
+
+    def __call__(self, group: list[Completion]) -> list[float]:  # type: ignore[override]
+        return ranked(group, self.config.best)
+
+
+def sizes(group: list[Completion]) -> list[float]:
+    """Each one's share of the group's tokens."""
+    total = sum(completion.n_tokens for completion in group)
+    return [completion.n_tokens / total for completion in group]
+
+
+def a_second_each(group: list[Completion]) -> list[float]:
+    time.sleep(len(group))
+    return [len(group)] * len(group)
+
+
+def too_few(group: list[Completion]) -> list[float]:
+    return [0.0] * (len(group) - 1)
+
+
+def some_of_none(group: list[Completion]) -> list[float | None]:
+    return [0.0, None, float("nan")]
+
+
+def no_list(group: list[Completion]) -> float:
+    return 1.0
+
+
+def raises_for_a_group(group: list[Completion]) -> list[float]:
+    raise KeyError("group")

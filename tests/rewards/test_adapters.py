@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from gkd.config import Reward, load
+from gkd.config.rewards import REWARDS
 from gkd.errors import ConfigError
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion
-from gkd.rewards.process import _together
+from gkd.rewards.process import _evaluate, _together
 
 HERE = "tests.rewards.functions:"
 ROW = {
@@ -32,8 +33,8 @@ def settings_of(name: str, **options: Any) -> Reward:
     return Reward.model_validate({"functions": [HERE + name], **({name: options} if options else {})})
 
 
-def value(name: str, completion: Completion, **options: Any) -> Any:
-    return resolve(HERE + name, settings_of(name, **options))(completion)
+def value(name: str, marked: Completion | list[Completion], **options: Any) -> Any:
+    return resolve(HERE + name, settings_of(name, **options))(marked)
 
 
 def test_verl() -> None:
@@ -43,11 +44,42 @@ def test_verl() -> None:
 
 
 def test_trl() -> None:
-    assert value("trl", judged("four", MESSAGES)) == 7.0
-    assert value("trl", judged("four", MESSAGES), bonus=0.5) == 7.5
-    assert asyncio.run(value("trl_later", judged("four"))) == 1.0
-    with pytest.raises(ValueError, match="the reward is None"):
-        asyncio.run(value("trl_later", judged("none")))
+    """It is given all samples of a prompt at once, with the columns repeated."""
+    assert value("trl", [judged("four", MESSAGES), judged("2 + 2", MESSAGES)]) == [7.0, 8.0]
+    assert value("trl", [judged("four", MESSAGES)], bonus=0.5) == [7.5]
+    assert asyncio.run(value("trl_later", [judged("four"), judged("none")])) == [1.0, None]
+
+
+def test_verl_batched() -> None:
+    assert value("compute_scores", [judged("4"), judged("5"), judged("4")], factor=2) == [2.0, 0.0, 2.0]
+
+
+def test_gkd_of_a_group() -> None:
+    """By the name of the parameter, functions and classes alike."""
+    group = [judged("a b"), judged("a"), judged("a b c")]
+    assert value("ranked", group) == [0.5, 0.0, 1.0]
+    assert value("Ranked", group, best=4.0) == [2.0, 0.0, 4.0]
+    assert asyncio.run(value("ranked_later", group)) == [0.5, 0.0, 1.0]
+    names = ("ranked", "Ranked", "ranked_later", "trl", "trl_later", "compute_scores")
+    assert all(settings_of(name).of_groups() == [HERE + name] for name in names)
+    assert not any(settings_of(name).of_groups() for name in ("words", "compute_score", "slow"))
+    built_in = [name for name in REWARDS.names() if name != "judge"]  # which needs an address
+    assert Reward(functions=built_in).of_groups() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("too_few", ["ValueError: 2 rewards for 3 completions"] * 3),
+        ("some_of_none", [0.0, "ValueError: the reward is None", "ValueError: the reward is nan"]),
+        ("no_list", ["TypeError: 'float' object is not iterable"] * 3),
+        ("raises_for_a_group", ["KeyError: 'group'"] * 3),
+    ],
+)
+def test_groups_that_are_judged_wrong(name: str, expected: list[Any]) -> None:
+    group = [judged(text) for text in ("a", "b", "c")]
+    answers = _evaluate(resolve(HERE + name, settings_of(name)), group, True)
+    assert [answer if isinstance(answer, str) else answer[0] for answer in answers] == expected
 
 
 def test_a_function_of_a_completion_sees_columns_and_takes_settings() -> None:
@@ -74,6 +106,6 @@ def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> Non
     settings = settings_of("slow")
     assert settings.is_async(HERE + "slow") and not settings_of("words").is_async(HERE + "words")
     slow = resolve(HERE + "slow", settings)
-    first, late, other = asyncio.run(_together(slow, [judged("", n=n) for n in (1, 3, 2)], 1.5))
+    (first,), (late,), (other,) = asyncio.run(_together(slow, [[judged("", n=n)] for n in (1, 3, 2)], 1.5))
     assert (first[0], other[0]) == (1.0, 2.0)
     assert late == "TimeoutError: no reward within 1.5 s (reward.timeout_s)"

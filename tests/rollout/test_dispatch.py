@@ -62,6 +62,40 @@ def test_every_request_is_done_once_whatever_ends_in_between(
     )  # nothing grows over a run
 
 
+@given(
+    st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 8),
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100), st.booleans()), max_size=60),
+)  # fmt: skip
+def test_groups_that_are_judged_together_are_on_one_engine_whatever_ends_in_between(
+    engines: int, capacity: int, n: int, n_prompts: int, events: list[tuple[str, int, bool]]
+) -> None:
+    """A group is finished when all of it is on one engine, and not before; one of the engines may be suspect."""
+    requests = wanted(n_prompts, n)
+    dispatcher = RequestDispatcher(range(engines), capacity, spill=None)
+    dispatcher.add(requests, order=1)
+    done: list[int] = []
+    for kind, which, suspect in [*events, *[("generate", 0, False), ("finish", 0, False)] * len(requests)]:
+        working = sorted(dispatcher.at_work)
+        dispatcher.hand_out(working[:1] if suspect and len(working) > 1 else ())
+        engine_of = {key: engine for engine, held in dispatcher.at_work.items() for key in held}
+        groups = [[key for key in range(first, first + n) if key in engine_of] for first in range(0, n * n_prompts, n)]
+        assert all(len({engine_of[key] for key in group}) <= 1 for group in groups)
+        if kind == "generate":
+            for engine, held in dispatcher.at_work.items():
+                for key in held:
+                    dispatcher.generated(engine, key)
+        elif kind == "die" and len(working) > 1:
+            dispatcher.remove(working[which % len(working)])
+        elif kind == "back":
+            dispatcher.join(which % engines)
+        elif whole := [group for group in groups if len(group) == n]:
+            group = whole[which % len(whole)]
+            assert all(dispatcher.finish(engine_of[key], key) for key in group)
+            done += group
+    assert sorted(done) == [request.key for request in requests]
+    assert len(dispatcher) == dispatcher.n_waiting == 0 and not dispatcher._homes
+
+
 def test_a_prompts_samples_are_on_one_engine_and_loads_are_even() -> None:
     dispatcher = RequestDispatcher(range(3), capacity=100, spill=8)
     dispatcher.add(wanted(6, 8), order=1)

@@ -57,7 +57,7 @@ def test_teacher_and_reference_score_what_the_student_wrote(pipeline: ScoringPip
     """The teacher after its own prompt; the reference at the temperature of the sampling."""
     wanted = sample(Scoring(top_k=4, temperature=2.0, reference=True), teacher_ids=[20, 21, 22, 23, 24])
     pipeline.submit(wanted)
-    training, scored = pipeline.scored.get(timeout=30)
+    ((training, scored),) = pipeline.scored.get(timeout=30)
     assert scored.sample is wanted
     ids = np.concatenate([[20, 21, 22, 23, 24], wanted.token_ids[3:]])
     moved = tuple((start + 2, stop + 2) for start, stop in SPANS)
@@ -73,7 +73,7 @@ def test_teacher_and_reference_score_what_the_student_wrote(pipeline: ScoringPip
 
 def test_who_is_not_wanted_does_not_score(pipeline: ScoringPipeline) -> None:
     pipeline.submit(sample(Scoring()))
-    _, scored = pipeline.scored.get(timeout=30)
+    ((_, scored),) = pipeline.scored.get(timeout=30)
     assert scored.teacher is None and scored.reference is None
 
 

@@ -43,9 +43,10 @@ def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSam
         except queue.Empty:
             worker._step()
             continue
-        assert isinstance(item, tuple)
-        found[item[0].key] = item[1]
-        assert item[0].finish_reason == item[1].sample.finish_reason
+        assert isinstance(item, list)
+        for training, scored in item:
+            found[training.key] = scored
+            assert training.finish_reason == scored.sample.finish_reason
     return [found[key] for key in sorted(found)]
 
 

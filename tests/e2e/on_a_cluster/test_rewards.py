@@ -13,7 +13,8 @@ import pytest
 from tests.data.models import word_tokenizer
 
 PARTS = {
-    "reward/mean", "reward/std", "reward/accuracy/mean", "reward/format/mean", "reward/odd/mean", "reward/odd/failed",
+    "reward/mean", "reward/std", "reward/share/mean", "reward/share/seconds",
+    "reward/accuracy/mean", "reward/format/mean", "reward/odd/mean", "reward/odd/failed",
     "reward/reward_model/mean", "reward/reward_model/seconds", "timing_s/reward", "memory/reward_model/process_gb",
     "advantage/mean", "advantage/std", "actor/loss", "actor/policy_loss", "actor/kl_loss", "actor/kl_reference",
     "actor/entropy", "mismatch/kl", "mismatch/is_ratio_mean", "mismatch/is_ratio_max",
@@ -23,6 +24,11 @@ def odd(completion):
     if completion.n_tokens % 7 == 0:
         raise ValueError("seven")
     return 0.1 * (completion.n_tokens % 2)
+
+
+async def share(group):
+    total = sum(completion.n_tokens for completion in group)
+    return [completion.n_tokens / total for completion in group]
 """
 
 
@@ -52,7 +58,8 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
         "trainer.total_steps=20", "trainer.batch_size=8", "rollout.n=8", "actor.lr=2e-3", "actor.mini_batch_size=32",
         "algorithm.kl.coef=0.01", "algorithm.dynamic_sampling.max_rounds=3",
         "algorithm.importance_sampling.level=token",
-        "reward.functions=[format,accuracy,'mine:odd',reward_model]", "reward.weights=[1.0,1.0,0.1,0.01]",
+        "reward.functions=[format,accuracy,'mine:odd','mine:share',reward_model]",
+        "reward.weights=[1.0,1.0,0.1,0.01,0.01]",
         f"reward_model.model.path={tmp_path / 'reward_model'}", "reward_model.colocate_with=reference",
         "reward.max_failed_share=1", "rollout.engine=hf",
         "reward.format.pattern='^[0-3]'", "trainer.val_every=100", recipe="grpo",
@@ -70,6 +77,7 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
         assert all(math.isfinite(value) for value in row.values())
         assert abs(row["mismatch/kl"]) < 1e-4
         assert abs(row["advantage/mean"]) < 1e-6
+        assert row["reward/share/mean"] == pytest.approx(1 / 8)  # of whole groups, so of eight samples
     assert rows[1]["actor/kl_reference"] < 0.01  # after one of its two updates, the student is nearly the reference
     assert rows[-1]["actor/kl_reference"] > 2 * rows[1]["actor/kl_reference"]
     first, last = (sum(row["reward/format/mean"] for row in part) / 5 for part in (rows[1:6], rows[-5:]))
@@ -81,11 +89,12 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
             model(sample["prompt"] + sample["response"]), abs=1e-4
         )
     summary = json.loads((run.output / "summary.json").read_text())
-    own = {f"val/reward/{name}" for name in ("accuracy", "format", "odd", "reward_model", "mean")}
+    own = {f"val/reward/{name}" for name in ("accuracy", "format", "odd", "share", "reward_model", "mean")}
     assert own | {"val/accuracy"} == set(summary["after"]) - {"val/reward/odd/failed"}
     assert own <= set(summary["before"])
     assert summary["after"]["val/reward/accuracy"] == pytest.approx(summary["after"]["val/accuracy"])
     assert summary["after"]["val/reward/format"] > summary["before"]["val/reward/format"]
+    assert summary["after"]["val/reward/share"] == 1.0  # of greedy answers, one a prompt
     assert summary["teacher"] == {}
 
 

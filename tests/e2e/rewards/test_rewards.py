@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
-from gkd.config import Reward
+import numpy as np
+
+from gkd.config import Reward, load
 from gkd.rewards.pool import RewardPool
+from gkd.rollout.pipeline import ScoringPipeline
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring
+from tests.data.models import word_tokenizer
 from tests.e2e.conftest import ROOT
 from tests.rewards.test_rewards import MODULE, judged
 
@@ -75,3 +81,47 @@ def test_async_rewards_of_many_samples_are_waited_for_together() -> None:
         pool.close()
     assert [reward for reward, _ in rewards] == list(range(4, 24))
     assert wall_s < sum(seconds for _, seconds in rewards) / 2
+
+
+def test_a_group_is_judged_at_once_async_or_not_and_has_the_time_of_all_its_samples() -> None:
+    names = [f"{MODULE}:{name}" for name in ("words", "ranked", "ranked_later", "a_second_each")]
+    pool = RewardPool(Reward(functions=names, timeout_s=2.0, workers=2))
+    try:
+        groups = [[judged("a" * n, n=n) for n in order] for order in ((1, 3, 2), (5, 4, 6))]
+        single = [pool.submit(completion) for group in groups for completion in group]
+        futures = [own for group in groups for own in pool.submit_group(group)]
+        assert all(own.keys() == {names[0]} for own in single)
+        assert [own[names[0]].result(60)[0] for own in single] == [1.0] * 6
+        for name in names[1:3]:
+            assert [own[name].result(60)[0] for own in futures] == [0.0, 1.0, 0.5, 0.5, 0.0, 1.0]
+        assert [own[names[3]].result(60)[0] for own in futures] == [3.0] * 6
+        late = pool.submit_group(groups[0][:1])[0][names[3]]
+        assert late.result(60)[0] == 1.0
+    finally:
+        pool.close()
+
+
+def test_samples_that_are_judged_together_come_out_together(tmp_path: Path) -> None:
+    """By their index, whichever was sampled first, each with its own reward; other groups do not wait for them."""
+    word_tokenizer().save_pretrained(tmp_path)
+    name = f"{MODULE}:sizes"
+    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 3}, "reward": {"functions": [name, "length"]}})
+    pipeline = ScoringPipeline(config, str(tmp_path), rank=0)
+    try:
+        finished = [(0, 2, 4), (3, 0, 1), (3, 2, 3), (0, 0, 2), (3, 1, 2), (0, 1, 3)]  # group, index, tokens
+        for first, index, n_tokens in finished:
+            request = SampleRequest(
+                Prompt(first, np.array([1], np.int32), ""), index, 0, Sampling(16),
+                Scoring(rewards=True, group_size=3), key=first + index,
+            )  # fmt: skip
+            ids = np.full(n_tokens, 5, np.int32)
+            pipeline.submit(Sample.single_turn(request, ids, np.zeros(n_tokens, np.float32), 0, "stop"))
+        groups = [pipeline.scored.get(timeout=60) for _ in range(2)]
+        assert pipeline.scored.empty()
+        assert {tuple(one.key for one, _ in group): [one.rewards[name] for one, _ in group] for group in groups} == {
+            (0, 1, 2): [2 / 9, 3 / 9, 4 / 9],
+            (3, 4, 5): [1 / 6, 2 / 6, 3 / 6],
+        }
+        assert all(one.rewards["length"] == 1 - one.n_sampled / 16 for group in groups for one, _ in group)
+    finally:
+        pipeline.close()
