@@ -232,7 +232,9 @@ class TrainingSample:
 
     ``key`` is that of its request; ``n_tokens`` is L, ``n_sampled`` N; ``worker`` the engine that sampled it.
     ``generated_s`` and ``scored_s`` are clock times (``time.time``) at which sampling and scoring ended. ``rewards``:
-    each function's reward, or why it gave none; ``reward_s``: how long it took where it gave one, seconds. The
+    each function's reward, or why it gave none; ``reward_s``: how long it took where it gave one, seconds.
+    ``kl_reference``: log p of the student less log p of the reference, summed over the sampled tokens; None where the
+    reference did not score them. The
     :class:`ScoredSample` is at position ``slot`` of the list that the Ray object reference ``ref`` stands for.
     ``advantage`` is that of its sampled tokens; ``in_loss``: whether they count in the loss.
     """
@@ -249,6 +251,7 @@ class TrainingSample:
     scored_s: float
     rewards: Mapping[str, float | str] = field(default_factory=dict)
     reward_s: Mapping[str, float] = field(default_factory=dict)
+    kl_reference: float | None = None
     ref: Any = None
     slot: int = 0
     advantage: float = 0.0

@@ -106,7 +106,7 @@ def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Floa
 
 
 def _by_function(config: Config, samples: Sequence[TrainingSample]) -> dict[str, float]:
-    """Return reward/NAME/mean, /failed (a share) and /seconds a sample.
+    """Return reward/NAME/mean, /failed (a share), /seconds a sample and, with a reference, /kl.
 
     A user's function goes by its own name, where another has the same by its module's as well.
     """
@@ -119,10 +119,29 @@ def _by_function(config: Config, samples: Sequence[TrainingSample]) -> dict[str,
         seconds = [sample.reward_s[name] for sample in samples if name in sample.reward_s]
         if seconds:
             metrics[f"reward/{label}/seconds"] = float(np.mean(seconds))
+        if (kl := _kl_of_preferred(config, name, samples)) is not None:
+            metrics[f"reward/{label}/kl"] = kl
         metrics[f"reward/{label}/failed"] = (len(rewards) - len(values)) / len(rewards)
         if failures := _failures(config, name, rewards):
             log.warning(failures)
     return metrics
+
+
+def _kl_of_preferred(config: Config, name: str, samples: Sequence[TrainingSample]) -> float | None:
+    """Return KL(student, reference), nats a token, of the samples that a reward puts above the mean of their group.
+
+    How far the student goes for this reward. An estimate from the sampled tokens: the mean of log p of the student less
+    log p of the reference. None where no reference scored them, or the reward prefers none.
+    """
+    by_group: dict[int, list[tuple[float, TrainingSample]]] = {}
+    for group, sample in zip(groups_of(config, samples), samples, strict=True):
+        reward = _number(sample.rewards[name])
+        if sample.kl_reference is not None and math.isfinite(sample.kl_reference) and not math.isnan(reward):
+            by_group.setdefault(group, []).append((reward, sample))
+    means = {group: sum(reward for reward, _ in its) / len(its) for group, its in by_group.items()}
+    preferred = [sample for group, its in by_group.items() for reward, sample in its if reward > means[group]]
+    n_tokens = sum(sample.n_sampled for sample in preferred)
+    return sum(sample.kl_reference or 0.0 for sample in preferred) / n_tokens if n_tokens else None
 
 
 def require_rewards(config: Config, samples: Sequence[TrainingSample]) -> None:

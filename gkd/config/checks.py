@@ -249,6 +249,20 @@ def _early_cuts_are_learned_from(config: Config) -> None:
         )
 
 
+def _bands_are_of_rewards(config: Config) -> None:
+    rewards = config.reward.labels().values() if config.algorithm.policy_weight else ()
+    for name in config.watch.reward_kl:
+        if name not in rewards:
+            raise ValueError(
+                f"watch.reward_kl.{name}: the run has no such reward; it has {', '.join(rewards) or 'none'}"
+            )
+        if not config.asks_reference:
+            raise ValueError(
+                f"watch.reward_kl.{name}: no reference scores samples, which takes algorithm.kl.coef above 0 and a "
+                "reference of its own (no actor.lora.r)"
+            )
+
+
 _CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_models_and_data_go_together,
     _a_reference_is_asked,
@@ -268,6 +282,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _the_teachers_advantage_is_at_one_temperature,
     require_schedule,
     _early_cuts_are_learned_from,
+    _bands_are_of_rewards,
 )
 """Each raises ValueError, which names the settings that do not go together."""
 

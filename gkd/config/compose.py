@@ -201,7 +201,10 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
     """Return whether a user's own class may take the setting ``key``, which is known once the class is loaded."""
-    if key.startswith(("teacher.models.", "data.chat_template_kwargs.", "models.")) or plain_name(key) in known:
+    if (
+        key.startswith(("teacher.models.", "data.chat_template_kwargs.", "models.", "watch.reward_kl."))
+        or plain_name(key) in known
+    ):
         return True
     in_open_section = any(key.startswith(f"{section}.") for section in open_sections())
     return in_open_section and not any(key.startswith(f"{name}.") for name in known)

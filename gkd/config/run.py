@@ -48,6 +48,9 @@ class Watch(Settings):
     reference_kl: Band = Field(
         [-0.01, 0.5], min_length=2, max_length=2, description="band of actor/kl_reference, nats a token"
     )
+    reward_kl: dict[str, Annotated[Band, Field(min_length=2, max_length=2)]] = Field(
+        {}, description="by the name of a reward, band of reward/NAME/kl, nats a token, as watch.reward_kl.NAME=[0,0.5]"
+    )
     mismatch_kl: float = Field(0.02, gt=0, description="largest mismatch/kl between sampler and trainer, nats a token")
 
 

@@ -43,6 +43,14 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
             "algorithm.overlong.action=mask",
         )
     bands = {
+        **{
+            f"reward/{label}/kl": (
+                f"reward_kl.{label}",
+                band,
+                f"lower the weight of {label} or raise algorithm.kl.coef",
+            )
+            for label, band in watch.reward_kl.items()
+        },
         "distill/reverse_kl": ("distill_kl", watch.distill_kl, "lower actor.lr, or choose a nearer teacher"),
         "actor/kl_reference": ("reference_kl", watch.reference_kl, "raise algorithm.kl.coef or lower actor.lr"),
     }

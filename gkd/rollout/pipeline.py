@@ -185,6 +185,7 @@ class ScoringPipeline:
         sample, request = pending.sample, pending.sample.request
         targets = {name: future.result() for name, future in pending.models.items()}
         rewards = {name: _reward(future) for name, future in pending.rewards.items()}
+        reference = targets["reference"].token_logprobs if "reference" in targets else None
         training = TrainingSample(
             key=request.key,
             prompt_id=request.prompt.id,
@@ -198,8 +199,8 @@ class ScoringPipeline:
             scored_s=time.time(),
             rewards={name: reward if isinstance(reward, str) else reward[0] for name, reward in rewards.items()},
             reward_s={name: reward[1] for name, reward in rewards.items() if not isinstance(reward, str)},
+            kl_reference=None if reference is None else float((sample.sampled_logprobs - reference).sum()),
         )
-        reference = targets["reference"].token_logprobs if "reference" in targets else None
         return training, ScoredSample(sample, targets.get("teacher"), reference)
 
 

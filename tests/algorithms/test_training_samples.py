@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,6 +129,22 @@ def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pyte
     assert metrics["reward/equal_groups"] == 1.0
     assert metrics["advantage/mean"] == pytest.approx(0.0)
     assert "reward accuracy failed on 1 of 4 samples, for example: ValueError: no" in caplog.text
+
+
+def test_how_far_the_student_goes_for_each_reward() -> None:
+    """KL a token of the samples that a reward puts above their group's mean, whichever those are."""
+    rewards = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.2), ("ValueError: no", 0.4)]  # of two groups
+    batch = [
+        replace(scored(i, *marks, n=n), kl_reference=kl)
+        for i, (marks, n, kl) in enumerate(zip(rewards, (4, 5, 6, 10), (0.4, 1.0, 6.0, 3.0), strict=True))
+    ]
+    _, metrics = with_advantages(config(), batch)
+    assert metrics["reward/accuracy/kl"] == pytest.approx(
+        0.4 / 4
+    )  # the third is the only one of its group with a reward
+    assert metrics["reward/length/kl"] == pytest.approx((1.0 + 3.0) / (5 + 10))
+    unknown = [replace(sample, kl_reference=None) for sample in batch]
+    assert not any(name.endswith("/kl") for name in with_advantages(config(), unknown)[1])
 
 
 def test_rewards_of_one_name_are_logged_by_themselves() -> None:

@@ -16,6 +16,7 @@ from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
         ({"response/clip_ratio": 0.06}, ["6% of the responses", "rollout.max_response_length=256"]),
         ({"distill/reverse_kl": 5.1}, ["watch.distill_kl=[0, 5]", "actor.lr"]),
         ({"actor/kl_reference": 0.6}, ["watch.reference_kl", "algorithm.kl.coef"]),
+        ({"reward/judge/kl": 0.3}, ["outside watch.reward_kl.judge=[0, 0.2]", "weight of judge", "algorithm.kl.coef"]),
         ({"mismatch/kl": 0.1}, ["mismatch/kl 0.1", "model.dtype=float32"]),
         ({"reward/judge/seconds": 7.0}, ["7.0 s a sample", "reward.judge.slow_s=6", "reward.judge.max_tokens"]),
     ],
@@ -23,7 +24,10 @@ from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
 def test_what_is_wrong_is_said_with_the_setting_to_change(metrics: dict[str, float], said: list[str]) -> None:
     judge = {"url": "http://host/v1", "model": "m"}
     reward = {"functions": ["judge"], "judge": judge}
-    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": reward})
+    watch = {"reward_kl": {"judge": [0, 0.2]}}
+    config = load(
+        {"algorithm": {"name": "grpo", "kl": {"coef": 0.1}}, "rollout": {"n": 2}, "reward": reward, "watch": watch}
+    )
     ((name, text),) = warnings(config, metrics)
     assert name in metrics
     assert all(part in text for part in said)

@@ -67,6 +67,7 @@ def test_teacher_and_reference_score_what_the_student_wrote(pipeline: ScoringPip
     np.testing.assert_array_equal(scored.teacher.token_logprobs, target.token_logprobs)
     reference = expected(Score(wanted.token_ids, SPANS, 0, 0.5)).token_logprobs
     np.testing.assert_array_equal(scored.reference, reference)
+    assert training.kl_reference == pytest.approx(-reference.sum(), rel=1e-6)  # log-probabilities are 0 where sampled
     assert (training.key, training.prompt_id, training.index, training.worker) == (9, 7, 1, 2)
     assert (training.n_tokens, training.n_sampled, training.version) == (16, 8, 4)
 

@@ -14,6 +14,7 @@ const Panels = (() => {
     ['learning', 'response length, tokens', /^response\/length_/],
     ['learning', 'responses cut off, share', /^response\/clip_ratio$/],
     ['learning', 'KL to the reference, nats', /^actor\/kl_reference$/],
+    ['learning', 'KL to the reference of what each reward prefers, nats', /^reward\/.+\/kl$/],
     ['learning', null, /^(advantage|response|distill)\//],
     ['health', 'engine against trainer: KL, nats', /^mismatch\/.*kl/],
     ['health', 'engine against trainer: importance ratio', /^mismatch\/.*ratio/],

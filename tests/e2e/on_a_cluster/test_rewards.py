@@ -77,6 +77,7 @@ def test_grpo_with_everything_on(start: Any, tmp_path: Path) -> None:
         assert all(math.isfinite(value) for value in row.values())
         assert abs(row["mismatch/kl"]) < 1e-4
         assert abs(row["advantage/mean"]) < 1e-6
+        assert "reward/accuracy/kl" in row or row["reward/equal_groups"] > 0
         assert row["reward/share/mean"] == pytest.approx(1 / 8)  # of whole groups, so of eight samples
     assert rows[1]["actor/kl_reference"] < 0.01  # after one of its two updates, the student is nearly the reference
     assert rows[-1]["actor/kl_reference"] > 2 * rows[1]["actor/kl_reference"]
