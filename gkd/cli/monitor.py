@@ -1,6 +1,7 @@
 """``gkd monitor [RUN_DIR] [--every SECONDS]``: show how a run does, and the memory of this machine's GPUs.
 
-How far it is, curves of its metrics, the stages of its last step, its last warnings and a sample. For each GPU: name,
+How far it is, curves of its metrics, the stages of its last step, what its engines have to do, its last warnings and a
+sample. For each GPU: name,
 compute capability, total memory, what the run's groups on it have allocated and reserved, what is free, how often their
 allocators had to start over or gave up, and advice; without a GPU the memory of the run's processes by group. What the
 groups hold is what they reported at the run's last step. On a terminal it goes on, every two seconds, until the run
@@ -109,15 +110,17 @@ def _gpus(present: Sequence[Card], run: RunFiles | None) -> Table:
         for figure in FIGURES:
             known = [value for one in reported if (value := one[figure]) is not None]
             row.append(f"{sum(known):.1f}" if known and figure.endswith("_gb") else f"{sum(known):g}" if known else "")
-        table.add_row(*row, advice(card, groups, last))
+        table.add_row(*row, advice(card, groups, last, "auto" if run is None else run.transfer))
     return table
 
 
-def advice(card: Card, groups: Sequence[str], last: Mapping[str, float]) -> str:
-    """Name what to change on a GPU that is short of memory; empty where it is not."""
+def advice(card: Card, groups: Sequence[str], last: Mapping[str, float], transfer: str = "auto") -> str:
+    """Name what to change on a GPU that is short of memory; empty where it is not. ``transfer``: the weights' way."""
     if any(last.get(f"memory/{group}/ooms", 0) for group in groups) and "actor" in groups:
         return "memory ran out: lower actor.max_tokens_per_micro_batch, or actor.gradient_checkpointing=true"
     if any(last.get(f"memory/{group}/alloc_retries", 0) for group in groups):
+        if transfer == "ipc":  # which such memory cannot be shared by
+            return "the allocator had to start over: lower actor.max_tokens_per_micro_batch"
         return "the allocator had to start over: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     if card.free_gb < (1 - FULL) * card.total_gb:
         engines = [group for group in groups if group in ("rollout", "teacher", "reference")]

@@ -38,6 +38,7 @@ from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
 from gkd.planning.advice import offload_needed, planned_slots, require_memory
 from gkd.planning.layout import models_of, with_settings
 from gkd.planning.resplit import faster_split
+from gkd.rollout.queues import QueueFile
 from gkd.version import __version__
 
 log = logging.getLogger("gkd")
@@ -97,6 +98,7 @@ def _drive(
     ):
         progress.doing("loading models")
         system = start(config, inputs, placement)
+        system.parts.rollout.queue_file = QueueFile(output / "engines.json")
         files = output / "metrics.jsonl", output / "samples.jsonl"
         first = 0
         if saved is not None:

@@ -26,6 +26,9 @@ CURVES = (
 """Metrics that have a curve, where they are measured; and each other val/* one."""
 STAGES = ("generate", "score", "reward", "update", "sync")
 WARNINGS = 3
+ENGINES = 8
+OLD_S = 5.0
+"""Age of the engines' queues that is shown: nobody waits for samples then."""
 TAIL = 1 << 18
 """Bytes at the end of samples.jsonl in which the last sample is looked for."""
 
@@ -38,6 +41,8 @@ def view(run: RunFiles) -> list[RenderableType]:
         parts += ["", curves(rows)]
         if text := stages(rows[-1]):
             parts += ["", text]
+    if not run.finished and (queues := run.queues()) is not None:
+        parts += ["", engines(queues)]
     if text := warnings(run.events):
         parts += ["", text]
     if text := last_sample(run.path / "samples.jsonl"):
@@ -83,6 +88,21 @@ def stages(row: Mapping[str, Any], width: int = CURVE) -> str:
         f"{stage:8}  {seconds:7.2f} s  {'█' * max(0, min(width, round(width * seconds / total)))}"
         for stage, seconds in known
     )
+
+
+def engines(queues: Mapping[str, Any]) -> str:
+    """Return what each engine samples and scores, one a line, of many the fullest, and what waits for one of them."""
+    ranked = sorted(queues["engines"], key=lambda engine: (engine["health"] == "healthy", -engine["sampling"]))
+    lines = [
+        f"engine {engine['rank']:<4} {engine['sampling']:>5,} of {queues['slots']:,} slots sampling"
+        f"  {engine['scoring']:>5,} being scored" + ("" if engine["health"] == "healthy" else f"  {engine['health']}")
+        for engine in ranked[:ENGINES]
+    ]
+    others = len(ranked) - len(lines)
+    lines += [f"and {others:,} more engines"] * (others > 0)
+    age = time.time() - queues["time"]
+    ago = f", {age:.0f} s ago" if age > OLD_S else ""
+    return "\n".join([*lines, f"requests that wait for an engine: {queues['waiting']:,}{ago}"])
 
 
 def warnings(events: Sequence[Mapping[str, Any]]) -> str:

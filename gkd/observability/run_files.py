@@ -18,7 +18,9 @@ class RunFiles:
         self.path = path
         if not (path / "config.yaml").exists():
             raise ConfigError(f"{path}: there is no run here (no config.yaml)")
-        self.total_steps = int(OmegaConf.load(path / "config.yaml").trainer.total_steps)
+        config = OmegaConf.load(path / "config.yaml")
+        self.total_steps = int(config.trainer.total_steps)
+        self.transfer = str(OmegaConf.select(config, "weights.transfer", default="auto"))
 
     @property
     def finished(self) -> bool:
@@ -57,6 +59,11 @@ class RunFiles:
     def step(self) -> int:
         """Return steps done."""
         return int(self.last.get("step", 0))
+
+    def queues(self) -> dict[str, Any] | None:
+        """Return engines.json (:class:`gkd.rollout.queues.Queues` and ``time``), None where there is none."""
+        file = self.path / "engines.json"
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
     def placement(self) -> list[dict[str, Any]]:
         """Return records of placement.json; none before the workers are placed."""

@@ -22,6 +22,7 @@ from gkd.cluster.restarts import Restarts, StartAgain
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.dispatch import RequestDispatcher
+from gkd.rollout.queues import EngineQueue, QueueFile, Queues
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.watch import Expected, ScorerWatch
@@ -64,6 +65,8 @@ class RolloutGroup:
         self._fleet = self.scorers.fleet
         self._fleet.add(ENGINES, len(group))
         self._restarts = Restarts(self._fleet, ENGINES, again)
+        self.queue_file: QueueFile | None = None
+        """Where the engines' queues are shown; None: nowhere."""
         self.refresh: Callable[[Sequence[int]], None] | None = None
         """What sends the actor's weights to these engines, by :meth:`updated` the end of it; None: nothing does."""
         # Parts of engines on further nodes. When one fails, its leader ends, and this is the reason.
@@ -186,6 +189,18 @@ class RolloutGroup:
                 elif self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample
         self._end_hanging()
+        if self.queue_file is not None:
+            self.queue_file.look(self._queues)
+
+    def _queues(self) -> Queues:
+        engines = range(len(self.group))
+        loads = {engine: self._dispatcher.load(engine) for engine in self._dispatcher.at_work}
+        scoring = {engine: len(held) - loads[engine] for engine, held in self._dispatcher.at_work.items()}
+        rows = [
+            EngineQueue(i, self._fleet.health(ENGINES, i).name.lower(), loads.get(i, 0), scoring.get(i, 0))
+            for i in engines
+        ]
+        return Queues(self._dispatcher.n_waiting, self._dispatcher.capacity, rows)
 
     def _hand_out(self) -> None:
         suspect = self._fleet.members(ENGINES, Health.SUSPECT)

@@ -13,6 +13,7 @@ from gkd.errors import ConfigError
 from gkd.observability.hardware import Card, resident_gb
 from gkd.observability.live import sparkline
 from gkd.observability.run_files import RunFiles
+from gkd.rollout.queues import EngineQueue, QueueFile, Queues
 
 CARD = Card(0, "GPU-1", "a card", "9.0", 80.0, 30.0)
 
@@ -57,6 +58,7 @@ def test_advice(free: float, last: dict[str, float], said: str) -> None:
     found = advice(card, ["actor", "rollout"], last)
     assert said in found
     assert bool(said) == bool(found)
+    assert "expandable_segments" not in advice(card, ["actor", "rollout"], last, transfer="ipc")  # refused there
 
 
 def test_where_there_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +90,29 @@ def test_curves_stages_warnings_and_a_sample(run: RunFiles, capfd: pytest.Captur
     ]  # fmt: skip
     assert "step 7: what is  [31m2 + 2" in text and "\x1b" not in text
     assert f"-> {'4' * 240}..." in text
+
+
+def test_engines_with_their_queues(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    """As the run writes them; those that are not healthy come first, then the fullest."""
+    rows = [EngineQueue(i, "dead" if i == 9 else "healthy", sampling=i, scoring=10 * i) for i in range(12)]
+    file, calls = QueueFile(run.path / "engines.json"), []
+    for _ in range(3):  # once a second at most
+        file.look(lambda: calls.append(1) or Queues(1_234, 16, rows))
+    assert calls == [1] and [path.name for path in run.path.glob(".engines*")] == []
+    lines = text_of(run, capfd, "--once").splitlines()
+    shown = [line.split() for line in lines if line.startswith("engine ")]
+    assert [row[1] for row in shown] == ["9", "11", "10", "8", "7", "6", "5", "4"]
+    assert shown[0] == ["engine", "9", "9", "of", "16", "slots", "sampling", "90", "being", "scored", "dead"]
+    assert "and 4 more engines" in lines and "requests that wait for an engine: 1,234" in lines
+    old = json.loads((run.path / "engines.json").read_text()) | {"time": 0}
+    (run.path / "engines.json").write_text(json.dumps(old))
+    assert "1,234, " in text_of(run, capfd, "--once") and " s ago" in text_of(run, capfd, "--once")
+    (run.path / "summary.json").write_text("{}")
+    assert "engine 9" not in text_of(run, capfd, "--once")
+
+
+def test_queues_that_cannot_be_written_are_no_matter(tmp_path: Path) -> None:
+    QueueFile(tmp_path / "nowhere" / "engines.json").look(lambda: Queues(0, 1, []))
 
 
 def test_a_run_that_has_just_begun_has_nothing_more(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,51 @@
+"""``engines.json``: what each engine has to do, written as the driver hands requests out; the monitor shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineQueue:
+    """One engine: ``health`` as :class:`gkd.cluster.fleet.Health` calls it, requests it samples, samples it scores."""
+
+    rank: int
+    health: str
+    sampling: int
+    scoring: int
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """All engines, of ``slots`` requests each, and how many requests wait for one of them."""
+
+    waiting: int
+    slots: int
+    engines: Sequence[EngineQueue]
+
+
+class QueueFile:
+    """Writes the queues into ``file``, once a second at most. Nothing depends on it: what fails is left out."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._written_s = file, float("-inf")
+
+    def look(self, queues: Callable[[], Queues]) -> None:
+        """Write what ``queues`` gives, if it is time."""
+        now = time.monotonic()
+        if now - self._written_s < EVERY_S:
+            return
+        self._written_s = now
+        temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps({"time": time.time(), **asdict(queues())}), encoding="utf-8")
+            temporary.replace(self._file)
+        except OSError:  # a full disk is told of by what must be written
+            temporary.unlink(missing_ok=True)
