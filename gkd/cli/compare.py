@@ -1,8 +1,9 @@
 """``gkd compare A.json B.json``: is the second model better than the first on the same questions, or was it chance?
 
-Takes files, or directories, of results that ``gkd evaluate`` wrote. Every model is compared with the first one on each
-set that both answered: the mean difference a question with its 95 % interval, the p-value of a paired sign-flip
-permutation test, the same corrected for all comparisons (Holm), and how many questions would show such a difference.
+Takes files of results, or directories of them, that ``gkd evaluate`` or a run wrote. Every model is compared with the
+first one on each set that both answered: the mean difference a question with its 95 % interval, the p-value of a
+paired sign-flip permutation test, the same corrected for all comparisons (Holm), and how many questions would show
+such a difference.
 Exit code 2: these cannot be compared.
 """
 
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING
 from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gkd.evaluation.comparison import Comparison
 
 
@@ -34,9 +37,10 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write what the table shows")
     options = parser.parse_args(arguments)
     from gkd.evaluation.comparison import compare_all, read_all
+    from gkd.observability.progress import console
 
     rows = compare_all(read_all(options.files), options.score, options.baseline)
-    show(rows)
+    show(rows, console())
     if options.json is not None:
         try:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
@@ -45,11 +49,9 @@ def _main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def show(rows: Sequence[Comparison]) -> None:
+def show(rows: Sequence[Comparison], out: Console) -> None:
     """Print a table, and below it what one may conclude."""
     from rich.table import Table
-
-    from gkd.observability.progress import console
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("set", "model", rows[0].score, "difference", "p", "p (Holm)", "needed"):
@@ -62,7 +64,6 @@ def show(rows: Sequence[Comparison]) -> None:
         needed = "" if row.paired.needed is None else f"{row.paired.needed:,}"
         p, corrected = (_p(value) for value in (row.paired.p, row.holm_p))
         table.add_row(row.set, row.second, f"{row.values[1]:.3f}", _format_difference(row), p, corrected, needed)
-    out = console()
     out.print(table)
     for row in rows:
         out.print(_verdict(row))

@@ -59,7 +59,7 @@ def _main(arguments: Sequence[str]) -> int:
     if len({one.name for one in results}) > 1 and all(one.n > 1 for one in results):
         out.print()
         score = "accuracy" if all("accuracy" in one.scores for one in results) else next(iter(results[0].scores))
-        show_comparisons(compare_all(results, score))
+        show_comparisons(compare_all(results, score), out)
     out.print(f"\n{config.evaluate.output_dir}: results/ has these scores, answers.jsonl every answer", soft_wrap=True)
     return 0
 

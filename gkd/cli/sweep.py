@@ -1,7 +1,8 @@
 """``gkd train --multirun +recipe=grpo actor.lr=1e-5,1e-4 trainer.seed=0,1``: one run for each combination of values.
 
 The runs go one after the other, each in a process and a directory of its own; at the end their validations are in one
-table and their curves over each other in one report. All settings are checked before the first run begins.
+table, each run is compared with the first one as ``gkd compare`` does, and their curves are over each other in one
+report. All settings are checked before the first run begins.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from gkd.cli.compare import show as show_comparison
 from gkd.config import Config, quoted, user_path
 from gkd.errors import ConfigError
+from gkd.evaluation.comparison import compare_all, read_all
+from gkd.observability.page.run import intervals
 from gkd.observability.page.write import NAME, write_page
 from gkd.observability.progress import console
-from gkd.observability.report import read
+from gkd.observability.report import Summary, read
 from gkd.observability.run_files import RunFiles
 
 MAX_RUNS = 1_000
+MAX_COMPARED = 32
+"""Runs that are compared with the first at the end."""
 MAX_NAME = 200
 """Characters of a run's directory."""
 
@@ -120,7 +126,7 @@ def _run(run: SweptRun, config: Config, directory: Path) -> int:
 
 
 def show(runs: Sequence[SweptRun], codes: Sequence[int], directory: Path, out: Console) -> None:
-    """Print the last validation of each run in one table, and write one report of all."""
+    """Print the last validation of each run in one table, compare the runs, and write one report of all."""
     summaries = [read(directory / run.name) if code == 0 else None for run, code in zip(runs, codes, strict=True)]
     names = list(dict.fromkeys(name for summary in summaries if summary for name in summary.after))
     table = Table(box=None, pad_edge=False)
@@ -130,11 +136,35 @@ def show(runs: Sequence[SweptRun], codes: Sequence[int], directory: Path, out: C
         if summary is None:
             table.add_row(run.name, *([""] * len(names)), f"failed, exit code {code}")
         else:
-            after = (f"{summary.after[name]:.4f}" if name in summary.after else "" for name in names)
-            table.add_row(run.name, *after, f"{summary.wall_s:.0f}")
+            table.add_row(run.name, *(_with_interval(summary, name) for name in names), f"{summary.wall_s:.0f}")
     out.print()
     out.print(table)
+    _compare([directory / run.name for run, code in zip(runs, codes, strict=True) if code == 0], out)
     there = [directory / run.name for run in runs if (directory / run.name / "metrics.jsonl").exists()]
     if there:
         write_page([RunFiles(path) for path in there], directory / NAME)
         out.print(f"\nall runs over each other: {directory / NAME}", soft_wrap=True)
+
+
+def _with_interval(summary: Summary, name: str) -> str:
+    """Return a figure of validation, of shares of right answers with the 95 % interval; empty for none."""
+    value = summary.after.get(name)
+    if value is None:
+        return ""
+    interval = intervals(asdict(summary)).get(name, {}).get("after")
+    return f"{value:.4f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
+
+
+def _compare(runs: Sequence[Path], out: Console) -> None:
+    """Compare every run with the first one, question by question, where they have a score in common."""
+    try:
+        results = read_all([run for run in runs if (run / "results").is_dir()][:MAX_COMPARED])
+        scores = [name for name in results[0].scores if all(name in own.scores for own in results)] if results else []
+        if not scores or len({own.name for own in results}) < 2:
+            return
+        rows = compare_all(results, "accuracy" if "accuracy" in scores else scores[0])
+    except ConfigError as error:  # the runs are done, whatever can be said of them
+        out.print(f"\nthe runs are not compared: {error}", soft_wrap=True)
+        return
+    out.print()
+    show_comparison(rows, out)

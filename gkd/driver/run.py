@@ -19,6 +19,7 @@ from gkd.config.doubts import doubts
 from gkd.driver.best import BestModel
 from gkd.driver.checkpoint import Saved, State
 from gkd.driver.early_stop import EarlyStop
+from gkd.driver.final_scores import write_scores
 from gkd.driver.inputs import Inputs, with_scoring_engines
 from gkd.driver.parts import Parts, RunLog
 from gkd.driver.restart import restarts
@@ -125,6 +126,7 @@ def _drive(
             if stop.reason is not None:
                 progress.say(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
+        write_scores([("val", 1, system.parts.validation.scores), *system.parts.val_sets.last()], output)
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s

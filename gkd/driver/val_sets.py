@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gkd.config import Config
@@ -31,6 +31,8 @@ class ValSets:
     sets: Sequence[Questions]
     tokenizer: Any
     rollout: RolloutGroup
+    scores: dict[str, dict[str, Mapping[str, float]]] = field(default_factory=dict)
+    """Of each set the last scores, by question."""
 
     def run(self, sets: Sequence[Questions]) -> dict[str, float]:
         """Measure it on some of the sets."""
@@ -56,6 +58,11 @@ class ValSets:
         sampling = sampling_of(self.config.rollout, questions.settings)
         return [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in _jobs(questions)]
 
+    def last(self) -> list[tuple[str, int, Mapping[str, Mapping[str, float]]]]:
+        """Return each set's name, its samples of a question, and its last scores."""
+        settings = self.config.data.val_sets
+        return [(name, settings[name].samples, scores) for name, scores in self.scores.items()]
+
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         settings, n = questions.settings, questions.settings.samples
         length = sampling_of(self.config.rollout, settings).max_tokens
@@ -72,6 +79,7 @@ class ValSets:
             scores_of_question(question, settings, sampled[place * n : (place + 1) * n])
             for place, question in enumerate(questions.questions)
         ]
+        self.scores[questions.name] = {q.key: own for q, own in zip(questions.questions, values, strict=True)}
         return _metrics(questions.name, values)
 
     def _answer_of(self, scored: ScoredSample) -> Answered:

@@ -10,6 +10,7 @@ from gkd.actor.group import ActorGroup
 from gkd.algorithms.top_k import top_k_for_validation
 from gkd.algorithms.training_samples import validation_rewards
 from gkd.config import Config
+from gkd.driver.final_scores import Scores, keyed
 from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed
 from gkd.rewards.accuracy import any_agreement
@@ -51,6 +52,8 @@ class Validation:
         self.config, self.prompts, self.tokenizer = config, inputs.val.prompts, inputs.tokenizer
         self.rollout, self.actor, self.teachers, self.answers = rollout, actor, teachers, answers
         self.vocabulary = inputs.model.vocabulary
+        self.scores: Mapping[str, Scores] = {}
+        """Of the last greedy answers, by question (:func:`keyed`): accuracy, and reward/NAME."""
         self.rewarded = config.algorithm.policy_weight > 0 and bool(config.reward.functions)
 
     def run(self) -> dict[str, float]:
@@ -95,10 +98,22 @@ class Validation:
     def _of_greedy(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Measure greedy answers."""
         metrics = validation_rewards(self.config, samples) if self.rewarded else {}
+        prompts = self._greedy_prompts
+        scores = {p.id: self._rewards(s) for p, s in zip(prompts, samples, strict=True)}
         if with_answers := [p for p in self.prompts if p.answer is not None]:
             answers = {s.sample.request.prompt.id: s.sample.sampled_ids for s in self.rollout.fetch(samples)}
-            metrics["val/accuracy"] = self._accuracy([(p, answers[p.id]) for p in with_answers])
+            right = self._right([(p, answers[p.id]) for p in with_answers])
+            metrics["val/accuracy"] = sum(right) / len(right)
+            for prompt, is_right in zip(with_answers, right, strict=True):
+                scores[prompt.id]["accuracy"] = is_right
+        self.scores = keyed(prompts, scores)
         return metrics
+
+    def _rewards(self, sample: TrainingSample) -> dict[str, float]:
+        """Return what each reward gave an answer, as reward/NAME."""
+        labels = self.config.reward.labels()
+        given = sample.rewards if self.rewarded else {}
+        return {f"reward/{labels[name]}": value for name, value in given.items() if not isinstance(value, str)}
 
     def teacher(self) -> dict[str, float]:
         """Return the teacher's accuracy on the same prompts; its divergence from itself is not a measurement."""
@@ -115,11 +130,11 @@ class Validation:
                 f"the teacher had not answered {len(late)} of {len(futures)} validation prompts after {limit:g} s "
                 "(rollout.timeout_s)"
             )
-        return {"val/accuracy": self._accuracy([(p, f.result()) for p, f in zip(prompts, futures, strict=True)])}
+        right = self._right([(p, f.result()) for p, f in zip(prompts, futures, strict=True)])
+        return {"val/accuracy": sum(right) / len(right)}
 
-    def _accuracy(self, answers: Sequence[tuple[Prompt, Int32]]) -> float:
-        right = [
+    def _right(self, answers: Sequence[tuple[Prompt, Int32]]) -> list[float]:
+        return [
             any_agreement(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt.answers)
             for prompt, ids in answers
         ]
-        return sum(right) / len(right)

@@ -27,9 +27,10 @@ class Comparison:
 
 
 def read_all(paths: Sequence[Path]) -> list[Results]:
-    """Read files of results; of a directory all of them. Raises ConfigError where there is none."""
+    """Read files of results; of a directory, or of a run or an evaluation, all of them. Raises ConfigError for none."""
     results = []
-    for path in paths:
+    for given in paths:
+        path = given / "results" if (given / "results").is_dir() else given
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"{path} holds no files of results (MODEL_SET_N.json)")

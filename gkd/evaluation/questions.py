@@ -87,9 +87,9 @@ def load_questions(
         row = rows[prompt.id]
         if answered and not (prompt.answer or "").strip():
             raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
-        digest = _digest(prompt, row.find(settings.prompt_key) or row.values)
-        seen[digest] += 1
-        key = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+        asked = digest(prompt, row.find(settings.prompt_key) or row.values)
+        seen[asked] += 1
+        key = asked if seen[asked] == 1 else f"{asked}-{seen[asked]}"
         difficulty = None
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
@@ -108,7 +108,7 @@ def _data(name: str, settings: EvalSet, longest: int) -> Data:
         raise ConfigError(f"{setting}: {str(first['msg']).removeprefix('Value error, ')}") from None
 
 
-def _digest(prompt: Prompt, question: Any) -> str:
+def digest(prompt: Prompt, question: Any) -> str:
     """Return 16 hexadecimal digits of what the row asks, before any model's template, and of its answer."""
     text = json.dumps([question, *prompt.answers], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from rich.console import Console
 
 from gkd.cli import sweep
+from gkd.cli.compare import main as main_compare
 from gkd.cli.sweep import SweptRun, expand, show
 from gkd.cli.train import configure, main
+from gkd.driver.final_scores import write_scores
+from gkd.observability.page.run import wilson
 from tests.observability.runs import make_run
 
 
@@ -81,7 +85,32 @@ def test_all_runs_are_in_one_table_and_one_report(tmp_path: Path) -> None:
     file = io.StringIO()
     show([SweptRun("a", ()), SweptRun("b", ())], [0, 1], tmp_path, Console(file=file, width=200))
     head, one, other = (line.split() for line in file.getvalue().splitlines()[1:4])
-    assert (head, one) == (["run", "val/accuracy", "seconds"], ["a", "0.4500", "75"])
+    assert head == ["run", "val/accuracy", "seconds"]
+    low, high = wilson(0.45, 100)
+    assert one == ["a", "0.4500", f"({low:.3f}", "to", f"{high:.3f})", "75"]
     assert other == ["b", "failed,", "exit", "code", "1"]
     data = (tmp_path / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0]
     assert [run["name"] for run in json.loads(data)["runs"]] == ["a", "b"]
+
+
+def test_runs_are_compared_with_the_first_question_by_question(tmp_path: Path) -> None:
+    """As gkd compare does it, where questions are the same; other runs say why not."""
+    names = ("lr=1", "lr=2", "lr=3")
+    for name, right in zip(names, (20, 40, 20), strict=True):
+        make_run(tmp_path / name)
+        scores = {f"q{i}": {"accuracy": float(i < right)} for i in range(40)}
+        write_scores([("val", 1, scores)], tmp_path / name)
+    runs = [SweptRun(name, ()) for name in names]
+
+    def shown() -> str:
+        file = io.StringIO()
+        show(runs, [0, 0, 0], tmp_path, Console(file=file, width=200))
+        return file.getvalue()
+
+    text = shown()
+    assert re.search(r"val +lr=2 +1.000 +\+0.500 \(\+0.343 to \+0.657\) +< 0.0001 +< 0.0001", text)
+    assert "val: lr=2 has a higher accuracy than lr=1 (p < 0.0001, 40 questions)" in text
+    assert "val: lr=3 and lr=1 cannot be told apart with 40 questions" in text
+    write_scores([("val", 1, {f"other{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
+    assert "the runs are not compared: lr=1 and lr=2 have 0 questions of val with accuracy in common" in shown()
+    assert main_compare([str(tmp_path / name) for name in names[::2]]) == 0

@@ -82,6 +82,8 @@ def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_pat
         "stderr": 0.0,
     }
     assert found == pytest.approx({f"val/hard/{name}": value for name, value in wanted.items()})
+    ((name, n_samples, scores),) = sets.last()
+    assert (name, n_samples, [own["accuracy"] for own in scores.values()]) == ("hard", 2, [0.5] * 3)
     assert [(r.prompt.id, r.index) for r in engines.requests] == [(i, k) for i in range(3) for k in range(2)]
     assert {(r.sampling.temperature, r.sampling.max_tokens) for r in engines.requests} == {(0.7, 5)}
     assert len({r.seed for r in engines.requests}) == 6

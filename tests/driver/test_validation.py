@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from gkd.config import load
+from gkd.driver.final_scores import write_scores
 from gkd.driver.validation import Validation
 from gkd.errors import RunFailed
+from gkd.evaluation.comparison import read_all
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion
 from gkd.types import Prompt, Sample, SampleRequest, ScoredSample, Scoring, TrainingSample
@@ -61,13 +64,18 @@ class Engines:
 
 
 def validated(held_out: list[Prompt], **settings: Any) -> tuple[dict[str, float], Engines]:
+    validation, engines = made(held_out, **settings)
+    return validation.run(), engines
+
+
+def made(held_out: list[Prompt], **settings: Any) -> tuple[Validation, Engines]:
     algorithm = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}} if "reward" in settings else {}
     config = load({**algorithm, **settings})
     engines = Engines(config)
     inputs = SimpleNamespace(
         val=SimpleNamespace(prompts=held_out), tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9)
     )
-    return Validation(config, inputs, engines, None, {}).run(), engines  # type: ignore[arg-type]
+    return Validation(config, inputs, engines, None, {}), engines  # type: ignore[arg-type]
 
 
 def test_rewards_of_ones_own_are_measured_without_answers() -> None:
@@ -85,6 +93,23 @@ def test_accuracy_stays_beside_them_and_only_prompts_with_answers_are_compared()
     assert [request.prompt.id for request in engines.calls[0]] == [0, 2]
     found, _ = validated(prompts("a", None, "b"), reward={"functions": [f"{OWN}:words"]})
     assert found == {"val/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.0}
+
+
+def test_scores_of_questions_are_kept_for_comparisons(tmp_path: Path) -> None:
+    """By what is asked; those that not every question has are no part of the file."""
+    functions = ["accuracy", f"{OWN}:words", f"{OWN}:raises"]
+    validation, _ = made(prompts("a", "a", "b"), reward={"functions": functions, "max_failed_share": 1.0})
+    found = validation.run()
+    first, again, other = validation.scores
+    assert again == f"{first}-2" and other[:16] != first
+    own = {"usual": {"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0}}, "empty": {}}
+    write_scores([("val", 1, validation.scores), *((name, 4, scores) for name, scores in own.items())], tmp_path)
+    usual, val = read_all([tmp_path])
+    assert (usual.model, usual.set, usual.n, usual.samples) == (tmp_path.name, "usual", 2, 4)
+    assert {f"val/{name}": mean.value for name, mean in val.scores.items() if name != "accuracy"} | {
+        "val/accuracy": val.scores["accuracy"].value
+    } == {name: value for name, value in found.items() if "raises" not in name and name != "val/reward/mean"}
+    assert [own["accuracy"] for own in val.questions.values()] == [1.0, 0.0, 0.0]
 
 
 def test_what_failed_is_counted_and_left_out_of_the_means() -> None:

@@ -1,0 +1,44 @@
+"""``results/RUN_SET_N.json``: what the trained student scored on each question, so that runs can be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from gkd.evaluation.questions import digest
+from gkd.evaluation.results import Results
+from gkd.evaluation.scores import means
+from gkd.types import Prompt
+
+Scores = Mapping[str, float]
+
+
+def keyed(prompts: Sequence[Prompt], scores: Mapping[int, Scores]) -> dict[str, Scores]:
+    """Return scores by what is asked, the same in every run, instead of by the number of the prompt."""
+    seen: Counter[str] = Counter()
+    by_key: dict[str, Scores] = {}
+    for prompt in prompts:
+        if prompt.id in scores:
+            key = digest(prompt, prompt.text)
+            seen[key] += 1
+            by_key[key if seen[key] == 1 else f"{key}-{seen[key]}"] = scores[prompt.id]
+    return by_key
+
+
+def write_scores(sets: Iterable[tuple[str, int, Mapping[str, Scores]]], output: Path) -> None:
+    """Write a file for each set: its name, samples of a question, and every question's scores. Raises OSError.
+
+    Only scores that every question has can be compared; a set without any has no file.
+    """
+    for name, n_samples, questions in sets:
+        common = set.intersection(*map(set, questions.values())) if questions else set[str]()
+        if not common:
+            continue
+        values = {
+            key: {score: value for score, value in own.items() if score in common} for key, own in questions.items()
+        }
+        directory = output / "results"
+        directory.mkdir(exist_ok=True)
+        mean = means(list(values.values()))
+        Results(output.absolute().name, name, len(values), n_samples, mean, values).write(directory)
