@@ -187,14 +187,19 @@ def _supervised_training_samples_nothing(config: Config) -> None:
     rollout, schedule = config.rollout, config.schedule
     settings = {
         "rollout.n": (rollout.n, 1),
+        "rollout.temperature": (rollout.temperature, 1.0),
+        "rollout.top_p": (rollout.top_p, 1.0),
+        "rollout.top_k": (rollout.top_k, None),
+        "rollout.min_p": (rollout.min_p, 0.0),
+        "rollout.presence_penalty": (rollout.presence_penalty, 0.0),
         "rollout.horizon.start": (rollout.horizon.start, None),
         "schedule.max_staleness": (schedule.max_staleness, 0),
     }
     for name, (value, only) in settings.items():
         if value != only:
-            only_value = "null" if only is None else only
+            only_value = "null" if only is None else f"{only:g}"
             raise ValueError(
-                f"{name}={value} is about samples: algorithm.name={config.algorithm.name} learns from one answer of "
+                f"{name}={value:g} is about samples: algorithm.name={config.algorithm.name} learns from one answer of "
                 f"the data a prompt; {name}={only_value} would do"
             )
 

@@ -16,6 +16,10 @@ TASKS = Registry("data.task", {"sort_digits": "gkd.recipes.sort_digits.task:Sort
 
 PLACE = re.compile(r"\{\{[^{}]*\}\}|\{(?P<name>[^\W\d][\w.]*)\}")
 """A column's place in ``data.prompt_template``, or doubled braces."""
+_TAKEN = {
+    "val": "is what data.val_files are called (val/accuracy, and the set val of gkd evaluate RUN)",
+    "reward": "would be shown as val/reward/NAME, which the run's own rewards are",
+}
 _NOT_THE_TEMPLATES = ("messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "return_dict")
 
 
@@ -113,6 +117,15 @@ class Data(OpenSections):
         if self.answer_key is not None and self.answer_key in places:
             own = "{" + self.answer_key + "}"
             raise ValueError(f"prompt_template has {own}, the reference answer; as text it is written {{{own}}}")
+        return self
+
+    @model_validator(mode="after")
+    def _sets_have_names_of_their_own(self) -> Data:
+        for name in self.val_sets:
+            if name in _TAKEN:
+                raise ValueError(f"val_sets.{name} {_TAKEN[name]}: another name")
+            if not re.fullmatch(r"[\w.+-]+", name):
+                raise ValueError(f"val_sets.{name} is a part of metrics' names: letters, digits and . + - _ alone")
         return self
 
     @model_validator(mode="after")

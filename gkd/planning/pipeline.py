@@ -241,8 +241,9 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
         a_micro = max(a_micro, over_host_link / HOST_LINK)
     once = each / micro * a_micro + adam_s(layout, world)
     a_forward = n_steps * each * (forward_flops(shape, length / 2) + head_flops(shape)) / hardware.flops
-    old_logprobs = a_forward if actor.epochs * n_steps > 1 else 0.0
-    reference_logprobs = a_forward if layout.config.algorithm.kl.coef > 0 and lora else 0.0
+    algorithm = layout.config.algorithm
+    old_logprobs = a_forward if actor.epochs * n_steps > 1 and not algorithm.supervised else 0.0
+    reference_logprobs = a_forward if algorithm.kl.coef > 0 and lora else 0.0
     return actor.epochs * n_steps * once + (old_logprobs + reference_logprobs)
 
 
