@@ -56,7 +56,7 @@ class ActorGroup:
         """Start building every rank, without a model yet."""
         world, device = len(self.group), self.group.reports[0].device
         args = [(self.config, self.model_path, rank, world, device) for rank in range(world)]
-        variables = environment(device, self.config.cluster.cpu_threads)
+        variables = environment(device, [self.model_path], self.config.cluster.cpu_threads)
         variables.pop("TORCHDYNAMO_DISABLE", None)  # which is for engines; here actor.compile says it
         return self.group.submit_build("gkd.actor.worker:ActorWorker", args, environment=variables)
 

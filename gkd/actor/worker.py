@@ -28,6 +28,7 @@ from gkd.cluster.activity import noted, report_here
 from gkd.config import Algorithm, Config
 from gkd.durable import Sum
 from gkd.inference.engine import Device
+from gkd.inference.threads import compute_threads
 from gkd.types import TrainingSample
 from gkd.weights.delivery import Delivery, Destination, Push
 
@@ -56,7 +57,7 @@ class ActorWorker:
         self.config, self.model_path, self.rank, self.world = config, model_path, rank, world
         self.device = torch.device(device)
         self.dtype = getattr(torch, config.model.dtype_on(device))
-        torch.set_num_threads(_n_threads(config, world, device))
+        torch.set_num_threads(_n_threads(config, model_path, world, device))
         self._publisher = Publisher(config.weights, self.device, self._weights)
         self.staging = Staging(self.device)
 
@@ -231,12 +232,13 @@ class ActorWorker:
         return report_here()
 
 
-def _n_threads(config: Config, world: int, device: Device) -> int:
-    """Return threads of a rank: its share of the node's cores.
+def _n_threads(config: Config, model_path: str, world: int, device: Device) -> int:
+    """Return threads of a rank: its share of the node's cores, of which a small model uses one.
 
     On a GPU they are for an optimizer in the host's memory, which Ray's OMP_NUM_THREADS=1 would leave one.
     """
     cores = len(os.sched_getaffinity(0))
     if device == "cpu":
-        return config.cluster.cpu_threads or max(1, cores // world)
+        wanted = config.cluster.cpu_threads
+        return wanted or min(compute_threads([model_path]), max(1, cores // world))
     return max(1, cores // min(world, config.trainer.n_gpus_per_node))

@@ -89,7 +89,7 @@ def _serve(config: Config, stop: _Stop) -> int:
     model = with_turn_end(model, template_end(tokenizer))
     digest = tokenizer_hash(tokenizer)
     device = installed_device()
-    os.environ.update(environment(device, config.cluster.cpu_threads))
+    os.environ.update(environment(device, [directory], config.cluster.cpu_threads))
     print(f"loading the teacher in {directory} ...", file=sys.stderr, flush=True)
     engine = teacher.engine_class(EngineSpec(directory, model, teacher, device, config.model.dtype_on(device)))
     try:

@@ -74,7 +74,10 @@ class Cluster(Settings):
         "are colocated as in placement=single_gpu, 2gpu, 3gpu or 4gpu; placement=auto sets it"
     )  # fmt: skip
     cpu_threads: int | None = Field(
-        None, ge=1, description="threads a worker computes with where there is no GPU; null: all cores"
+        None,
+        ge=1,
+        description="threads a worker computes with where there is no GPU; null: one for each million "
+        "parameters or so of its model, at most all cores",
     )
     cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved with each worker's GPU")
     reserve_timeout_s: float = Field(300.0, gt=0, description="time to wait for GPUs and CPUs to become free")

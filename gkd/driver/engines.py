@@ -65,4 +65,5 @@ class RolloutEngines:
 
     @property
     def _environment(self) -> dict[str, str]:
-        return environment(self.engines.leaders.reports[0].device, self.config.cluster.cpu_threads)
+        device = self.engines.leaders.reports[0].device
+        return environment(device, [self.inputs.student], self.config.cluster.cpu_threads)

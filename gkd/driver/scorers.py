@@ -72,12 +72,13 @@ class Scorers:
         group = engines.leaders
         args = [self._worker_arguments(name, engine) for engine in range(len(group))]
         if name == "reward_model":
-            return [group.submit_build(WORKERS[name], args, environment=self._environment(group))]
+            return [group.submit_build(WORKERS[name], args, environment=self._environment(name))]
         follower = "gkd.scoring.worker:token_scorer_follower"
-        return engines.submit_build(WORKERS[name], follower, args, self._environment(group))
+        return engines.submit_build(WORKERS[name], follower, args, self._environment(name))
 
-    def _environment(self, group: Group) -> dict[str, str]:
-        return environment(group.reports[0].device, self.config.cluster.cpu_threads)
+    def _environment(self, name: str) -> dict[str, str]:
+        models = [self.inputs.scorers[model] for model in self._models(name)]
+        return environment(self.groups[name].reports[0].device, models, self.config.cluster.cpu_threads)
 
     def _worker_arguments(self, name: str, engine: int, port: int = 0) -> tuple[Scorer | RewardModel, ScorerSpec]:
         """Return what the worker of one engine is built with; it listens on ``port``."""
@@ -129,7 +130,7 @@ class Scorers:
         arguments: tuple[Any, ...] = self._worker_arguments(name, engine, port)
         if name != "reward_model":
             arguments = (*arguments, None)
-        building = worker.submit_build(WORKERS[name], [arguments], environment=self._environment(worker))
+        building = worker.submit_build(WORKERS[name], [arguments], environment=self._environment(name))
         gather([building], self.config.cluster.start_timeout_s)
         return worker
 

@@ -57,7 +57,7 @@ def start_engines(config: Config, placement: Placement, model: LocalModel, max_l
         (config, EngineSpec.for_rollout(config, model.path, model.info, max_length, rank, report.device))
         for rank, report in enumerate(engines.leaders.reports)
     ]
-    threads = environment(group.reports[0].device, config.cluster.cpu_threads)
+    threads = environment(group.reports[0].device, [model.path], config.cluster.cpu_threads)
     target = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"
     gather(engines.submit_build(*target, arguments, threads), limit)
     require = placement.session.require_control

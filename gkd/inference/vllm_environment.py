@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 from gkd.errors import ConfigError
 from gkd.inference.engine import Device
+from gkd.inference.threads import compute_threads
 
 
-def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str]:
+def environment(device: Device, models: Iterable[str], cpu_threads: int | None = None) -> dict[str, str]:
     """Return variables to set before torch or vLLM is imported in a process whose engine runs on ``device``.
 
-    ``cpu_threads`` an engine on a CPU computes with; None: every core this process may use. vLLM logs errors only,
-    unless ``VLLM_LOGGING_LEVEL`` already says otherwise.
+    On a CPU it computes with :func:`gkd.inference.threads.compute_threads` of ``models`` and ``cpu_threads``. vLLM logs
+    errors only, unless ``VLLM_LOGGING_LEVEL`` already says otherwise.
     """
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; 38 s to start become 5
@@ -37,7 +39,7 @@ def environment(device: Device, cpu_threads: int | None = None) -> dict[str, str
         # Otherwise every engine of a machine pins itself to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Ray sets this to the CPUs an actor reserves, which is a share for scheduling, not a width to compute with.
-        "OMP_NUM_THREADS": str(cpu_threads or len(os.sched_getaffinity(0))),
+        "OMP_NUM_THREADS": str(compute_threads(models, cpu_threads)),
         # All that would be compiled in eager mode is the count behind a token's rank, in 5 to 18 s.
         "TORCHDYNAMO_DISABLE": "1",
     }

@@ -110,18 +110,22 @@ def test_what_is_under_an_adapter_is_as_the_engines_have_it_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("device", "world", "ranks_here", "threads"), [("cuda", 1, 1, 16), ("cuda", 2, 2, 8), ("cuda", 16, 8, 2),
-                                                  ("cuda", 32, 32, 1), ("cpu", 2, 2, 8)]
+    ("device", "world", "ranks_here", "megabytes", "threads"),
+    [("cuda", 1, 1, 1, 16), ("cuda", 2, 2, 1, 8), ("cuda", 16, 8, 1, 2), ("cuda", 32, 32, 1, 1), ("cpu", 2, 2, 90, 8),
+     ("cpu", 2, 2, 1, 1)]
 )  # fmt: skip
 def test_a_rank_computes_with_its_share_of_the_nodes_cores(
-    device: Device, world: int, ranks_here: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever OMP_NUM_THREADS says: the optimizer of offload_optimizer is the host's."""
+    device: Device, world: int, ranks_here: int, megabytes: int, threads: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whatever OMP_NUM_THREADS says: the optimizer of offload_optimizer is the host's. A small model takes one."""
     before = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     config = compose([f"trainer.n_gpus_per_node={ranks_here}", f"trainer.nnodes={world // ranks_here}"])
     try:
-        ActorWorker(config, "", 0, world, device)
+        with Path(tmp_path, "model.safetensors").open("wb") as weights:
+            weights.truncate(megabytes << 20)
+        ActorWorker(config, str(tmp_path), 0, world, device)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

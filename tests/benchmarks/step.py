@@ -4,8 +4,8 @@
 
 One actor, one engine, one teacher, 64 prompts a step, responses of up to 12 tokens: what a step costs beside its
 arithmetic. CPU time, of all threads of a process from ``/proc``, depends little on what else the machine does; it is
-counted from step ``WARM`` to the last but one, the samples and metrics that are logged included. ``timing_s`` are medians
-over those steps. SETTINGs are given to all runs. DIRECTORY is another checkout of this repository.
+counted from step ``WARM`` to the last but one, what is logged included. Stages are medians of ``timing_s/*`` over those
+steps. SETTINGs are given to all runs. DIRECTORY is another checkout of this repository.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rows_of(output: Path) -> list[dict[str, float]]:
 
 
 def wait_for(step: int, output: Path, run: subprocess.Popen[bytes]) -> float:
-    """Return when ``step`` was seen to be done (``time.monotonic``). Raises RuntimeError where the run ends or hangs."""
+    """Return when ``step`` is seen to be done (``time.monotonic``). Raises RuntimeError where the run ends or hangs."""
     end = time.monotonic() + LIMIT_S
     while not any(row["step"] >= step for row in rows_of(output)):
         if run.poll() is not None or time.monotonic() > end:

@@ -128,7 +128,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     device = installed_device()
-    os.environ.update(environment(device))
+    os.environ.update(environment(device, [], os.cpu_count()))
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as path, contextlib.ExitStack() as stack:
         make_model(path, options)

@@ -24,7 +24,7 @@ def rows(context: Context) -> None:
     from gkd.inference.vllm_environment import environment
 
     device = "cpu" if context.rehearsal else "cuda"
-    os.environ.update(environment(device))  # type: ignore[arg-type]
+    os.environ.update(environment(device, []))  # type: ignore[arg-type]
     path = context.scratch / "rows"
     _make(path, device)
     from gkd.inference.engine import EngineSpec

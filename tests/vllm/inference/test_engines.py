@@ -62,7 +62,7 @@ def small_spec(path: str, *, transfer: str = "object_store", stateful: bool = Fa
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A vLLM and an hf engine of the same model."""
-    os.environ.update(environment("cpu"))
+    os.environ.update(environment("cpu", []))
     from gkd.inference.hf import HFSampler
     from gkd.inference.vllm_sampler import VLLMSampler
 
@@ -241,7 +241,7 @@ def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
 @pytest.mark.parametrize("name", ["vllm", "hf"])
 def test_texts_end_a_response_which_has_them(name: str, tmp_path: Any) -> None:
     """Tokens are single letters, so a text of two goes over two of them."""
-    os.environ.update(environment("cpu"))
+    os.environ.update(environment("cpu", []))
     from gkd.inference.hf import HFSampler
     from gkd.inference.vllm_sampler import VLLMSampler
 

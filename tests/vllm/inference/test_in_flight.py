@@ -21,7 +21,7 @@ BEFORE, LENGTH = 7, 20
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    os.environ.update(environment("cpu"))
+    os.environ.update(environment("cpu", []))
     from gkd.inference.vllm_sampler import VLLMSampler
 
     path: Path = tmp_path_factory.mktemp("model")
