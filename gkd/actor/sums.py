@@ -10,8 +10,6 @@ from torch import Tensor
 
 from gkd.algorithms.aggregation import Totals
 
-__all__ = ["Sums", "Totals"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sums:

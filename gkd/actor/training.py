@@ -23,7 +23,8 @@ from gkd.actor.mismatch import as_means, by_age, stale_tokens
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
-from gkd.actor.sums import Sums, Totals
+from gkd.actor.sums import Sums
+from gkd.algorithms.aggregation import Totals
 from gkd.cluster.group import fetch_samples
 from gkd.config import Algorithm, Config
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line

@@ -22,8 +22,8 @@ from gkd.actor.pretrained import write_pretrained
 from gkd.actor.publishing import Publisher
 from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
-from gkd.actor.sums import Totals
 from gkd.actor.training import LogprobsByPlace, RankTrainer
+from gkd.algorithms.aggregation import Totals
 from gkd.cluster.activity import noted, report_here
 from gkd.config import Algorithm, Config
 from gkd.durable import Sum

@@ -7,6 +7,7 @@ search tries one choice per *kind* of node instead of one per node, and stays sm
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -205,7 +206,7 @@ class _Search:
         """Return positions of the nodes of every request, or None."""
         if not requests:
             return []
-        key = (len(requests), frozenset(_count(s.kind() for s in states).items()))
+        key = (len(requests), frozenset(Counter(s.kind() for s in states).items()))
         if key in self.dead:
             return None
         if not _too_few(requests, states, self.cpus):
@@ -260,13 +261,6 @@ def _choices(request: GroupRequest, states: list[_State], cpus: float) -> Iterat
                     yield members[0][:count] + rest
 
     yield from mixes(list(kinds.values()), request.nnodes)
-
-
-def _count(items: Iterator[tuple[object, ...]]) -> dict[tuple[object, ...], int]:
-    counts: dict[tuple[object, ...], int] = {}
-    for item in items:
-        counts[item] = counts.get(item, 0) + 1
-    return counts
 
 
 def choose_devices(slots: Sequence[Slot], available: Mapping[str, Sequence[int]]) -> list[list[int]] | str:

@@ -38,7 +38,7 @@ from gkd.observability.timeline import Timeline
 from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
 from gkd.planning.advice import offload_needed, planned_slots, require_memory
 from gkd.planning.layout import models_of, with_settings
-from gkd.planning.resplit import faster_split
+from gkd.planning.splits import faster_split
 from gkd.rollout.queues import QueueFile
 from gkd.version import __version__
 

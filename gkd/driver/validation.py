@@ -13,10 +13,11 @@ from gkd.config import Config
 from gkd.driver.final_scores import Scores, keyed
 from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed
+from gkd.inference.requests import Generate
 from gkd.rewards.accuracy import any_agreement
 from gkd.rollout.group import RolloutGroup
 from gkd.rollout.own_answers import OwnAnswers
-from gkd.scoring.client import Generate, ScoringClient
+from gkd.scoring.client import ScoringClient
 from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, TrainingSample, teacher_of
 
 SEED = 1  # the same samples' seeds at every validation, so that curves are comparable

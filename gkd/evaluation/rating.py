@@ -10,7 +10,8 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.evaluation.answers import Answered
 from gkd.evaluation.questions import Question, Questions
 from gkd.rewards.completion import Completion
-from gkd.rewards.pool import RewardError, RewardPool
+from gkd.rewards.pool import RewardPool
+from gkd.rewards.process import RewardError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,25 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gkd.cluster.layout import GroupRequest, Node, idle_nodes, solve
-from gkd.config import GROUPS, Engine, Pool
+from gkd.config import GROUPS, Config, Engine, Pool
 from gkd.errors import ConfigError
-from gkd.planning.layout import GPU_SETTINGS, Layout, placement_defaults, with_settings, without_colocation
+from gkd.planning.layout import (
+    GPU_SETTINGS,
+    Layout,
+    gpu_hardware,
+    models_of,
+    placement_defaults,
+    with_settings,
+    without_colocation,
+)
+from gkd.planning.measured import factors_of
 from gkd.planning.memory import pool_memory
 from gkd.planning.pipeline import (
     Factors,
@@ -40,6 +50,7 @@ TRIED = 200  # of the quickest splits by estimate, looked at until enough of the
 SIMULATED = 16  # of those that can
 NOT_HIDDEN = 0.1  # of the shorter side, where actor and engines work at the same time: a first guess
 WIDTHS = (1, 2, 4, 8)
+WORTH = 0.95  # of the time of a step now, beyond which another split is not worth the words
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +256,29 @@ def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: in
     step = simulate_layout(split, staleness, factors)
     stages = replace(factors.apply(stages_of(split)), generate=step.generate)
     return Split(settings, {GROUPS.get(section, section): size.total for section, size in mix.items()}, stages, step)
+
+
+def faster_split(config: Config, directory: Path, max_num_seqs: int | None = None) -> str:
+    """Return in one line which split of a run's GPUs is faster by simulation, or that none is; or why it is not known.
+
+    Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran. ``max_num_seqs``: of
+    the rollout section as it was asked for, which is decided anew for another split.
+    """
+    if config.hosts():
+        return ""
+    n_gpus, staleness = sum(pool.n_workers for _, pool in config.pools()), config.schedule.max_staleness
+    try:
+        layout = Layout(config, models_of(config), gpu_hardware(config.plan))
+        factors = factors_of(str(directory), layout)
+        layout = Layout(factors.lengths(config), layout.models, layout.hardware)
+        now = simulate_layout(layout, staleness, factors).seconds
+        asked = with_settings(layout.config, {"rollout.max_num_seqs": max_num_seqs})
+        layout = Layout(asked, layout.models, layout.hardware)
+        best = best_splits(layout, n_gpus, 1, staleness, factors)[0]
+    except ConfigError as error:
+        return f"whether another split of the GPUs would be faster is not known: {error}"
+    measured = f"with what was measured, by gkd plan's simulation ({now:.2f} s a step)"
+    if best.step.seconds > WORTH * now:
+        return f"{measured}, no other split of {n_gpus} GPUs is much faster"
+    gpus = ", ".join(f"{group} {n}" for group, n in best.gpus.items())
+    return f"{measured}, {gpus} would take {best.step.seconds:.2f} s: {best.overrides()}"

@@ -43,9 +43,7 @@ def simulate_layout(layout: Layout, staleness: int, factors: Factors | None = No
 def streams(layout: Layout) -> bool:
     """Return whether the actor accumulates gradients of a batch that is being sampled."""
     config = layout.config
-    if config.schedule.streaming != "auto":
-        return config.schedule.streaming
-    return config.streaming_obstacle is None and not config.on_the_actors_gpus() and not needs_offload(layout)
+    return config.streams and (config.schedule.streaming is True or not needs_offload(layout))
 
 
 def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:

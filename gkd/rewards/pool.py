@@ -11,12 +11,10 @@ from typing import TypeAlias
 
 from gkd.config import Reward
 from gkd.rewards.completion import Completion
-from gkd.rewards.process import RewardError, RewardProcess, Timed, finite
+from gkd.rewards.process import RewardError, RewardProcess, Timed
 
 _Item: TypeAlias = tuple[str, Sequence[Completion], list[Future[Timed]]]
 """A function, what it is to be called with, and the reward of each."""
-
-__all__ = ["RewardError", "RewardPool", "Timed", "finite"]
 
 
 class RewardPool:

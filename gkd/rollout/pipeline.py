@@ -15,10 +15,12 @@ import numpy as np
 from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import one_line
+from gkd.inference.requests import Rate, Score
 from gkd.rewards.completion import Completion
-from gkd.rewards.pool import RewardError, RewardPool, Timed, finite
+from gkd.rewards.pool import RewardPool
+from gkd.rewards.process import RewardError, Timed, finite
 from gkd.rewards.reward_model import tokens_of
-from gkd.scoring.client import Rate, Score, ScoringClient
+from gkd.scoring.client import ScoringClient
 from gkd.types import Generated, Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
 
 Scored: TypeAlias = tuple[TrainingSample, ScoredSample]

@@ -11,12 +11,10 @@ from typing import overload
 
 from gkd.errors import ConfigError
 from gkd.inference.requests import (
-    FULL_VOCABULARY,
     Generate,
     Rate,
     Request,
     Score,
-    ScorerRefused,
     ScorerUnavailable,
 )
 from gkd.scoring import wire
@@ -27,17 +25,6 @@ from gkd.scoring.wire import PROTOCOL, Welcome
 from gkd.types import Int32, Target
 
 MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client does not know its largest request
-
-__all__ = [
-    "FULL_VOCABULARY",
-    "Generate",
-    "Rate",
-    "Score",
-    "ScorerRefused",
-    "ScorerUnavailable",
-    "ScoringClient",
-    "Welcome",
-]
 
 
 class ScoringClient:

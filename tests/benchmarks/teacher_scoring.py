@@ -34,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from gkd.config import Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine
+from gkd.inference.requests import Score
 from gkd.inference.vllm_environment import environment, installed_device
 from gkd.scoring.address import Key
-from gkd.scoring.client import Score, ScoringClient
+from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 
 

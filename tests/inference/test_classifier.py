@@ -14,8 +14,9 @@ from gkd.config import RewardModel
 from gkd.data.model_info import ModelInfo
 from gkd.inference.classifier import Classifier
 from gkd.inference.engine import EngineSpec
+from gkd.inference.requests import Rate, Score, ScorerRefused
 from gkd.rewards.reward_model import tokens_of
-from gkd.scoring.client import Rate, Score, ScorerRefused, ScoringClient
+from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt
 from tests.data.models import TEMPLATE, word_tokenizer

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from gkd.config import Config
 from gkd.config.compose import compose
-from gkd.planning.resplit import faster_split
+from gkd.planning.splits import faster_split
 from tests.planning.layouts import DATA, layout_of
 
 RUN = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.gpu_type=h200",

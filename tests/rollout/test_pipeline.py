@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from gkd.config import Config
-from gkd.inference.requests import ScorerRefused
+from gkd.inference.requests import Score, ScorerRefused
 from gkd.rollout.pipeline import ScoringPipeline
-from gkd.scoring.client import Score
 from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring, VersionSpan
 from tests.data.models import word_tokenizer

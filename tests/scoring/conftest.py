@@ -19,8 +19,9 @@ import pytest
 import zmq
 
 from gkd.errors import RunFailed
+from gkd.inference.requests import Score
 from gkd.scoring.address import Key, secure_client
-from gkd.scoring.client import Score, ScoringClient
+from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.inference.requests import Refused
+from gkd.inference.requests import Refused, Score
 from gkd.scoring import wire
-from gkd.scoring.client import Score, ScoringClient
+from gkd.scoring.client import ScoringClient
 from gkd.scoring.clients import Clients, QueuedRequest
 from gkd.scoring.connections import Bounds, Connection
 from tests.scoring.conftest import Running, a_score

@@ -14,9 +14,10 @@ import pytest
 import zmq
 
 from gkd.errors import ConfigError, RunFailed
+from gkd.inference.requests import FULL_VOCABULARY, ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
-from gkd.scoring.client import FULL_VOCABULARY, ScorerUnavailable, ScoringClient
+from gkd.scoring.client import ScoringClient
 from tests.scoring.conftest import Process, Running, a_score
 from tests.scoring.table import KEY, VOCABULARY, TableEngine, expected
 

@@ -13,8 +13,9 @@ import zmq
 
 from gkd.config import Teacher
 from gkd.errors import ConfigError
+from gkd.inference.requests import ScorerUnavailable
 from gkd.scoring.address import Key, external_addresses, key_path
-from gkd.scoring.client import ScorerUnavailable, ScoringClient
+from gkd.scoring.client import ScoringClient
 from tests.scoring.conftest import Running, a_score
 from tests.scoring.table import expected
 

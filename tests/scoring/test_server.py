@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 import gkd.scoring.server
 from gkd.cluster.activity import Activity
 from gkd.errors import ConfigError, RunFailed
+from gkd.inference.requests import FULL_VOCABULARY, Generate, Score, ScorerRefused
 from gkd.scoring import wire
 from gkd.scoring.address import secure_client
-from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, ScorerRefused, ScoringClient
+from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from gkd.scoring.wakeup import Wakeup
 from gkd.types import Target

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gkd.scoring.client import ScorerUnavailable
+from gkd.inference.requests import ScorerUnavailable
 from tests.scoring.conftest import a_score
 from tests.scoring.test_bounds import wait_for
 from tests.scoring.test_failover import Connect, Serve, Spawn, all_right

@@ -16,11 +16,12 @@ from gkd.config import Algorithm, Rollout, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.engine import EngineSpec
+from gkd.inference.requests import FULL_VOCABULARY, Generate, Score, ScorerRefused
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.inference.vllm_scorer import RESULT_BYTES
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
-from gkd.scoring.client import FULL_VOCABULARY, Generate, Score, ScorerRefused, ScoringClient
+from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Spans, Target, VersionSpan
 from tests.scoring.table import KEY

@@ -11,8 +11,9 @@ import pytest
 
 from gkd.config import Teacher
 from gkd.errors import RunFailed
+from gkd.inference.requests import Score, ScorerUnavailable
 from gkd.scoring.address import Key
-from gkd.scoring.client import Score, ScorerUnavailable, ScoringClient
+from gkd.scoring.client import ScoringClient
 from tests.vllm.conftest import VLLM_LENGTH
 
 
