@@ -31,6 +31,8 @@ def read_all(paths: Sequence[Path]) -> list[Results]:
     results = []
     for given in paths:
         path = given / "results" if (given / "results").is_dir() else given
+        if (path / "config.yaml").exists():
+            raise ConfigError(f"{path} is a run without results/: it has not ended, or could measure no scores")
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"{path} holds no files of results (MODEL_SET_N.json)")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.observability.run_files import RunFiles
+from gkd.rollout.queues import Queues
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,19 +91,19 @@ def stages(row: Mapping[str, Any], width: int = CURVE) -> str:
     )
 
 
-def engines(queues: Mapping[str, Any]) -> str:
+def engines(queues: Queues) -> str:
     """Return what each engine samples and scores, one a line, of many the fullest, and what waits for one of them."""
-    ranked = sorted(queues["engines"], key=lambda engine: (engine["health"] == "healthy", -engine["sampling"]))
+    ranked = sorted(queues.engines, key=lambda engine: (engine.health == "healthy", -engine.sampling))
     lines = [
-        f"engine {engine['rank']:<4} {engine['sampling']:>5,} of {queues['slots']:,} slots sampling"
-        f"  {engine['scoring']:>5,} being scored" + ("" if engine["health"] == "healthy" else f"  {engine['health']}")
+        f"engine {engine.rank:<4} {engine.sampling:>5,} of {queues.slots:,} slots sampling"
+        f"  {engine.scoring:>5,} being scored" + ("" if engine.health == "healthy" else f"  {engine.health}")
         for engine in ranked[:ENGINES]
     ]
     others = len(ranked) - len(lines)
     lines += [f"and {others:,} more engines"] * (others > 0)
-    age = time.time() - queues["time"]
+    age = time.time() - queues.time
     ago = f", {age:.0f} s ago" if age > OLD_S else ""
-    return "\n".join([*lines, f"requests that wait for an engine: {queues['waiting']:,}{ago}"])
+    return "\n".join([*lines, f"requests that wait for an engine: {queues.waiting:,}{ago}"])
 
 
 def warnings(events: Sequence[Mapping[str, Any]]) -> str:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from gkd.errors import ConfigError
+from gkd.config.loading import read_yaml
+from gkd.errors import ConfigError, one_line
+from gkd.rollout.queues import EngineQueue, Queues
 
 
 class RunFiles:
@@ -18,9 +18,12 @@ class RunFiles:
         self.path = path
         if not (path / "config.yaml").exists():
             raise ConfigError(f"{path}: there is no run here (no config.yaml)")
-        config = OmegaConf.load(path / "config.yaml")
-        self.total_steps = int(config.trainer.total_steps)
-        self.transfer = str(OmegaConf.select(config, "weights.transfer", default="auto"))
+        tree = read_yaml(path / "config.yaml")
+        try:
+            self.total_steps = int(tree["trainer"]["total_steps"])
+            self.transfer = str(tree.get("weights", {}).get("transfer", "auto"))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise ConfigError(f"{path / 'config.yaml'} is no run's: it lacks trainer.total_steps") from None
 
     @property
     def finished(self) -> bool:
@@ -30,21 +33,18 @@ class RunFiles:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Return lines of metrics.jsonl that are whole."""
-        return whole_lines(self.path / "metrics.jsonl")
+        return whole_lines(self.path / "metrics.jsonl", step=int)
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """Return lines of events.jsonl that are whole."""
-        return whole_lines(self.path / "events.jsonl")
+        return whole_lines(self.path / "events.jsonl", kind=str, time=float, text=str)
 
     def summary(self) -> dict[str, Any] | None:
         """Return summary.json, None before the end. Raises ConfigError where it cannot be read."""
         if not self.finished:
             return None
-        try:
-            content: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{self.path / 'summary.json'} cannot be read: {error}") from None
+        content: dict[str, Any] = _read(self.path / "summary.json", dict)
         return content
 
     @property
@@ -60,15 +60,23 @@ class RunFiles:
         """Return steps done."""
         return int(self.last.get("step", 0))
 
-    def queues(self) -> dict[str, Any] | None:
-        """Return engines.json (:class:`gkd.rollout.queues.Queues` and ``time``), None where there is none."""
+    def queues(self) -> Queues | None:
+        """Return engines.json, None where there is none. Raises ConfigError where it cannot be read."""
         file = self.path / "engines.json"
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        if not file.exists():
+            return None
+        content = _read(file, dict)
+        try:
+            engines = [EngineQueue(**engine) for engine in content["engines"]]
+            return Queues(**{**content, "engines": engines})
+        except (KeyError, TypeError):
+            raise ConfigError(f"{file} cannot be read: it holds no engines' queues") from None
 
     def placement(self) -> list[dict[str, Any]]:
         """Return records of placement.json; none before the workers are placed."""
         file = self.path / "placement.json"
-        return list(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else []
+        placed: list[dict[str, Any]] = _read(file, list) if file.exists() else []
+        return placed
 
     def pids(self) -> dict[str, list[int]]:
         """Return processes by group."""
@@ -82,16 +90,33 @@ class RunFiles:
         return list(dict.fromkeys(row["group"] for row in self.placement() if uuid in row["gpu_uuids"]))
 
 
-def whole_lines(file: Path) -> list[dict[str, Any]]:
+def _read(file: Path, kind: type) -> Any:
+    """Return what a JSON file holds. Raises ConfigError where it is not readable, or not of the ``kind``."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from None
+    if not isinstance(content, kind):
+        raise ConfigError(f"{file} cannot be read: it holds no {kind.__name__}")
+    return content
+
+
+def whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file without a last line that is not whole; none where there is no file.
 
-    Raises ConfigError, naming the line, for one that is no JSON.
+    ``fields``: what every one of them has, and of which type. Raises ConfigError, naming the line, for other lines.
     """
     *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+            for name, kind in fields.items():
+                if not isinstance(row[name], (int, float) if kind is float else kind):
+                    raise TypeError(f"{name} is no {kind.__name__}")
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"{file} line {number} cannot be read: {error}") from None
+        except KeyError as error:
+            raise ConfigError(f"{file} line {number} cannot be read: it has no {error.args[0]}") from None
+        rows.append(row)
     return rows

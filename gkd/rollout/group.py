@@ -200,7 +200,7 @@ class RolloutGroup:
             EngineQueue(i, self._fleet.health(ENGINES, i).name.lower(), loads.get(i, 0), scoring.get(i, 0))
             for i in engines
         ]
-        return Queues(self._dispatcher.n_waiting, self._dispatcher.capacity, rows)
+        return Queues(time.time(), self._dispatcher.n_waiting, self._dispatcher.capacity, rows)
 
     def _hand_out(self) -> None:
         suspect = self._fleet.members(ENGINES, Health.SUSPECT)

@@ -24,8 +24,9 @@ class EngineQueue:
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """All engines, of ``slots`` requests each, and how many requests wait for one of them."""
+    """All engines, of ``slots`` requests each, and how many requests wait for one of them; ``time`` as time.time."""
 
+    time: float
     waiting: int
     slots: int
     engines: Sequence[EngineQueue]
@@ -45,7 +46,7 @@ class QueueFile:
         self._written_s = now
         temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps({"time": time.time(), **asdict(queues())}), encoding="utf-8")
+            temporary.write_text(json.dumps(asdict(queues())), encoding="utf-8")
             temporary.replace(self._file)
         except OSError:  # a full disk is told of by what must be written
             temporary.unlink(missing_ok=True)

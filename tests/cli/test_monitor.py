@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_engines_with_their_queues(run: RunFiles, capfd: pytest.CaptureFixture[s
     rows = [EngineQueue(i, "dead" if i == 9 else "healthy", sampling=i, scoring=10 * i) for i in range(12)]
     file, calls = QueueFile(run.path / "engines.json"), []
     for _ in range(3):  # once a second at most
-        file.look(lambda: calls.append(1) or Queues(1_234, 16, rows))
+        file.look(lambda: calls.append(1) or Queues(time.time(), 1_234, 16, rows))
     assert calls == [1] and [path.name for path in run.path.glob(".engines*")] == []
     lines = text_of(run, capfd, "--once").splitlines()
     shown = [line.split() for line in lines if line.startswith("engine ")]
@@ -111,8 +112,30 @@ def test_engines_with_their_queues(run: RunFiles, capfd: pytest.CaptureFixture[s
     assert "engine 9" not in text_of(run, capfd, "--once")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("engines.json", '{"time": 0}', "holds no engines' queues"),
+        ("engines.json", "[1]", "holds no dict"),
+        ("metrics.jsonl", '{"step": 1}\n[1, 2]\n', "line 2 cannot be read"),
+        ("metrics.jsonl", '{"loss": 1}\n', "line 1 cannot be read: it has no step"),
+        ("events.jsonl", '{"kind": "warning"}\n', "line 1 cannot be read: it has no time"),
+        ("placement.json", "{", "placement.json cannot be read"),
+        ("config.yaml", "trainer: 5\n", "lacks trainer.total_steps"),
+        ("config.yaml", "a: [\n", "config.yaml cannot be read"),
+    ],
+)
+def test_files_that_are_not_a_runs_are_one_line(
+    run: RunFiles, capfd: pytest.CaptureFixture[str], file: str, content: str, message: str
+) -> None:
+    (run.path / file).write_text(content)
+    assert main([str(run.path), "--once"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert message in line and file in line
+
+
 def test_queues_that_cannot_be_written_are_no_matter(tmp_path: Path) -> None:
-    QueueFile(tmp_path / "nowhere" / "engines.json").look(lambda: Queues(0, 1, []))
+    QueueFile(tmp_path / "nowhere" / "engines.json").look(lambda: Queues(0.0, 0, 1, []))
 
 
 def test_a_run_that_has_just_begun_has_nothing_more(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,9 @@ def test_all_runs_are_in_one_table_and_one_report(tmp_path: Path) -> None:
     assert [run["name"] for run in json.loads(data)["runs"]] == ["a", "b"]
 
 
-def test_runs_are_compared_with_the_first_question_by_question(tmp_path: Path) -> None:
+def test_runs_are_compared_with_the_first_question_by_question(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As gkd compare does it, where questions are the same; other runs say why not."""
     names = ("lr=1", "lr=2", "lr=3")
     for name, right in zip(names, (20, 40, 20), strict=True):
@@ -114,3 +116,6 @@ def test_runs_are_compared_with_the_first_question_by_question(tmp_path: Path) -
     write_scores([("val", 1, {f"other{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
     assert "the runs are not compared: lr=1 and lr=2 have 0 questions of val with accuracy in common" in shown()
     assert main_compare([str(tmp_path / name) for name in names[::2]]) == 0
+    make_run(tmp_path / "unmeasured")
+    assert main_compare([str(tmp_path / "lr=1"), str(tmp_path / "unmeasured")]) == 2
+    assert "unmeasured is a run without results/" in capfd.readouterr().err
