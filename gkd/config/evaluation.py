@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import inspect
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -70,10 +71,24 @@ class Evaluate(OpenSections):
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):
             raise ValueError("strategies names none, or one twice")
         for name in self.strategies:
-            if not callable(STRATEGIES.load(name)):
+            strategy = STRATEGIES.load(name)
+            if not callable(strategy):
                 raise ValueError(f"strategies: {name} is no function and no class")
+            if not _takes_ask_and_row(strategy):
+                raise ValueError(f"strategies: {name} is no strategy: async, and called with ask and row, it has to be")
         if scheduled := [name for name, one in self.sets.items() if one.every is not None]:
             raise ValueError(f"sets.{scheduled[0]}.every is for data.val_sets, in training")
         if not self.output_dir.strip():
             raise ValueError("output_dir is empty: name a directory")
         return self
+
+
+def _takes_ask_and_row(strategy: Any) -> bool:
+    """Return whether a function, or an object of a class, is awaited when it is called with two arguments."""
+    is_class = isinstance(strategy, type)
+    call = strategy.__call__ if is_class or not inspect.isroutine(strategy) else strategy
+    try:
+        inspect.signature(call).bind(*[None] * (2 + is_class))
+    except (TypeError, ValueError):
+        return False
+    return inspect.iscoroutinefunction(call)

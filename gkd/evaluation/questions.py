@@ -71,9 +71,14 @@ def load_questions(
     Raises ConfigError for what is wrong with a file or a row, and for a question whose answer is missing.
     """
     limits = [n for n in (settings.limit, limit) if n is not None]
-    loaded = load_prompts(
-        settings.files, _data(f"{section}.{name}", settings, longest), tokenizer, limit=min(limits, default=None)
-    )
+    data = _data(f"{section}.{name}", settings, longest)
+    try:
+        loaded = load_prompts(settings.files, data, tokenizer, limit=min(limits, default=None))
+    except ConfigError as error:
+        text = str(error)
+        for setting in PROMPT_SETTINGS:
+            text = text.replace(f"data.{setting}", f"{section}.{name}.{setting}")
+        raise ConfigError(text) from None
     last = max(prompt.id for prompt in loaded.prompts)
     rows = list(islice(chain.from_iterable(map(read_rows, settings.files)), last + 1))
     answered = any(prompt.answer is not None for prompt in loaded.prompts)

@@ -37,6 +37,11 @@ def test_keys_are_of_the_rows_and_not_of_a_models_template(tmp_path: Path) -> No
     assert first.questions[1].key == f"{first.questions[0].key}-2"
 
 
+def test_what_a_row_lacks_is_named_as_the_sets_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no key 'question' \(evaluate\.sets\.letters\.prompt_key\)"):
+        load(tmp_path, ROWS, prompt_key="question")
+
+
 def test_rows_and_difficulty_belong_to_the_questions_that_fit(tmp_path: Path) -> None:
     found = load(tmp_path, ROWS, difficulty="level")
     assert found.n_too_long == 1
