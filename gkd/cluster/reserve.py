@@ -61,11 +61,12 @@ class Claim:
     """What Ray counts for the worker: ``num_gpus`` and ``num_cpus``."""
 
 
-_NODE_LEFT = "a node left"
-
-
 class _Missed(Exception):
     """This attempt did not get what it needs; names what was missing."""
+
+
+class _NodeGone(_Missed):
+    """A node left on which workers were starting."""
 
 
 def reserve(
@@ -118,9 +119,8 @@ def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> 
     session.release([claim.worker for claim in claims if claim.worker in session.workers], [])
     try:
         started = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
-    except _Missed as error:
-        kind = NodeLeft if str(error) == _NODE_LEFT else RunFailed
-        raise kind(f"workers could not be started again: {error}") from None
+    except _NodeGone as error:
+        raise NodeLeft(f"workers could not be started again: {error}") from None
     for old, new in zip(claims, started, strict=True):
         if new.device.gpu_uuids != old.device.gpu_uuids:
             session.release([claim.worker for claim in started], [])
@@ -283,7 +283,7 @@ def _wait_started(refs: Sequence[Any], node_ids: set[str], timeout_s: float) -> 
 
 def _require_alive(node_ids: set[str]) -> None:
     if not node_ids <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-        raise _Missed(_NODE_LEFT)
+        raise _NodeGone("a node left")
 
 
 def _by_group(requests: Sequence[GroupRequest], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:

@@ -48,6 +48,7 @@ class RolloutWorker:
         self._arriving = threading.Lock()
         self._arrivals: Arrivals | None = None
         self._intact = True  # whether the engine holds one whole version of the weights
+        self._held: list[SampleRequest] = []  # that came while it does not
 
     def connect(self, scorers: Mapping[str, dict[str, Any]]) -> None:
         """Shake hands with the models that score; as :meth:`gkd.rollout.pipeline.ScoringPipeline.connect`."""
@@ -58,7 +59,10 @@ class RolloutWorker:
         self.pipeline.expect_scorer(scorer, address, within_s)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Hand over requests; their samples come out of :meth:`finished`."""
+        """Hand over requests; their samples come out of :meth:`finished`.
+
+        Those that come while new weights are loaded are sampled from these, once they are whole.
+        """
         self._commands.put(lambda: self._add(requests))
 
     def pause(self, version: int) -> None:
@@ -131,7 +135,7 @@ class RolloutWorker:
 
     def progress(self) -> tuple[int, int]:
         """Return forward passes so far, and responses that are not finished, those not begun included."""
-        return self.engine.forward_passes, self._unfinished + self._commands.qsize()
+        return self.engine.forward_passes, self._unfinished + len(self._held) + self._commands.qsize()
 
     def n_sampled(self) -> int:
         """Return how many of the requests handed over are no longer in the engine, whether they are scored or not."""
@@ -195,8 +199,9 @@ class RolloutWorker:
         return batch
 
     def _add(self, requests: Sequence[SampleRequest]) -> None:
-        if not self._intact:
-            raise RunFailed(f"rollout rank {self.rank} was asked to sample from weights that are only half there")
+        if not self._intact:  # Ray keeps no order between the driver's calls and the actor's
+            self._held += requests
+            return
         if self._asleep:
             raise RunFailed(f"rollout rank {self.rank} was asked to sample while its memory was others'")
         self._announce(self._slots.take([request.key for request in requests]))
@@ -212,6 +217,11 @@ class RolloutWorker:
             except ValueError as error:
                 raise RunFailed(f"rollout rank {self.rank} cannot sample prompt {request.prompt.id}: {error}") from None
             self._unfinished += 1
+
+    def _add_held(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._add(held)
 
     def _announce(self, keys: Sequence[int]) -> None:
         for key in keys:
@@ -259,6 +269,7 @@ class RolloutWorker:
             self.engine.load_weights(piece, self._receiver.receive(piece))
         if piece.last:
             self._intact, self.engine.version = True, piece.version
+            self._add_held()
         return self.engine.version
 
 

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,18 @@ from gkd.rollout.own_answers import own_answer
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample
+from gkd.weights.transfer import Piece
 from tests.data.models import WORDS, save_model
+
+class Parts:
+    """What receives the pieces of a push, one after the other."""
+
+    def __init__(self, pieces: list[dict[str, Any]]) -> None:
+        self.pieces = pieces
+
+    def receive(self, piece: Piece) -> dict[str, Any]:
+        return self.pieces[piece.number]
+
 
 A, B, TURN_END = (WORDS.index(word) for word in ("a", "b", "d"))
 
@@ -102,3 +114,23 @@ def test_what_ends_the_engine_does_not_wait_for_further_samples(
     worker.pipeline.scored.put(RunFailed("the engine ended"))
     with pytest.raises(RunFailed, match="the engine ended"):
         next(worker.finished())
+
+
+def test_requests_that_come_between_the_pieces_of_new_weights_are_sampled_from_the_whole(worker: RolloutWorker) -> None:
+    prompt = Prompt(0, np.array([A], np.int32), "a")
+    requests = [SampleRequest(prompt, i, i, Sampling(3), key=i) for i in range(2)]
+    tensors = {name: tensor.clone() for name, tensor in worker.engine.model.state_dict().items()}
+    worker._receiver = Parts([{}, tensors])
+    before = worker.engine.version
+    worker._receive(Piece(before + 1, 0, last=False))
+    worker._add(requests[:1])
+    worker._add(requests[1:])
+    assert not worker.engine.busy()
+    assert worker.progress()[1] == 2  # so that the driver sees that it has work
+    worker._receive(Piece(before + 1, 1, last=True))
+    while worker.engine.busy():
+        worker._step()
+    found = [worker.pipeline.scored.get(timeout=10) for _ in requests]
+    assert [[span.version for span in item[0].versions] for item in found if isinstance(item, tuple)] == [
+        [before + 1]
+    ] * 2
