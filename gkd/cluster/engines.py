@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gkd.cluster.failure import NodeLeft
 from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.placement import Placement
 from gkd.errors import RunFailed
@@ -50,14 +51,18 @@ class Engines:
     def start_again(self, placement: Placement, engine: int) -> Group:
         """Start a new leader of an engine on one node, in place of the one that died; returns it, not built yet.
 
-        The engine's other workers go on holding its further GPUs. Raises RunFailed where it does not start.
+        The engine's other workers go on holding its further GPUs. Where their node has left, all of them are started on
+        another one that has as many GPUs free. Raises NodeLeft where none has, RunFailed where one does not start.
         """
         name, rank = self.leaders.name, self.leaders.reports[engine].rank
-        worker = placement.restart_worker(name, rank)
-        group = placement.groups[name]
-        n_gpus = len(group) // len(self.leaders)
+        n_gpus = len(placement.groups[name]) // len(self.leaders)
+        ranks = range(rank, rank + n_gpus)
+        try:
+            worker = placement.restart_worker(name, rank)
+        except NodeLeft:
+            worker = placement.move_workers(name, ranks).only([0])
         if n_gpus > 1:
-            members = group.only(range(rank, rank + n_gpus))
+            members = placement.groups[name].only(ranks)
             devices = [gpu for report in members.reports for gpu in report.ray_gpu_ids]
             call = worker.workers[0].set_visible_devices.remote(devices, False)
             gather([worker.pending("choosing devices", [call])], self.timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from gkd.errors import ConfigError, NotUpdated, OutOfMemory, RunFailed, one_line
 
@@ -32,15 +32,13 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, OutOfMemory):
         return OutOfMemory(str(cause), cause.budget)
-    for kind in (ConfigError, NotUpdated, WorkerHangs, RunFailed):
+    for kind in (ConfigError, NotUpdated, WorkerHangs, WorkerDied, RunFailed):
         if isinstance(cause, kind):
             return kind(str(cause))
     if isinstance(error, RayTaskError):
         return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}")
-    if isinstance(error, RayActorError):
-        return WorkerDied(f"{who} died: {_death(error)}")
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return WorkerDied(f"{who} died: Ray ended it because its node was short of memory")
+    if gone := _loss(error):
+        return WorkerDied(f"{who}{gone}")
     return RunFailed(f"{who} failed: {type(error).__name__}: {one_line(error)}")
 
 
@@ -50,6 +48,17 @@ def _cause_name(cause: BaseException) -> str:
         if not issubclass(kind, ray.exceptions.RayError):
             return kind.__name__
     return type(cause).__name__
+
+
+def _loss(error: Exception) -> str:
+    """Return how a worker, or what it made, is gone, to be put behind its name; empty for any other error."""
+    if isinstance(error, RayActorError):
+        return f" died: {_death(error)}"
+    if isinstance(error, OutOfMemoryError):
+        return " died: Ray ended it because its node was short of memory"
+    if isinstance(error, ObjectLostError):
+        return f": lost with the node that held it ({type(error).__name__})"
+    return ""
 
 
 def _death(error: RayActorError) -> str:

@@ -6,15 +6,17 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gkd import durable
 from gkd.cluster.assignment import Report, faults
+from gkd.cluster.failure import NodeLeft
 from gkd.cluster.fit import fits, gpus_text, may_share, share_gpus
 from gkd.cluster.group import Group
 from gkd.cluster.layout import requests_of
-from gkd.cluster.reserve import Claim, read_nodes, reserve, start_again
+from gkd.cluster.replacement import start_again, start_elsewhere
+from gkd.cluster.reserve import Claim, read_nodes, reserve
 from gkd.cluster.session import Session
 from gkd.config import GROUPS, Cluster, Config
 from gkd.errors import RunFailed
@@ -31,6 +33,8 @@ class Placement:
     node_names: dict[str, str] = field(default_factory=dict)
     session: Session = field(default_factory=Session)
     cluster: Cluster = field(default_factory=Cluster)
+    exact: frozenset[str] = frozenset()
+    """Groups for which the settings name GPUs by their indices."""
     file: Path | None = field(default=None, init=False)
     """Where it was written, and is written again when workers are replaced."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -43,11 +47,41 @@ class Placement:
         return self._replace(group, range(len(self.claims[group])))
 
     def restart_worker(self, group: str, rank: int) -> Group:
-        """Do what :meth:`restart` does for one worker, and return it alone. May be called on any thread."""
-        return self._replace(group, [rank]).only([rank])
+        """Do what :meth:`restart` does for one worker, and return it alone. May be called on any thread.
+
+        Raises NodeLeft where its node has left the cluster.
+        """
+        return _beside(self._replace(group, [rank]).only([rank]))
+
+    def move_workers(self, group: str, ranks: Sequence[int]) -> Group:
+        """Start new workers in place of these of one node, which has left, on another node, and check their GPUs.
+
+        Returns them. May be called on any thread. Raises NodeLeft where no node gets room for them in time, or where
+        another group shared their GPUs, RunFailed where one does not start or has a wrong GPU.
+        """
+        old = [self.claims[group][rank] for rank in ranks]
+        gpus = {uuid for claim in old for uuid in claim.device.gpu_uuids}
+        if any(gpus & set(report.gpu_uuids) for report in self.reports if report.group != group):
+            raise NodeLeft(f"the node left on which {group} shared GPUs with another group")
+        started, names = start_elsewhere(self.session, group, old, self.cluster, group in self.exact)
+        with self._lock:
+            self.node_names |= names
+            reports = [_report(group, rank, claim, names) for rank, claim in zip(ranks, started, strict=True)]
+            others = [r for r in self.reports if r.group != group or r.rank not in ranks]
+            its_own = {r.group for r in others}
+            may_share = {frozenset((one, other)) for one in its_own for other in its_own if group not in (one, other)}
+            if wrong := faults([*others, *reports], {}, may_share):
+                reserved = [claim.bundle.placement_group for claim in started]
+                self.session.release([claim.worker for claim in started], reserved)
+                raise RunFailed(f"GPU assignment is wrong: {'; '.join(wrong)}")
+        return _beside(self._take_in(group, ranks, started).only(ranks))
 
     def _replace(self, group: str, ranks: Sequence[int]) -> Group:
         started = start_again(self.session, [self.claims[group][rank] for rank in ranks], self.cluster)
+        return self._take_in(group, ranks, started)
+
+    def _take_in(self, group: str, ranks: Sequence[int], started: Sequence[Claim]) -> Group:
+        """Return the group with new workers in place of those of ``ranks``; placement.json has them from now on."""
         with self._lock:
             for rank, claim in zip(ranks, started, strict=True):
                 self.claims[group][rank] = claim
@@ -96,16 +130,24 @@ def place(config: Config, session: Session, nodes_come: bool = False) -> Placeme
     claims, names = reserve(session, requests_of(config), config.cluster, nodes_come)
     pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
     groups = {group: _group(group, claims[group], names, session) for group in pools}
-    placement = Placement(groups, claims, names, session, config.cluster)
-    wrong = faults(placement.reports, {group: pool.ranges() for group, pool in pools.items()}, config.may_share())
+    ranges = {group: pool.ranges() for group, pool in pools.items()}
+    exact = frozenset(group for group, wanted in ranges.items() if wanted is not None)
+    placement = Placement(groups, claims, names, session, config.cluster, exact)
+    wrong = faults(placement.reports, ranges, config.may_share())
     if wrong:
         raise PlacementFault(wrong, placement)
     return placement
 
 
 def _group(name: str, claims: list[Claim], names: dict[str, str], session: Session) -> Group:
-    reports = [
-        Report(**vars(claim.device), group=name, rank=rank, node=names[claim.device.node_id])
-        for rank, claim in enumerate(claims)
-    ]
+    reports = [_report(name, rank, claim, names) for rank, claim in enumerate(claims)]
     return Group(name, tuple(claim.worker for claim in claims), tuple(reports), session.control)
+
+
+def _beside(group: Group) -> Group:
+    """Return the group for waits beside the run: these must not take the one notice of the control service's loss."""
+    return replace(group, service=None)
+
+
+def _report(group: str, rank: int, claim: Claim, names: dict[str, str]) -> Report:
+    return Report(**vars(claim.device), group=group, rank=rank, node=names[claim.device.node_id])

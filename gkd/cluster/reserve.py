@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from gkd.cluster import gpu
 from gkd.cluster.assignment import DeviceReport
-from gkd.cluster.failure import NodeLeft, explain
+from gkd.cluster.failure import explain
 from gkd.cluster.fit import request_text, require_fit
 from gkd.cluster.layout import GroupRequest, Node, Slot, choose_devices, solve
 from gkd.cluster.session import Session
@@ -65,7 +65,11 @@ class _Missed(Exception):
     """This attempt did not get what it needs; names what was missing."""
 
 
-class _NodeGone(_Missed):
+class NoRoom(RunFailed):
+    """What is asked for was not free in time."""
+
+
+class NodeGone(_Missed):
     """A node left on which workers were starting."""
 
 
@@ -85,48 +89,28 @@ def reserve(
     # Of a GPU, as Ray counts it; the groups themselves share its memory.
     share = 1 / max(request.workers_per_gpu for request in requests)
     pause, logged, unlucky = 0.5, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()
-    held = len(session.workers), len(session.placement_groups)
-    while True:
+    while not session.ended:
         # A node where a wanted GPU was missing comes last, so that another one is tried.
         slots = solve(requests, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
         missing, wait = "", 0.5
         if slots is not None:
             try:
-                claims = _attempt(session, slots, _to_look_at(slots, nodes, unlucky), cluster, share)
-                all_claims = _start_colocated(session, requests, _by_group(requests, slots, claims), cluster, share)
-                return all_claims, {node.id: node.name for node in nodes}
+                look_at = _to_look_at(slots, nodes, unlucky)
+                claims = _attempt(session, requests, slots, look_at, cluster, share)
+                return claims, {node.id: node.name for node in nodes}
             except _Missed as error:
-                session.release(session.workers[held[0] :], session.placement_groups[held[1] :])
                 missing = f"; {error}"
                 unlucky = frozenset(slot.node_id for slot in slots if slot.gpus is not None)
                 wait, pause = pause * random.uniform(0.5, 1.5), min(2 * pause, LONGEST_PAUSE_S)
         state = f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
         if time.monotonic() + wait > deadline:
-            raise RunFailed(f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}")
+            raise NoRoom(f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}")
         if time.monotonic() - logged >= LOG_EVERY_S:
             logged = time.monotonic()
             LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - logged)
         time.sleep(wait)
         nodes = read_nodes(indices)  # nodes come and go
-
-
-def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> list[Claim]:
-    """Start new workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
-
-    Raises RunFailed when one does not start or sees another GPU, NodeLeft when its node has left; then none of them is
-    left.
-    """
-    session.release([claim.worker for claim in claims if claim.worker in session.workers], [])
-    try:
-        started = _start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
-    except _NodeGone as error:
-        raise NodeLeft(f"workers could not be started again: {error}") from None
-    for old, new in zip(claims, started, strict=True):
-        if new.device.gpu_uuids != old.device.gpu_uuids:
-            session.release([claim.worker for claim in started], [])
-            seen, expected = (", ".join(claim.device.gpu_uuids) for claim in (new, old))
-            raise RunFailed(f"a worker started again (pid {new.device.pid}) has GPU {seen} instead of {expected}")
-    return started
+    raise RunFailed("the run has ended")
 
 
 def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
@@ -157,18 +141,24 @@ def _lowest_enough(node: Node, own: list[Slot]) -> int:
 
 
 def _attempt(
-    session: Session, slots: list[Slot], look_at: dict[str, int], cluster: Cluster, share: float
-) -> list[list[Claim]]:
-    """Reserve GPUs and start workers; return claims per slot, in the order of devices.
+    session: Session,
+    requests: Sequence[GroupRequest],
+    slots: list[Slot],
+    look_at: dict[str, int],
+    cluster: Cluster,
+    share: float,
+) -> dict[str, list[Claim]]:
+    """Reserve GPUs and start workers; return claims by group, in the order of devices.
 
-    Raises _Missed, with everything given back, when someone was faster.
+    Raises _Missed, with everything given back, when someone was faster. Other threads may start workers meanwhile.
     """
-    workers_before, groups_before = len(session.workers), len(session.placement_groups)
+    reserved: list[Any] = []
+    claims: list[Claim] = []
     try:
-        bundles = _take(session, slots, look_at, cluster.cpus_per_worker)
+        bundles = _take(session, reserved, slots, look_at, cluster.cpus_per_worker)
         specs = [bundle.placement_group.bundle_specs[bundle.index] for bundle in bundles]
         resources = [{"num_gpus": share, "num_cpus": spec.get("CPU", 0.0)} for spec in specs]
-        claims = _start_workers(session, list(zip(bundles, resources, strict=True)), cluster)
+        claims = start_workers(session, list(zip(bundles, resources, strict=True)), cluster)
         available: dict[str, list[int]] = {}
         holders: dict[tuple[str, int], list[Claim]] = {}
         for claim in claims:
@@ -179,29 +169,35 @@ def _attempt(
         chosen = choose_devices(slots, available)
         if isinstance(chosen, str):
             raise _Missed(f"{chosen} is held by someone else")
+        kept = [
+            [holders[slot.node_id, index].pop() for index in indices]
+            for slot, indices in zip(slots, chosen, strict=True)
+        ]
+        needed = {id(claim) for slot_claims in kept for claim in slot_claims}
+        surplus = [claim for claim in claims if id(claim) not in needed]
+        session.release([claim.worker for claim in surplus], [claim.bundle.placement_group for claim in surplus])
+        return _start_colocated(session, requests, _by_group(requests, slots, kept), cluster, share)
     except BaseException:
-        session.release(session.workers[workers_before:], session.placement_groups[groups_before:])
+        session.release([claim.worker for claim in claims], reserved)
         raise
-    kept = [
-        [holders[slot.node_id, index].pop() for index in indices] for slot, indices in zip(slots, chosen, strict=True)
-    ]
-    needed = {id(claim) for slot_claims in kept for claim in slot_claims}
-    surplus = [claim for claim in claims if id(claim) not in needed]
-    session.release([claim.worker for claim in surplus], [claim.bundle.placement_group for claim in surplus])
-    return kept
 
 
-def _take(session: Session, slots: list[Slot], look_at: dict[str, int], cpus: float) -> list[_Bundle]:
-    """Reserve the GPUs: as many as needed in one atomic group; those to look at one by one."""
+def _take(
+    session: Session, reserved: list[Any], slots: list[Slot], look_at: dict[str, int], cpus: float
+) -> list[_Bundle]:
+    """Reserve the GPUs: as many as needed in one atomic group; those to look at one by one. Adds them to ``reserved``.
+
+    Raises _Missed when someone was faster.
+    """
     plain = [slot.node_id for slot in slots if slot.node_id not in look_at for _ in range(slot.n_gpus)]
     cpu_only = [(slot.node_id, cpus * slot.n_gpus) for slot in slots if slot.node_id in look_at]
     cpu_only += [(slot.node_id, cpus * slot.n_colocated) for slot in slots if slot.n_colocated]
     together = [(node_id, {"GPU": 1.0, "CPU": cpus}) for node_id in plain]
     # GPUs taken to look at carry no CPUs, of which there need not be enough for all of them.
     together += [(node_id, {"CPU": amount}) for node_id, amount in cpu_only]
-    main = _placement_group(session, together)
+    main = _placement_group(session, reserved, together)
     singles = [
-        (node_id, _placement_group(session, [(node_id, {"GPU": 1.0})]))
+        (node_id, _placement_group(session, reserved, [(node_id, {"GPU": 1.0})]))
         for node_id, count in look_at.items()
         for _ in range(count)
     ]
@@ -214,12 +210,13 @@ def _take(session: Session, slots: list[Slot], look_at: dict[str, int], cpus: fl
     return bundles + [_Bundle(node_id, group, 0) for node_id, group in singles if group in ready]
 
 
-def _placement_group(session: Session, bundles: list[tuple[str, dict[str, float]]]) -> Any:
+def _placement_group(session: Session, reserved: list[Any], bundles: list[tuple[str, dict[str, float]]]) -> Any:
     group = placement_group(
         [resources for _, resources in bundles],
         strategy="PACK",
         bundle_label_selector=[{"ray.io/node-id": node_id} for node_id, _ in bundles],
     )
+    reserved.append(group)
     session.placement_groups.append(group)
     return group
 
@@ -230,12 +227,12 @@ def _wait_ready(groups: list[Any]) -> list[Any]:
     return [refs[ref] for ref in ready]
 
 
-def _start_workers(
+def start_workers(
     session: Session, wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
 ) -> list[Claim]:
     """Start workers with these resources out of these bundles, all starting at the same time, and what each sees.
 
-    Where that fails none of them is left.
+    Where that fails none of them is left. Raises NodeGone when a node leaves, RunFailed when one does not start.
     """
     workers: list[Any] = []
     try:
@@ -283,7 +280,7 @@ def _wait_started(refs: Sequence[Any], node_ids: set[str], timeout_s: float) -> 
 
 def _require_alive(node_ids: set[str]) -> None:
     if not node_ids <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-        raise _NodeGone("a node left")
+        raise NodeGone("a node left")
 
 
 def _by_group(requests: Sequence[GroupRequest], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:
@@ -309,7 +306,7 @@ def _start_colocated(
     # They come into bundles that have a worker; their CPUs are reserved elsewhere.
     resources = {"num_gpus": share, "num_cpus": 0.0}
     bundles = [(bundle, resources) for group in wanted.values() for bundle in group]
-    claims = iter(_start_workers(session, bundles, cluster))
+    claims = iter(start_workers(session, bundles, cluster))
     return hosts | {group: [next(claims) for _ in own] for group, own in wanted.items()}
 
 

@@ -8,12 +8,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from gkd.cluster.assignment import Report
 from gkd.cluster.failure import NodeLeft, WorkerDied
 from gkd.cluster.fleet import Change, Fleet, Health
 from gkd.cluster.group import Group
 from gkd.errors import one_line
 
 LOG = logging.getLogger("gkd")
+
+
+def return_text(new: Report, old: Report) -> str:
+    """Return the message of a new worker in place of one that died."""
+    where = "" if new.node_id == old.node_id else f", on other GPUs ({','.join(new.gpu_uuids)}): {old.node} has left"
+    return f"{new} is there in place of the one that died{where}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,14 +74,15 @@ class Session:
             self.control.require()
 
     def release(self, workers: Sequence[Any], placement_groups: Sequence[Any]) -> None:
-        """Kill these workers and give their reservations back."""
+        """Kill these workers and give their reservations back, unless that was done before."""
         for worker in workers:
             ray.kill(worker, no_restart=True)
             with contextlib.suppress(ValueError):  # who started it gave it back as well
                 self.workers.remove(worker)
         for group in placement_groups:
-            remove_placement_group(group)
-            self.placement_groups.remove(group)
+            if group in self.placement_groups:
+                remove_placement_group(group)
+                self.placement_groups.remove(group)
 
 
 @contextlib.contextmanager

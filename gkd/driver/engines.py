@@ -50,7 +50,7 @@ class RolloutEngines:
             worker = self.engines.start_again(self.placement, engine)
             built_of = (*self._arguments(engine, self.engines.leaders), None)
             gather([worker.submit_build(WORKER, [built_of], environment=self._environment)], limit)
-            absent = [expected.address for expected in scorers.absent()]
+            absent = [expected.name for expected in scorers.absent()]
             reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}
             worker.control("connect", reached, timeout_s=limit, what="connecting to the models that score")
             return worker

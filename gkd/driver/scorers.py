@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
+from gkd.cluster.assignment import Report
 from gkd.cluster.colocation import SLACK_S
 from gkd.cluster.engines import Engines
 from gkd.cluster.fleet import Fleet
@@ -70,7 +71,7 @@ class Scorers:
 
     def _build(self, name: str, engines: Engines) -> list[Pending]:
         group = engines.leaders
-        args = [self._worker_arguments(name, engine) for engine in range(len(group))]
+        args = [self._worker_arguments(name, engine, report) for engine, report in enumerate(group.reports)]
         if name == "reward_model":
             return [group.submit_build(WORKERS[name], args, environment=self._environment(name))]
         follower = "gkd.scoring.worker:token_scorer_follower"
@@ -80,9 +81,11 @@ class Scorers:
         models = [self.inputs.scorers[model] for model in self._models(name)]
         return environment(self.groups[name].reports[0].device, models, self.config.cluster.cpu_threads)
 
-    def _worker_arguments(self, name: str, engine: int, port: int = 0) -> tuple[Scorer | RewardModel, ScorerSpec]:
-        """Return what the worker of one engine is built with; it listens on ``port``."""
-        report, settings, models = self.groups[name].reports[engine], _settings(self.config, name), self._models(name)
+    def _worker_arguments(
+        self, name: str, engine: int, report: Report, port: int = 0
+    ) -> tuple[Scorer | RewardModel, ScorerSpec]:
+        """Return what the worker of one engine, of which ``report`` is, is built with; it listens on ``port``."""
+        settings, models = _settings(self.config, name), self._models(name)
         if isinstance(settings, Scorer):
             # A server of this run's own takes exactly the sequences and the K that this run has; less memory is set
             # aside for them.
@@ -104,7 +107,7 @@ class Scorers:
         """Have the servers answer, and return what watches them. ``clients`` are their arguments, by model."""
         models = {}
         for model, group in self._by_model().items():
-            name, addresses = model.partition(":")[0], tuple(clients[model]["addresses"])
+            name, addresses = model.partition(":")[0], list(clients[model]["addresses"])
             again = StartAgain(
                 self.config.cluster.worker_restarts,
                 partial(self._start_again, placement, model, addresses),
@@ -116,22 +119,29 @@ class Scorers:
                 group.submit("serve", what="serving"),
                 addresses,
                 _settings(self.config, name).request_timeout_s,
-                self.config.cluster.start_timeout_s,
+                self.config.cluster.start_timeout_s + self.config.cluster.reserve_timeout_s,
                 again,
             )
         return ScorerWatch(models, Fleet())
 
-    def _start_again(self, placement: Placement, model: str, addresses: Sequence[str], member: int) -> Group:
-        """Start a replica again, at its address, where its clients look for it."""
+    def _start_again(self, placement: Placement, model: str, addresses: list[str], member: int) -> Group:
+        """Start a replica again, at its address, where its clients look for it, unless its node has left.
+
+        Then it gets another address, among ``addresses`` as well.
+        """
         name = model.partition(":")[0]
         models = self._models(name)
         engine, port = models.index(model) + member * len(models), int(addresses[member].rpartition(":")[2])
         worker = self.engines[name].start_again(placement, engine)
-        arguments: tuple[Any, ...] = self._worker_arguments(name, engine, port)
+        report, limit = worker.reports[0], self.config.cluster.start_timeout_s
+        moved = report.node_id != self.groups[name].reports[engine].node_id
+        arguments: tuple[Any, ...] = self._worker_arguments(name, engine, report, 0 if moved else port)
         if name != "reward_model":
             arguments = (*arguments, None)
         building = worker.submit_build(WORKERS[name], [arguments], environment=self._environment(name))
-        gather([building], self.config.cluster.start_timeout_s)
+        gather([building], limit)
+        if moved:
+            (addresses[member],) = worker.control("address", timeout_s=limit)
         return worker
 
     def sleeping(self) -> list[str]:

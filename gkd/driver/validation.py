@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed
 from gkd.inference.requests import Generate
 from gkd.rewards.accuracy import any_agreement
-from gkd.rollout.group import RolloutGroup
+from gkd.rollout.group import LOOK_EVERY_S, RolloutGroup
 from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import ScoringClient
 from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, TrainingSample, teacher_of
@@ -125,7 +126,10 @@ class Validation:
         length = self.config.rollout.max_response_length
         futures = [self.teachers[teacher_of(p)].submit(Generate(p.teacher_prompt_ids, length)) for p in prompts]
         limit = self.config.rollout.timeout_s
-        _, late = wait(futures, limit)
+        late, deadline = set(futures), time.monotonic() + limit
+        while late and time.monotonic() < deadline:
+            _, late = wait(late, LOOK_EVERY_S)
+            self.rollout.attend(wait_s=0.0)  # a replica that dies meanwhile is started again
         if late:
             raise RunFailed(
                 f"the teacher had not answered {len(late)} of {len(futures)} validation prompts after {limit:g} s "

@@ -151,6 +151,10 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     def step(self) -> Iterable[tuple[int, AnswerT | Refused]]:
         """Work for a moment; the keys and answers of requests that it finished, or could not take on after all."""
 
+    def has_lost_process(self) -> bool:
+        """Return whether a process of the engine's has died, which is then why it failed."""
+        return False
+
     def sleep(self) -> None:
         """Free the GPU's memory while idle."""
 

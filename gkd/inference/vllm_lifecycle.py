@@ -6,6 +6,7 @@ and no server outlives a worker that dies. Nothing here imports vLLM or torch be
 
 from __future__ import annotations
 
+import multiprocessing.connection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 GIB = 1 << 30
+ENDS_WITHIN_S = 2.0
+"""A process whose connections broke is found to have ended within this time."""
 
 
 def engine_arguments(
@@ -102,6 +105,15 @@ class Follower:
         """Wait until one of the processes ends, and raise RunFailed then."""
         self._executor.start_worker_monitor(inline=True)
         raise RunFailed("a process of an engine that spans nodes has ended")
+
+
+def has_lost_process(llm_engine: Any) -> bool:
+    """Return whether one of the processes of an engine of several GPUs has ended, in the last moment maybe."""
+    executor = llm_engine.engine_core.engine_core.model_executor
+    if getattr(executor, "is_failed", False):
+        return True
+    sentinels = [handle.proc.sentinel for handle in getattr(executor, "workers", ())]
+    return bool(multiprocessing.connection.wait(sentinels, ENDS_WITHIN_S)) if sentinels else False
 
 
 def sleep(llm_engine: Any, device: Device) -> None:

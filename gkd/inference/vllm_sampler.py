@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.inference.vllm_lifecycle import Follower, engine_arguments, sleep, start_llm, wake
+from gkd.inference.vllm_lifecycle import Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
 from gkd.inference.vllm_logits import SetShape, Shape
 from gkd.types import Sample, SampleRequest, VersionSpan
 
@@ -167,6 +167,10 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
         assert self.weights is not None, "an engine whose weights change has their settings"
         vllm_backend.join(self.llm, self.weights, address, offset, world)
+
+    def has_lost_process(self) -> bool:
+        """Return whether a process of the engine's has died."""
+        return has_lost_process(self.engine)
 
     def close(self) -> None:
         """Free memory and end processes."""

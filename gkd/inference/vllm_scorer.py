@@ -28,7 +28,7 @@ from gkd.errors import RunFailed
 from gkd.inference.engine import Device, EngineSpec, InferenceEngine
 from gkd.inference.requests import Generate, Limits, Refused, Score
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
-from gkd.inference.vllm_lifecycle import GIB, Follower, engine_arguments, sleep, start_llm, wake
+from gkd.inference.vllm_lifecycle import GIB, Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
 from gkd.inference.vllm_logits import SetShape, Shape
 from gkd.types import Int32, Target
 
@@ -151,6 +151,10 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
     def wake(self, weights_only: bool = False) -> None:
         """Be as before."""
         wake(self.llm_engine, self._device, weights_only)
+
+    def has_lost_process(self) -> bool:
+        """Return whether a process of the engine's has died."""
+        return has_lost_process(self.llm_engine)
 
     def close(self) -> None:
         """Free memory and end processes."""

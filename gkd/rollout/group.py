@@ -18,7 +18,7 @@ from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
 from gkd.cluster.group import Group, Pending, fetch_samples, gather
 from gkd.cluster.heartbeat import Heartbeat
-from gkd.cluster.restarts import Restarts, StartAgain
+from gkd.cluster.restarts import Restarts, StartAgain, return_text
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.dispatch import RequestDispatcher
@@ -148,9 +148,9 @@ class RolloutGroup:
         taken, self._done = list(self._done.values()), {}
         return taken
 
-    def attend(self, calls: Sequence[Any]) -> None:
-        """Keep the engines at work for a second or so, or until one of ``calls`` (references) is done."""
-        self._work(math.inf, calls)
+    def attend(self, calls: Sequence[Any] = (), wait_s: float = math.inf) -> None:
+        """Keep the engines at work for a second or so, ``wait_s`` at most, or until a call (reference) is done."""
+        self._work(time.monotonic() + wait_s, calls)
 
     def drain(self, timeout_s: float) -> None:
         """Return once everything requested is sampled, so that new weights change none of it; scoring goes on.
@@ -287,21 +287,22 @@ class RolloutGroup:
     def take_back(self) -> None:
         """Take in the new workers of engines that died; they sample once they have the weights."""
         for engine, worker in self._restarts.take().items():
+            old = self.group.reports[engine]
             self.group = self.group.replaced(engine, worker)
             self._given[engine] = 0
             self._heartbeat.replace(engine, self.group)
             self._serve(engine)
-            text = f"{self.group.reports[engine]} is there in place of the one that died, and gets the weights"
+            text = f"{return_text(worker.reports[0], old)}; it gets the weights"
             log.info(text, extra={"kind": "restart"})
             self._tell_expected(self.scorers.absent(), [engine])
 
     def _tell_expected(self, expected: Iterable[Expected], engines: Sequence[int]) -> None:
         """Have clients wait for scorers that are being started, where there is no other."""
-        for model, address, within_s in expected:
+        for its in expected:
             for engine in engines:
-                self.group.workers[engine].control.remote("expect_scorer", model, address, within_s)
-            if model in self._clients:
-                self._clients[model].expect(address, within_s)
+                self.group.workers[engine].control.remote("expect_scorer", *its)
+            if its.model in self._clients:
+                self._clients[its.model].expect(its.name, its.within_s, its.address)
 
     def _refresh(self) -> None:
         """Give engines that have come back the actor's weights, while it does not change them."""

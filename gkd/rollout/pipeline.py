@@ -71,10 +71,10 @@ class ScoringPipeline:
             self._clients[name] = ScoringClient(**arguments)
             self._clients[name].connect()
 
-    def expect_scorer(self, scorer: str, address: str, within_s: float) -> None:
+    def expect_scorer(self, scorer: str, name: str, within_s: float, address: str) -> None:
         """Wait for a server that is being started; as :meth:`gkd.scoring.client.ScoringClient.expect`."""
         if scorer in self._clients:
-            self._clients[scorer].expect(address, within_s)
+            self._clients[scorer].expect(name, within_s, address)
 
     def submit(self, sample: Sample) -> None:
         """Start scoring a finished sample; never blocks."""

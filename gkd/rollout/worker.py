@@ -54,9 +54,9 @@ class RolloutWorker:
         """Shake hands with the models that score; as :meth:`gkd.rollout.pipeline.ScoringPipeline.connect`."""
         self.pipeline.connect(scorers)
 
-    def expect_scorer(self, scorer: str, address: str, within_s: float) -> None:
+    def expect_scorer(self, scorer: str, name: str, within_s: float, address: str) -> None:
         """Wait for a server that is being started; as :meth:`gkd.rollout.pipeline.ScoringPipeline.expect_scorer`."""
-        self.pipeline.expect_scorer(scorer, address, within_s)
+        self.pipeline.expect_scorer(scorer, name, within_s, address)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Hand over requests; their samples come out of :meth:`finished`.
@@ -114,7 +114,7 @@ class RolloutWorker:
             try:
                 done.set_result(run())
             except BaseException as error:
-                done.set_exception(error)
+                done.set_exception(self._cause_of(error))
 
         self._commands.put(command)
         limit = self.config.weights.timeout_s
@@ -157,11 +157,19 @@ class RolloutWorker:
                     command = self._step
                 command()
         except BaseException as error:
-            self._ended = error
-            self.pipeline.scored.put(error)
-            raise
+            self._ended = cause = self._cause_of(error)
+            self.pipeline.scored.put(cause)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
             self.pipeline.close()
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Return why the engine failed with ``error``: that one, unless a process of the engine's has died."""
+        if isinstance(error, Exception) and self.engine.has_lost_process():
+            return WorkerHangs(f"rollout rank {self.rank} lost a process of its engine: {one_line(error)}")
+        return error
 
     def finished(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Generated]]:
         """Yield scored samples as they come, several at a time: a list of their arrays, then their numbers.

@@ -93,9 +93,12 @@ class ScoringClient:
                 ) from None
         return welcomes
 
-    def expect(self, address: str, within_s: float) -> None:
-        """Have requests wait, where no replica is there, for the one at ``address`` that comes back ``within_s``."""
-        self._dispatcher.expect(address, within_s)
+    def expect(self, name: str, within_s: float, address: str) -> None:
+        """Have requests wait, where no replica is there, for the one that comes back ``within_s``, at ``address``.
+
+        ``name``: its address at first.
+        """
+        self._dispatcher.expect(name, within_s, address)
 
     @overload
     def submit(self, request: Score) -> Future[Target]: ...

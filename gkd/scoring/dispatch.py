@@ -80,11 +80,15 @@ class Dispatcher:
                 return
         call.future.set_exception(self._end)
 
-    def expect(self, address: str, within_s: float) -> None:
-        """Wait for the replica at ``address``, which is away, at least ``within_s`` from now. From any thread."""
+    def expect(self, name: str, within_s: float, address: str) -> None:
+        """Wait for the replica ``name``, which is away, at least ``within_s`` from now, at ``address``.
+
+        From any thread.
+        """
         for replica in self.replicas:
-            if replica.address == address:
+            if replica.name == name:
                 replica.expected_until = time.monotonic() + within_s
+                replica.address = address
 
     def close(self) -> None:
         """End the thread; what is under way fails."""
@@ -153,8 +157,8 @@ class Dispatcher:
                 self._check(replica.address, body)
                 replica.greeted(body)
                 self._progress = time.monotonic()  # what waited for it has its time from now on
-                if not self.greeted[replica.address].done():
-                    self.greeted[replica.address].set_result(body)
+                if not self.greeted[replica.name].done():
+                    self.greeted[replica.name].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
                 self._lose(replica, "was restarted")
             case wire.Scored() | wire.Generated() | wire.Rated():

@@ -42,20 +42,23 @@ class Call:
 class Replica:
     """A DEALER socket to one address. It is out until the server has answered a greeting.
 
+    ``name`` is its first address; :attr:`address` is where it is now, and may be set from any thread.
+
     The socket takes messages only while it is connected, and a replica that goes out gets a new one, so that nothing
     waits in it for a server that is not there, to be sent when nobody wants the answer any more.
     """
 
     def __init__(
         self,
-        address: str,
+        name: str,
         context: zmq.Context[zmq.Socket[bytes]],
         key: Key,
         heartbeat_s: float,
         n_clients: int,
         largest_reply: int,
     ) -> None:
-        self.address, self._context, self._key, self._heartbeat_s = address, context, key, heartbeat_s
+        self.name = self.address = name
+        self._context, self._key, self._heartbeat_s = context, key, heartbeat_s
         self._n_clients, self._largest_reply = n_clients, largest_reply
         self.busy_until = 0.0
         self.welcome: wire.Welcome | None = None
@@ -92,6 +95,8 @@ class Replica:
 
     def beat(self, now: float) -> bool:
         """Greet or ping when it is time. False when the replica is to be put out."""
+        if self._connected != self.address:
+            return False
         if now < self._next_beat:
             return True
         self._missed = 0 if self._heard else self._missed + 1
@@ -151,5 +156,6 @@ class Replica:
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
         socket.ipv6 = "[" in self.address
         secure_client(socket, self._key)
-        socket.connect(self.address)
+        self._connected = self.address
+        socket.connect(self._connected)
         return socket

@@ -13,7 +13,7 @@ from gkd.cluster.failure import WorkerHangs, explain
 from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
 from gkd.cluster.group import Group, Pending
 from gkd.cluster.heartbeat import Heartbeat
-from gkd.cluster.restarts import Restarts, StartAgain
+from gkd.cluster.restarts import Restarts, StartAgain, return_text
 from gkd.errors import ConfigError, RunFailed
 
 LOG = logging.getLogger("gkd")
@@ -23,23 +23,28 @@ LOG = logging.getLogger("gkd")
 class ScorerModel:
     """One model that scores: its replicas' workers, where these listen, and what is known of them.
 
-    ``request_timeout_s`` of its clients; ``start_timeout_s`` a replica has to come back, as ``again`` says.
+    ``addresses`` change where a replica is started on another node. ``request_timeout_s`` of its clients;
+    ``start_timeout_s`` a replica has to come back, as ``again`` says.
     """
 
     group: Group
     serving: Pending
-    addresses: tuple[str, ...]
+    addresses: list[str]
     request_timeout_s: float
     start_timeout_s: float
     again: StartAgain | None = None
 
 
 class Expected(NamedTuple):
-    """A replica that may be away for ``within_s``: requests are to wait for it where there is no other one."""
+    """A replica that may be away for ``within_s``: requests are to wait for it where there is no other one.
+
+    ``name`` is the address that its clients began with, ``address`` where it is or comes back.
+    """
 
     model: str
-    address: str
+    name: str
     within_s: float
+    address: str
 
 
 @dataclass(slots=True)
@@ -50,6 +55,8 @@ class _Replicas:
     group: Group
     heartbeat: Heartbeat
     restarts: Restarts
+    names: tuple[str, ...]
+    """The addresses at first."""
     calls: dict[Any, int] = field(default_factory=dict)
     """Calls that end only when one fails: which replica's."""
 
@@ -69,7 +76,7 @@ class ScorerWatch:
         for model, its in models.items():
             fleet.add(model, len(its.group))
             heartbeat = Heartbeat(its.group, its.request_timeout_s)
-            replicas = _Replicas(its, its.group, heartbeat, Restarts(fleet, model, its.again))
+            replicas = _Replicas(its, its.group, heartbeat, Restarts(fleet, model, its.again), tuple(its.addresses))
             replicas.calls = {ref: member for member, ref in enumerate(its.serving.refs)}
             self._models[model] = replicas
 
@@ -98,6 +105,8 @@ class ScorerWatch:
         if isinstance(failure, ConfigError):
             raise failure
         replicas = self._models[model]
+        if isinstance(failure, WorkerHangs):
+            replicas.group.end(member)
         replicas.calls = {call: its for call, its in replicas.calls.items() if its != member}
         then = replicas.restarts.lose(member)
         if replicas.restarts.is_lost:
@@ -122,12 +131,14 @@ class ScorerWatch:
     def _take_back(self, model: str, member: int, worker: Group) -> None:
         """Have a new replica answer; clients shake hands with it by themselves."""
         replicas = self._models[model]
+        old = replicas.group.reports[member]
         replicas.group = replicas.group.replaced(member, worker)
         replicas.heartbeat.replace(member, replicas.group)
         replicas.calls[worker.submit("serve", what="serving").refs[0]] = member
         self.fleet.change(model, member, Change.READY)
-        text = f"{worker.reports[0]} is there in place of the one that died"
-        LOG.info(text, extra={"kind": "restart"})
+        if replicas.of.addresses[member] != replicas.names[member]:
+            self._expect(model, member, replicas.of.request_timeout_s)
+        LOG.info(return_text(worker.reports[0], old), extra={"kind": "restart"})
 
     def _end_hanging(self, model: str, replicas: _Replicas) -> None:
         limit = replicas.of.request_timeout_s
@@ -138,18 +149,19 @@ class ScorerWatch:
                 self._expect(model, member, limit)
             self.fleet.change(model, member, Change.SILENT if silent else Change.ANSWERED)
         for member in hanging:
-            replicas.group.end(member)
             section = model.partition(":")[0]
             text = f"{replicas.group.reports[member]} has done nothing for {limit:g} s ({section}.request_timeout_s)"
             self._lose(model, member, WorkerHangs(text))
 
     def _expect(self, model: str, member: int, within_s: float) -> None:
-        self._expected.append(Expected(model, self._models[model].of.addresses[member], within_s))
+        its = self._models[model]
+        self._expected.append(Expected(model, its.names[member], within_s, its.of.addresses[member]))
 
     def absent(self) -> list[Expected]:
-        """Return the replicas that are being started now; for clients that begin."""
+        """Return the replicas that are being started now, and those that have moved; for clients that begin."""
         return [
-            Expected(model, its.of.addresses[member], its.of.start_timeout_s)
+            Expected(model, name, its.of.start_timeout_s, address)
             for model, its in self._models.items()
-            for member in self.fleet.members(model, *(set(Health) - set(WORKING)))
+            for member, (name, address) in enumerate(zip(its.names, its.of.addresses, strict=True))
+            if name != address or self.fleet.health(model, member) not in WORKING
         ]

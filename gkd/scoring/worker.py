@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.cluster.activity import report_here
+from gkd.cluster.failure import WorkerHangs
 from gkd.config import RewardModel, Scorer
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
@@ -75,9 +76,16 @@ class ScoringWorker:
         return report_here()
 
     def serve(self) -> None:
-        """Answer requests for as long as this process lives. Raises RunFailed when the engine fails."""
+        """Answer requests for as long as this process lives. Raises RunFailed when the engine fails.
+
+        That is WorkerHangs where a process of the engine's has died: then a new one may do better.
+        """
         try:
             self._server.serve(threading.Event())
+        except RunFailed as failure:
+            if self._engine.has_lost_process():
+                raise WorkerHangs(f"a process of an engine has died: {failure}") from failure
+            raise
         finally:
             self._engine.close()
 

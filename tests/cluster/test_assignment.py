@@ -117,10 +117,15 @@ def test_the_file_has_the_processes_of_workers_that_were_started_again(tmp_path,
 
     monkeypatch.setattr("gkd.cluster.placement.start_again", started_again)
     ranks = Group("actor", (None, None), (report("actor", 0, 0), report("actor", 1, 1)))
+    service = object()
     placement = Placement({"actor": ranks}, {"actor": [claim(0, 100), claim(1, 101)]}, {"n1": "10.0.0.1"})
+    placement.session.control = service  # type: ignore[assignment]
     placement.write_json(tmp_path / "placement.json")
-    (alone,) = placement.restart_worker("actor", 1).reports
+    worker = placement.restart_worker("actor", 1)
+    (alone,) = worker.reports
     assert (alone.rank, alone.pid) == (1, 7)
+    assert placement.groups["actor"].service is service
+    assert worker.service is None  # what waits for it beside the run must not take the one notice of its loss
     assert written() == [("actor", 100), ("actor", 7)]
     placement.restart("actor")
     assert written() == [("actor", 8), ("actor", 9)]

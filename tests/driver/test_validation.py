@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,26 @@ def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with
         assert found["val/reverse_kl"] == 0.5
         (request,) = engines.calls[0]
         assert request.scoring == Scoring(5) and request.sampling.temperature == 1.0
+
+
+def test_replicas_are_watched_while_the_teacher_answers() -> None:
+    """The only one, which dies meanwhile, answers once the watch has had it started again."""
+    answer: Future[Any] = Future()
+    attended: list[float] = []
+
+    def attend(wait_s: float) -> None:
+        attended.append(wait_s)
+        if len(attended) == 2:
+            answer.set_result(np.array([5], np.int32))
+
+    config = load({"data": {"val_limit": 1}})
+    engines = SimpleNamespace(attend=attend, colocation=SimpleNamespace(wake_engines=lambda: None))
+    held_out = SimpleNamespace(prompts=prompts("a"))
+    inputs = SimpleNamespace(val=held_out, tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9))
+    teacher = SimpleNamespace(submit=lambda request: answer)
+    validation = Validation(config, inputs, engines, None, {"teacher": teacher})  # type: ignore[arg-type, dict-item]
+    assert validation.teacher() == {"val/accuracy": 1.0}
+    assert set(attended) == {0.0}  # without waiting: answers are what is waited for
 
 
 def test_answers_end_at_the_texts_that_end_responses_in_training() -> None:

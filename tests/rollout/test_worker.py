@@ -25,6 +25,7 @@ from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample
 from gkd.weights.transfer import Piece
 from tests.data.models import WORDS, save_model
 
+
 class Parts:
     """What receives the pieces of a push, one after the other."""
 

@@ -18,6 +18,7 @@ from gkd.inference.requests import FULL_VOCABULARY, ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
 from gkd.scoring.client import ScoringClient
+from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Process, Running, a_score
 from tests.scoring.table import KEY, VOCABULARY, TableEngine, expected
 
@@ -73,10 +74,10 @@ def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect:
     client = connect(address, request_timeout_s=0.4)
     client.connect(30)
     first.end()
-    client.expect(address, 30.0)
+    client.expect(address, 30.0, address)
     late = connect(address, request_timeout_s=0.4, absent=[address])
     assert late.connect(30) == {}
-    late.expect(address, 30.0)
+    late.expect(address, 30.0, address)
     futures = [one.submit(a_score(0)) for one in (client, late)]
     time.sleep(1.5)
     assert not any(future.done() for future in futures)
@@ -85,6 +86,22 @@ def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect:
     again.end()
     with pytest.raises(ScorerUnavailable, match="all replicas are out"):  # it is expected no more
         client.submit(a_score(1)).result(10)
+
+
+def test_requests_follow_a_server_to_another_address(serve: Serve, connect: Connect) -> None:
+    """Those under way, those that come meanwhile, and those after it has moved once more."""
+    servers = [serve(TableEngine(delay_s=3.0)), serve(), serve()]
+    name, second, third = (running.server.address for running in servers)
+    client = connect(name, request_timeout_s=30.0)
+    client.connect(30)
+    futures = [client.submit(a_score(0))]
+    client.expect(name, 30.0, second)
+    futures.append(client.submit(a_score(1)))
+    assert all_right(futures, 25.0)
+    client.expect(name, 0.0, third)
+    assert eventually(lambda: client._dispatcher.replicas[0]._connected == third)
+    assert all_right([client.submit(a_score(0))], 25.0)
+    assert [running.engine.worked_on for running in servers[1:]] == [2, 1]
 
 
 def test_attempts_are_limited_and_told(serve: Serve, connect: Connect) -> None:

@@ -1,12 +1,16 @@
 """Workers that make one engine: who leads, what each part sees, and what happens when one is lost."""
 
+import json
 import os
 import signal
 
 import pytest
 
 from gkd.cluster.engines import Engines
+from gkd.cluster.failure import NodeLeft
 from gkd.cluster.group import gather
+from gkd.cluster.reserve import read_nodes
+from gkd.cluster.restarts import return_text
 from gkd.errors import RunFailed
 from tests.ray.cluster.conftest import alive, configuration, eventually
 
@@ -62,3 +66,40 @@ def test_an_engine_with_more_gpus_on_one_node_than_on_another_is_refused(placed)
     rollout = rollout_of(placed, n_gpus_per_node=3, nnodes=2)
     with pytest.raises(RunFailed, match=r"an engine of tensor_parallel_size=4 from rank 0 on has 3 \+ 1 GPUs"):
         Engines.of(rollout, 4, timeout_s=30)
+
+
+def test_an_engine_whose_node_has_left_is_started_on_another_one(cluster, placed, hold, tmp_path):
+    """Of two GPUs, on the only node that has as many free; where there is none it is given up; others come back."""
+    first, *others = read_nodes()
+    hold({node.id: 8 for node in others})
+    leaving = cluster.add_node(wait=True, num_gpus=2, num_cpus=4)
+    hold({first.id: 5})  # the first engine and the actor fit beside that
+    placement = placed(
+        configuration(1, {"n_gpus_per_node": 2, "nnodes": 2, "tensor_parallel_size": 2}, None, reserve_timeout_s=2.0)
+    )
+    placement.write_json(tmp_path / "placement.json")
+    engines = Engines.of(placement.groups["rollout"], 2, timeout_s=30)
+    stays, leaves = engines.leaders.reports
+    assert (stays.node_id, leaves.node_id) == (first.id, leaving.node_id)
+    cluster.remove_node(leaving)
+    with pytest.raises(NodeLeft, match=r"its node left, and no other has room for it: no room after 2 s"):
+        engines.start_again(placement, 1)
+    os.kill(stays.pid, signal.SIGKILL)  # what is reserved elsewhere is as it was
+    assert engines.start_again(placement, 0).reports[0].gpu_uuids == stays.gpu_uuids
+
+    hold.release()
+    hold({others[0].id: 7} | {node.id: 8 for node in others[1:]})
+    worker = engines.start_again(placement, 1)
+    (report,) = worker.reports
+    assert (report.node_id, report.rank) == (first.id, 2)
+    ranks = placement.groups["rollout"].reports[2:]
+    assert len({uuid for r in placement.reports for uuid in r.gpu_uuids}) == 5
+    gather([worker.submit_build(PART, [("c", None)])], 30)
+    assert worker.call("what", timeout_s=30) == [("c", None, ",".join(r.cuda_visible_devices for r in ranks))]
+    written = json.loads((tmp_path / "placement.json").read_text())
+    assert [(r["node"], r["pid"]) for r in written[-2:]] == [(r.node, r.pid) for r in ranks]
+    os.kill(report.pid, signal.SIGKILL)  # and there it comes back like any other
+    assert engines.start_again(placement, 1).reports[0].gpu_uuids == report.gpu_uuids
+    text = return_text(report, leaves)
+    assert text.startswith(f"{report} is there in place of the one that died, on other GPUs (SIM-")
+    assert text.endswith(f"): {leaves.node} has left")

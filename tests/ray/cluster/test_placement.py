@@ -196,7 +196,7 @@ def test_a_node_that_leaves_while_waiting_is_done_without(cluster, hold):
     ("step", "pool"),
     [
         ("_take", 2),
-        ("_start_workers", 2),
+        ("start_workers", 2),
         ("_read_indices", {"gpus": [1]}),
     ],
 )

@@ -105,11 +105,17 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
 def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_given_up(
     engines: list[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of two that is killed; both, one of which does not start at first; and both more often than they may."""
+    """One of two that loses a process of its engine; both, killed, one of which does not start at first; and both more
+    often than they may.
+    """
     attempts: list[int] = []
+    both_died = threading.Event()
 
     def start_again(member: int) -> Group:
         attempts.append(member)
+        if len(attempts) > 1:  # whichever of the two deaths is known first
+            assert eventually(lambda: both_died.is_set() or not rollout.working)
+            both_died.set()
         if attempts.count(0) == 1 and member == 0:
             raise RunFailed("no GPU")
         return built(engines, [member])
@@ -125,6 +131,9 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
 
     def kill(killed: Sequence[int]) -> list[int]:
         keys = rollout.submit(wanted(30))
+        if len(killed) == 1:
+            rollout.group.only(killed).control("lose_process", timeout_s=30)
+            return keys
         for engine in killed:
             os.kill(rollout.group.reports[engine].pid, signal.SIGKILL)
         return keys
@@ -143,6 +152,10 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
         with pytest.raises(RunFailed, match=r"^rollout rank \d \(.* died: "):
             rollout.collect(keys, timeout_s=120)
     assert sorted(attempts) == [0, 0, 1, 1]
+    assert any(
+        message.startswith("rollout rank 1 lost a process of its engine: Executor failed.; its samples")
+        for message in caplog.messages
+    )
     deaths = [record.getMessage() for record in caplog.records if getattr(record, "kind", "") == "death"]
     ends = [
         "its samples are done again by the other 1 engines; it is started again (1 of cluster.worker_restarts=2)",
@@ -161,7 +174,7 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
     group = built(engines, [0], "tests.ray.rollout.toy:ToyScorer")
     again = StartAgain(2, lambda member: built(engines, [member], "tests.ray.rollout.toy:ToyScorer"), threads)
     calls = group.submit("serve")
-    watch = ScorerWatch({"teacher": ScorerModel(group, calls, ("tcp://a:1",), 3.0, 60.0, again)}, Fleet())
+    watch = ScorerWatch({"teacher": ScorerModel(group, calls, ["tcp://a:1"], 3.0, 60.0, again)}, Fleet())
 
     def lose() -> list[Expected]:
         """What clients are to wait for until it is back."""
@@ -170,7 +183,7 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
             for ref in ray.wait(watch.calls, num_returns=1, timeout=0.2)[0]:
                 watch.lose(ref)
             found += watch.look()
-        assert watch.absent() == [Expected("teacher", "tcp://a:1", 60.0)]
+        assert watch.absent() == [Expected("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
         assert watch.groups[0].workers == ()
         threads[-1].join(60)
         assert watch.look() == [] and watch.absent() == []

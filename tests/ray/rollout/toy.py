@@ -19,12 +19,14 @@ from gkd.types import Sample, SampleRequest
 
 
 class ToyEngine(InferenceEngine[SampleRequest, Sample]):
-    """Needs 20 passes of 50 ms for all that it has, and hangs for good in the next one once ``stuck``."""
+    """Needs 20 passes of 50 ms for all that it has; once ``stuck`` it hangs for good in the next one, and fails there
+    where it has lost a process.
+    """
 
     can_sample = True
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.stuck = False
+        self.stuck = self.loses_process = False
         self.requests: dict[int, SampleRequest] = {}
         self.left = 0
 
@@ -36,6 +38,8 @@ class ToyEngine(InferenceEngine[SampleRequest, Sample]):
         return bool(self.requests)
 
     def step(self) -> list[tuple[int, Sample]]:
+        if self.loses_process:
+            raise RuntimeError("Executor failed.")
         if self.stuck:
             threading.Event().wait()
         time.sleep(0.05)
@@ -51,6 +55,9 @@ class ToyEngine(InferenceEngine[SampleRequest, Sample]):
         self.requests.clear()
         return done
 
+    def has_lost_process(self) -> bool:
+        return self.loses_process
+
 
 class ToyRollout(rollout_worker.RolloutWorker):
     """The real worker, whose configuration names :class:`ToyEngine`."""
@@ -65,6 +72,9 @@ class ToyRollout(rollout_worker.RolloutWorker):
 
     def get_stuck(self) -> None:
         self.engine.stuck = True
+
+    def lose_process(self) -> None:
+        self.engine.loses_process = True
 
     def report(self) -> dict[str, Any]:
         return {"memory": {"process_gb": 1.0 + self.rank}, "clock": 0.0, "spans": []}

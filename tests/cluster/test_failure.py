@@ -1,0 +1,25 @@
+"""What Ray raises about a worker, as the error that decides how the run goes on."""
+
+from __future__ import annotations
+
+import pytest
+from ray.exceptions import ObjectLostError, ObjectReconstructionFailedError, OwnerDiedError, RayTaskError
+
+from gkd.cluster.failure import NodeLeft, WorkerDied, WorkerHangs, explain
+from gkd.errors import RunFailed
+
+
+@pytest.mark.parametrize("kind", [ObjectLostError, OwnerDiedError, ObjectReconstructionFailedError])
+def test_what_is_lost_with_a_node_counts_as_a_death_after_which_a_run_may_begin_again(kind: type[Exception]) -> None:
+    """Also where a worker raises it on its way to another one: the actor, which fetches samples."""
+    failure = explain(kind("00", None, ""), "fetching sampled responses")
+    assert type(failure) is WorkerDied
+    assert str(failure) == f"fetching sampled responses: lost with the node that held it ({kind.__name__})"
+    assert type(explain(RayTaskError("update", "", failure), "actor rank 0")) is WorkerDied
+
+
+def test_the_kind_of_what_a_worker_raises_stays_what_it_is() -> None:
+    for failure in (WorkerHangs("a process of its engine is gone"), RunFailed("no")):
+        found = explain(RayTaskError("serve", "", failure), "rollout rank 0")
+        assert type(found) is type(failure) and str(found) == str(failure)
+    assert not issubclass(NodeLeft, WorkerDied)
