@@ -2,10 +2,13 @@
 
     python tests/benchmarks/kills.py [--kills 20] [--staleness 1] [--seed 0] [SETTING ...]
 
-The built-in task with two engines and two replicas of the teacher (on_policy_distill). Every kill is a SIGKILL of a
-worker of ``--groups``, at a moment drawn at random; the run goes on after each and ends by itself. Printed:
-samples trained against steps x batch x n, each once; the largest age of a sample against schedule.max_staleness; how
-long each worker was away; the exit code. Exit code 1 where one of them is not what it must be.
+The built-in task with two engines and two replicas of the teacher (on_policy_distill), or with two engines, a
+reference and a reward model where one of these is among ``--groups`` (grpo). Every kill is a SIGKILL of a worker of
+``--groups``, at a moment drawn at random; the run goes on after each and ends by itself. ``actor`` and ``ray`` (the
+control service of the run's own Ray) are those after which the program begins again from its newest checkpoint.
+Printed: samples trained against steps x batch x n, each once; the largest age of a sample against
+schedule.max_staleness; how long each worker was away; the exit code. Exit code 1 where one of them is not what it must
+be.
 """
 
 from __future__ import annotations
@@ -24,13 +27,37 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.data.models import save_reward_model
+
 BATCH, N = 8, 4
 SMALL = [
     "data.sort_digits.digits=3", "data.sort_digits.teacher_steps=60", "data.sort_digits.student_steps=40",
     "data.val_limit=16", f"trainer.batch_size={BATCH}", f"rollout.n={N}", f"trainer.n_logged_samples={BATCH * N}",
     "trainer.n_logged_tokens=0", "trainer.val_every=100000", "cluster.cpu_threads=1", "rollout.engine=hf",
-    "rollout.n_gpus_per_node=2", "teacher.n_gpus_per_node=2", "cluster.simulate_gpus=5", "cluster.worker_restarts=1000",
+    "rollout.n_gpus_per_node=2", "cluster.simulate_gpus=5", "cluster.worker_restarts=1000", "trainer.restarts=1000",
+    "trainer.save_every=10",
 ]  # fmt: skip
+FATAL = ("actor", "ray")
+"""What the run begins again without."""
+
+
+def recipe(groups: list[str], directory: Path) -> list[str]:
+    """The arguments for a run that has these groups."""
+    if not {"reference", "reward_model"} & set(groups):
+        return ["+recipe=on_policy_distill", *SMALL, "teacher.n_gpus_per_node=2"]
+    save_reward_model(directory / "reward_model")
+    own = ["algorithm.kl.coef=0.01", "reward.functions=[accuracy,reward_model]", "reward.weights=[1.0,0.01]"]
+    return ["+recipe=grpo", *SMALL, *own, f"reward_model.model.path={directory / 'reward_model'}"]
+
+
+def begun(output: Path) -> tuple[int, int]:
+    """How often the run has begun, and the step that it went on from the last time."""
+    begins = [row for row in rows(output / "events.jsonl") if row["kind"] in ("start", "resume")]
+    return len(begins), begins[-1]["step"] if begins and begins[-1]["kind"] == "resume" else 0
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -58,10 +85,13 @@ def away_s(events: list[dict[str, Any]]) -> list[float]:
     return away
 
 
-def victims(output: Path, groups: list[str]) -> dict[tuple[str, int], int]:
-    """Process ids by group and rank, of the workers of ``groups`` whose process is there."""
+def victims(run: subprocess.Popen[bytes], output: Path, groups: list[str]) -> dict[tuple[str, int], int]:
+    """Process ids by group and rank, of the workers of ``groups`` whose process is there, and of Ray's service."""
     workers = json.loads((output / "placement.json").read_text())
     found = {(worker["group"], worker["rank"]): worker["pid"] for worker in workers if worker["group"] in groups}
+    if "ray" in groups:
+        services = [p.pid for p in psutil.Process(run.pid).children(recursive=True) if p.name() == "gcs_server"]
+        found |= {("ray", rank): pid for rank, pid in enumerate(services)}
     return {who: pid for who, pid in found.items() if Path(f"/proc/{pid}").exists()}
 
 
@@ -77,14 +107,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gkd-kills-") as directory:
         output = Path(directory, "run")
-        command = [
-            sys.executable,
-            "-m",
-            "gkd.main",
-            "+recipe=on_policy_distill",
-            *SMALL,
-            f"trainer.output_dir={output}",
-        ]
+        arguments = recipe(options.groups.split(","), Path(directory))
+        command = [sys.executable, "-m", "gkd.main", *arguments, f"trainer.output_dir={output}"]
         command += [f"schedule.max_staleness={options.staleness}", f"trainer.total_steps={options.steps}"]
         run = subprocess.Popen([*command, *options.settings], stdout=sys.stderr)
         try:
@@ -105,14 +129,20 @@ def kill(
         while run.poll() is None and newest(output) < step:
             time.sleep(0.1)
         time.sleep(draw.uniform(0, 1))
-        while run.poll() is None and not (there := victims(output, options.groups.split(","))):
+        while run.poll() is None and not (there := victims(run, output, options.groups.split(","))):
             time.sleep(0.1)
         if run.poll() is not None:
             break
-        who = draw.choice(sorted(there))
+        who, (before, _) = draw.choice(sorted(there)), begun(output)
         os.kill(there[who], signal.SIGKILL)
         killed.append(who)
         print(f"kill {len(killed):3} after step {newest(output):4}: {who[0]} rank {who[1]}", flush=True)
+        # One that loses so much before it has trained a step again ends, as it is to.
+        while who[0] in FATAL and run.poll() is None:
+            n, first = begun(output)
+            if n > before and newest(output) > first:
+                break
+            time.sleep(0.1)
     return killed
 
 
@@ -128,6 +158,7 @@ def count(output: Path, options: argparse.Namespace, killed: list[tuple[str, int
     )
     print(f"samples trained {times}, steps x batch x n {wanted}, more than once {times - len(trained)}")
     print(f"largest staleness {stale:g}, schedule.max_staleness={options.staleness}")
+    print(f"the run began again {begun(output)[0] - 1} times")
     print(f"came back: {len(away)} times, after {min(away):.1f} to {max(away):.1f} s" if away else "came back: never")
     print(f"exit code {code}")
     right = (

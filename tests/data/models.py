@@ -35,3 +35,15 @@ def save_model(directory: Path, vocab_size: int = len(WORDS), tokenizer: Any = N
     LlamaForCausalLM(config).save_pretrained(directory)
     (tokenizer or word_tokenizer()).save_pretrained(directory)
     return directory
+
+
+def save_reward_model(directory: Path) -> tuple[Any, Any]:
+    """Save a small model that rates texts of digits, with words of its own; returns it and its tokenizer."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    tokenizer = word_tokenizer(words=("<unk>", "<eos>", "=", *map(str, range(10))))
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForSequenceClassification(LlamaConfig(**shape, vocab_size=13, num_labels=1)).eval()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return model, tokenizer

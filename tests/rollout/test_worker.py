@@ -131,7 +131,6 @@ def test_requests_that_come_between_the_pieces_of_new_weights_are_sampled_from_t
     worker._receive(Piece(before + 1, 1, last=True))
     while worker.engine.busy():
         worker._step()
-    found = [worker.pipeline.scored.get(timeout=10) for _ in requests]
-    assert [[span.version for span in item[0].versions] for item in found if isinstance(item, tuple)] == [
-        [before + 1]
-    ] * 2
+    items = [worker.pipeline.scored.get(timeout=10) for _ in requests]
+    trained = [training for item in items if isinstance(item, list) for training, _ in item]
+    assert [[span.version for span in training.versions] for training in trained] == [[before + 1]] * 2

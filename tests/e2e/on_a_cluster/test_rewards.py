@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.models import word_tokenizer
+from tests.data.models import save_reward_model
 
 PARTS = {
     "reward/mean", "reward/std", "reward/share/mean", "reward/share/seconds",
@@ -33,15 +33,10 @@ async def share(group):
 
 
 def _reward_model(directory: Path) -> Callable[[str], float]:
-    """Make a small reward model with words of its own; returns what it says of a text."""
+    """Make a small reward model; returns what it says of a text."""
     import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    tokenizer = word_tokenizer(words=("<unk>", "<eos>", "=", *map(str, range(10))))
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForSequenceClassification(LlamaConfig(**shape, vocab_size=13, num_labels=1)).eval()
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    model, tokenizer = save_reward_model(directory)
 
     def rate(text: str) -> float:
         with torch.no_grad():

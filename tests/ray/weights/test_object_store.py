@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 from gkd.actor.publishing import Publisher
 from gkd.config import Weights
 from gkd.errors import RunFailed
+from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.object_store import ObjectStoreReceiver, StoredPiece
 from gkd.weights.packing import buckets
 from gkd.weights.transfer import Piece
+from tests.ray.cluster.conftest import eventually
 
 TENSORS = {
     "a.weight": torch.randn(7, 5),
@@ -87,3 +91,38 @@ def test_a_piece_that_does_not_come_is_a_failure_with_a_deadline() -> None:
     with pytest.raises(RunFailed, match=r"version 2, piece 1 did not arrive within 0.2 s"):
         receive(Piece(2, 0, True, (StoredPiece(ref, None),)), timeout_s=0.2)
     ray.cancel(ref, force=True)
+
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class Loader:
+    """An engine's worker that takes its time for the first piece."""
+
+    def __init__(self) -> None:
+        self.go, self.begun, self.loaded = threading.Event(), [], []
+
+    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> None:
+        self.begun.append(piece.number)
+        assert self.go.wait(60)
+        self.loaded.append(piece.number)
+
+    def progress(self) -> tuple[list[int], list[int]]:
+        return self.begun, self.loaded
+
+    def release(self) -> None:
+        self.go.set()
+
+
+def test_an_engine_begins_to_load_while_later_pieces_are_gathered() -> None:
+    loader, n = Loader.remote(), 5
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(n):
+            if number == 2:  # the first piece went out when the tensor that did not fit into it was there
+                assert eventually(lambda: ray.get(loader.progress.remote(), timeout=30) == ([0], []))
+                ray.get(loader.release.remote(), timeout=30)
+            yield f"{number}.weight", torch.zeros(1 << 18)  # a piece each
+
+    publisher = Publisher(Weights(transfer="object_store", bucket_mb=1), CPU, gather)
+    publisher.send(Delivery(Push(1, 1, 60.0), [Destination(loader, 1)]))
+    assert ray.get(loader.progress.remote(), timeout=30) == (list(range(n)), list(range(n)))
+    ray.kill(loader)
