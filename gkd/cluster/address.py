@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import ray._raylet  # Ray has no public way to ask for its token
 
+from gkd.cluster.port import connect
 from gkd.errors import ConfigError
 
 _PROBE = """
@@ -59,7 +59,7 @@ def require_cluster(address: str, setting: str, timeout_s: float) -> None:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{where}: expected host:port, such as 10.0.0.1:6379, or auto")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+        connect(address, timeout_s)
     except OSError as error:
         raise ConfigError(
             f"{where}: nothing answers there ({error}); start Ray with ./launch/ray_cluster.sh head, "

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import IO, Any, Literal
 
 from gkd.cluster.fit import range_text
+from gkd.cluster.gpu import are_simulated
 
 UUID_SHOWN = 14
 """Characters of a UUID in a narrow table, which tell the GPUs of a machine apart."""
@@ -46,7 +47,7 @@ class Report(DeviceReport):
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """What the worker computes on: the CPU where its GPU is only one of Ray's numbers."""
-        return "cpu" if all(uuid.startswith("SIM-") for uuid in self.gpu_uuids) else "cuda"
+        return "cpu" if are_simulated(self.gpu_uuids) else "cuda"
 
     def __str__(self) -> str:
         return f"{self.group} rank {self.rank} (pid {self.pid} on {self.node})"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from gkd.cluster.port import connect
 from gkd.errors import ControlLost
 
 SETTING = "gcs_rpc_server_reconnect_timeout_s"
@@ -90,9 +90,8 @@ class ControlService:
                 os._exit(1)  # the main thread may be in a call that nothing interrupts
 
     def _answers(self) -> bool:
-        host, _, port = self.address.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+            connect(self.address, CONNECT_TIMEOUT_S)
         except OSError as error:
             return error.errno in OWN_TROUBLE
         return True

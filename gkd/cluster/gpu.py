@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from gkd.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+STAND_IN = "SIM-"  # how the stand-in for a UUID begins
 SIMULATED = "GKD_SIMULATED_GPUS"  # "1" in the environment of a node whose GPUs are only Ray's numbers
 
 
@@ -66,13 +67,17 @@ def nvml_uuids() -> list[str]:
         return [text(library.nvmlDeviceGetUUID(handle)) for handle in handles(library)]
 
 
+def are_simulated(uuids: Iterable[str]) -> bool:
+    """Return whether none of these devices is real, so that what has them computes on a CPU."""
+    return all(uuid.startswith(STAND_IN) for uuid in uuids)
+
+
 def smallest_memory(uuids: list[str]) -> int | None:
     """Return bytes of the smallest of these devices, as the driver counts them; None where none of them is real."""
-    real = [uuid for uuid in uuids if not uuid.startswith("SIM-")]
-    if not real:
+    if are_simulated(uuids):
         return None
     with nvml() as library:
-        devices = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in real]
+        devices = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids if not are_simulated([uuid])]
         return min(int(library.nvmlDeviceGetMemoryInfo(handle).total) for handle in devices)
 
 
@@ -139,7 +144,7 @@ def devices_seen(visible: str, node_id: str) -> Devices:
     uuids = [] if os.environ.get(SIMULATED) == "1" else nvml_uuids()
     if not uuids:  # no GPU on this machine: Ray's numbers are all there is
         indices = [int(token) if token.isdigit() else position for position, token in enumerate(listed)]
-        return Devices(len(listed), [f"SIM-{node_id[:8]}-{token}" for token in listed], indices)
+        return Devices(len(listed), [f"{STAND_IN}{node_id[:8]}-{token}" for token in listed], indices)
     seen = [(uuid_of(token, uuids), index_of(token, uuids)) for token in listed]
     return Devices(
         count=sum(uuid is not None for uuid, _ in seen),

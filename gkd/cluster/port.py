@@ -32,9 +32,14 @@ def why_taken(host: str, port: int) -> str | None:
 
 def listens(address: str, timeout_s: float) -> bool:
     """Return whether something takes connections at ``address`` (host:port) within ``timeout_s``."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+        connect(address, timeout_s)
     except OSError:
         return False
     return True
+
+
+def connect(address: str, timeout_s: float) -> None:
+    """Connect to ``address`` (host:port), and hang up. Raises OSError where nothing answers within ``timeout_s``."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()

@@ -20,7 +20,7 @@ from gkd.config.doubts import rates
 from gkd.config.hints import hint
 from gkd.config.open import OWN, OpenSettings
 from gkd.config.run import Config
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 # An installed package carries conf inside itself; a checkout has it at the top.
 _INSIDE, _TOP = Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf"
@@ -36,7 +36,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: it is nested too deep, or holds itself") from None
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{path} is no configuration: names and values are expected")
     return {str(name): value for name, value in given.items()}

@@ -79,7 +79,7 @@ class OpenSettings(Settings):
             except ValidationError as error:
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))
-                why = " ".join(str(first["msg"]).removeprefix("Value error, ").split())
+                why = one_line(str(first["msg"]).removeprefix("Value error, "))
                 known = [f"{prefix}{name}" for name in kind.model_fields]
                 raise _refusal(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
             if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them

@@ -1,8 +1,8 @@
-"""Settings of a program as they are written on the command line."""
+"""Settings by their dotted names, and as they are written on the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,16 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
     """Return settings, names with dots or nested, as overrides. Raises ConfigError for a value that has no text."""
     return [
         f"{'+' if name in ('recipe', 'sets', 'task') else ''}{name}={_text(name, value)}"
-        for name, value in _flat(settings)
+        for name, value in flat(settings).items()
     ]
 
 
-def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values; an empty mapping is a value."""
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return values by dotted names, each below ``above``; an empty mapping is a value."""
+    values: dict[str, Any] = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
+        values |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) and value else {f"{above}{name}": value}
+    return values
 
 
 def _text(name: str, value: Any) -> str:

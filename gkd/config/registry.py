@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ def _own(setting: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module) if file is None else _module(file), attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {reason}") from None
+        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {one_line(error)}") from None
 
 
 def file_of(name: str) -> Path | None:

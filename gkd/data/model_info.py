@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,13 @@ class ModelInfo:
             text = config.get_text_config()
             ends = [config.eos_token_id, text.eos_token_id]
         except Exception as error:  # transformers raises whatever it meets in the file
-            raise ConfigError(f"{name}: no model can be read there ({' '.join(str(error).split())[:200]})") from None
+            raise ConfigError(f"{name}: no model can be read there ({one_line(error)})") from None
         try:
             generation = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         except OSError:  # there is no generation_config.json
             generation = None
         except Exception as error:  # transformers raises whatever it meets in it
-            raise ConfigError(
-                f"{name}: its generation_config.json cannot be read: {' '.join(str(error).split())[:200]}"
-            ) from None
+            raise ConfigError(f"{name}: its generation_config.json cannot be read: {one_line(error)}") from None
         ends += [generation, getattr(tokenizer, "eos_token_id", None)]
         eos = {i for end in ends for i in _ids(end, f"{name}: eos_token_id")}
         n_tokens = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1

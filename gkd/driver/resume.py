@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config
+from gkd.config.overrides import flat
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoint import Saved, complete, newest_intact, step_of
 from gkd.driver.early_stop import EarlyStop
@@ -86,7 +87,7 @@ def find(config: Config, output: Path) -> Saved:
         raise ConfigError(f"trainer.resume=true: there is no complete checkpoint in {directory}")
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    here, there = _flat(config.model_dump(mode="json")), _flat(saved.config)
+    here, there = flat(config.model_dump(mode="json")), flat(saved.config)
     for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
         if _is_of(key, _SAME) and not _is_of(key, _FREE) and here.get(key) != there.get(key):
             raise ConfigError(
@@ -104,7 +105,7 @@ def differences(saved: Saved, config: Config) -> str:
 
     Another version of gkd counts as one of them.
     """
-    here, there = _flat(config.model_dump(mode="json")), _flat(saved.config)
+    here, there = flat(config.model_dump(mode="json")), flat(saved.config)
     changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
     changed += [
         f"{key} {_shown(there.get(key))} -> {_shown(here.get(key))}"
@@ -143,13 +144,6 @@ def cut(file: Path, step: int) -> None:
 
 def _is_of(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        below = ((f"{name}.{part}" if name else part, v) for part, v in value.items())
-        return {key: v for part, inner in below for key, v in _flat(inner, part).items()}
-    return {name: value}
 
 
 def _shown(value: Any) -> str:

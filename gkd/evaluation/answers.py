@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gkd.durable import sum_of
 from gkd.errors import ConfigError
 
 
@@ -105,11 +106,6 @@ def fingerprint(directory: str) -> str:
 
     files = sorted(p for p in Path(directory).iterdir() if p.suffix in (".safetensors", ".json", ".model", ".jinja"))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        sums = list(pool.map(_sum, files))
-    named = [[file.name, own] for file, own in zip(files, sums, strict=True)]
+        sums = list(pool.map(sum_of, files))
+    named = [[file.name, own.sha256] for file, own in zip(files, sums, strict=True)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
-
-
-def _sum(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gkd.config.evaluation import Endpoint
-from gkd.errors import RunFailed
+from gkd.errors import RunFailed, one_line
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Messages, Reply
 from gkd.types import Sampling
@@ -88,7 +88,7 @@ class EndpointReplies:
                 **wanted,
             )
         except OpenAIError as error:
-            cause = " ".join(str(error.__cause__ or error).split())[:200]
+            cause = one_line(error.__cause__ or error)
             raise RunFailed(
                 f"evaluate.endpoints.{self.model.name}: {settings.url} did not answer: {type(error).__name__}: {cause}"
             ) from None

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.errors import RunFailed
+from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import Device, EngineSpec, InferenceEngine
 from gkd.inference.requests import Generate, Limits, Refused, Score
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
@@ -97,9 +97,8 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
         try:
             self.llm_engine = start_llm(arguments, spec.device).llm_engine
         except Exception as error:
-            reason = " ".join(str(error).split())
             raise RunFailed(
-                f"the teacher's engine did not start on {spec.model_path}: {type(error).__name__}: {reason}"
+                f"the teacher's engine did not start on {spec.model_path}: {type(error).__name__}: {one_line(error)}"
             ) from error
         self.llm_engine.collective_rpc(tails_instead_of_ranks)
         self._stop_ids = spec.model.eos_ids
@@ -170,7 +169,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
             try:
                 self._start(key, request)
             except ValueError as error:
-                yield key, Refused("bad_request", " ".join(str(error).split()))
+                yield key, Refused("bad_request", one_line(error))
 
     def _fits(self, request: Score | Generate) -> bool:
         """Return whether ``request`` may join those that run: same shape and K, and memory for its results."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from gkd.algorithms.top_k import top_k_wanted
-from gkd.cluster.gpu import nvml_uuids
+from gkd.cluster.gpu import handles, nvml, text
 from gkd.cluster.layout import idle_nodes, requests_of, solve
 from gkd.config import GROUPS, Config, Engine, Plan, Rollout, Scorer, nearest
 from gkd.data.task import require_teacher, task_of
@@ -104,17 +104,11 @@ def cpu_hardware(plan: Plan) -> Hardware:
 
 def _gpu_here() -> tuple[str, float] | None:
     """Return the known type of this machine's first GPU, and its memory in GB; None where there is none."""
-    if not nvml_uuids():
-        return None
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        raw, memory = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total
-    finally:
-        pynvml.nvmlShutdown()
-    name = known_gpu_type(raw.decode() if isinstance(raw, bytes) else raw, memory / GIB)
+    with nvml() as library:
+        if not (there := handles(library)):
+            return None
+        memory = library.nvmlDeviceGetMemoryInfo(there[0]).total
+        name = known_gpu_type(text(library.nvmlDeviceGetName(there[0])), memory / GIB)
     return None if name is None else (name, memory / GB)
 
 

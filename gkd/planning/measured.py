@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import NormalDist, mean, median
 from typing import Any
 
+from gkd.cluster.gpu import are_simulated
 from gkd.config import Config, load
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
@@ -62,7 +63,7 @@ def _require_same_device(path: Path, layout: Layout) -> None:
     """Raise ConfigError where the run computed on CPUs and the plan is of GPUs, or the other way round."""
     try:
         workers = json.loads((path / "placement.json").read_text(encoding="utf-8"))
-        on_cpu = all(uuid.startswith("SIM-") for row in workers for uuid in row["gpu_uuids"])
+        on_cpu = are_simulated(uuid for row in workers for uuid in row["gpu_uuids"])
     except OSError:
         return  # the files that are needed say what is missing
     except (ValueError, KeyError, TypeError, AttributeError) as error:

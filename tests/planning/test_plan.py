@@ -58,8 +58,7 @@ def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with one GPU, whose groups would share it, as well."""
-    for module in ("gkd.cluster.gpu", "gkd.planning.layout"):
-        monkeypatch.setattr(f"{module}.nvml_uuids", lambda: ["GPU-1"])
+    monkeypatch.setattr("gkd.cluster.gpu.nvml_uuids", lambda: ["GPU-1"])
     monkeypatch.setattr("gkd.planning.layout._gpu_here", lambda: ("h200", 150.0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     own = ["+recipe=grpo", "model.size=0.5b"]

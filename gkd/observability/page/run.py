@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gkd.cluster.gpu import are_simulated
 from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.loading import read_yaml
+from gkd.config.overrides import flat
 from gkd.errors import ConfigError
 from gkd.observability.hardware import GB
 from gkd.observability.run_files import RunFiles
@@ -106,7 +108,7 @@ def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
         recipe = compose([f"+recipe={config.recipe}"])
     except ConfigError:
         return None
-    there, here = _flat(recipe.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    there, here = flat(recipe.model_dump(mode="json")), flat(config.model_dump(mode="json"))
     return [
         (name, there.get(name), here.get(name))
         for name in sorted({*there, *here})
@@ -114,17 +116,10 @@ def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
     ]
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        below = ((f"{name}.{part}" if name else part, v) for part, v in value.items())
-        return {key: v for part, inner in below for key, v in _flat(inner, part).items()}
-    return {name: value}
-
-
 def planned_gb(config: Config, placement: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the plan's memory of one worker of each group, 10^9 bytes; empty where it cannot be planned here."""
     try:
-        on_cpu = all(uuid.startswith("SIM-") for worker in placement for uuid in worker["gpu_uuids"])
+        on_cpu = are_simulated(uuid for worker in placement for uuid in worker["gpu_uuids"])
         hardware = cpu_hardware(config.plan) if on_cpu else gpu_hardware(config.plan)
         return {group.group: group.total / GB for group in all_memory(Layout(config, models_of(config), hardware))}
     except ConfigError:  # its models are not on this machine, or its GPU is not known here

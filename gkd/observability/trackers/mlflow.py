@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from gkd.config.base import Settings
+from gkd.config.overrides import flat
 from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table
 
 TEXT = 500
@@ -55,7 +56,7 @@ class MLflow(Tracker):
     def _log_settings(self, run: TrackedRun) -> None:
         from mlflow.entities import Param
 
-        params = [Param(name, str(value)[:TEXT]) for name, value in _flat(run.config.model_dump(mode="json")).items()]
+        params = [Param(name, str(value)[:TEXT]) for name, value in flat(run.config.model_dump(mode="json")).items()]
         for first in range(0, len(params), 100):  # as many as a request may have
             self._client.log_batch(self._id, params=params[first : first + 100])
 
@@ -75,10 +76,3 @@ class MLflow(Tracker):
     def close(self, failed: bool) -> None:
         """Say how the run ended."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-    return flat

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from gkd.config.base import Settings
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker, sample_table
 
 STEP = "trainer/step"
@@ -45,10 +45,9 @@ class WandB(Tracker):
             )
         except Exception as error:  # no key, no network, no such project: wandb has many names for it
             self._end()
-            reason = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"trainer.trackers: wandb did not start: {type(error).__name__}: {reason} (WANDB_MODE=offline needs "
-                "neither a key nor a network)"
+                f"trainer.trackers: wandb did not start: {type(error).__name__}: {one_line(error)} "
+                "(WANDB_MODE=offline needs neither a key nor a network)"
             ) from None
 
         # An axis of the run's own: wandb's counts calls, and forgets what a resumed run does again.
