@@ -13,9 +13,11 @@ import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from gkd.actor.batches import Applied, Metrics
-from gkd.actor.compiling import compile_layers
+from gkd.actor.compiling import Compilation, compile_layers
+from gkd.actor.liger import use_liger
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
 from gkd.actor.pretrained import write_pretrained
@@ -91,8 +93,7 @@ class ActorWorker:
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
         student = load_sharded(
             self.model_path, mesh, self.device, self.dtype,
-            actor.gradient_checkpointing, actor.lora, actor.offload_optimizer,
-            lambda lm, packed: compile_layers(lm, actor.compile, actor.max_tokens_per_micro_batch, self.device, packed),
+            actor.gradient_checkpointing, actor.lora, actor.offload_optimizer, self._fuse,
         )  # fmt: skip
         self.n_parameters = sum(p.numel() for p in student.parameters())
         self.student, self.optimizer = student, adamw(student, self.config.actor)
@@ -101,6 +102,14 @@ class ActorWorker:
         )
         self.staging.set(Applied(0))
         return self.n_parameters
+
+    def _fuse(self, lm: PreTrainedModel, packed: bool) -> Compilation | None:
+        """Have layers, which are not sharded yet, run as fewer kernels: ``actor.compile`` and ``actor.liger``."""
+        actor = self.config.actor
+        if actor.liger:
+            use_liger(lm, self.device)
+            return None
+        return compile_layers(lm, actor.compile, actor.max_tokens_per_micro_batch, self.device, packed)
 
     @noted("log-probabilities")
     def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:

@@ -105,4 +105,14 @@ class Actor(Settings):
         "max_tokens_per_micro_batch; auto: on GPUs, dense models whose sequences are packed (TRL: torch_compile; verl: "
         "use_torch_compile)",
     )
+    liger: bool = Field(
+        False, description="norms, rotary embeddings and SwiGLU by Liger's fused kernels, on GPUs, instead of compiled "
+        "layers; needs liger-kernel (TRL: use_liger_kernel; verl: use_liger)"
+    )  # fmt: skip
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
+
+    @model_validator(mode="after")
+    def _layers_are_compiled_or_ligers(self) -> Actor:
+        if self.liger and self.compile is True:
+            raise ValueError("liger=true and compile=true: both fuse the same operations; set one of them")
+        return self

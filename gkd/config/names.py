@@ -156,6 +156,8 @@ OPTIMISATION: dict[str, str] = {
     "enable_gradient_checkpointing": "actor.gradient_checkpointing",
     "torch_compile": "actor.compile",
     "use_torch_compile": "actor.compile",
+    "use_liger_kernel": "actor.liger",
+    "use_liger": "actor.liger",
     "optimizer_offload": "actor.offload_optimizer",
     "adam_offload": "actor.offload_optimizer",
     "lora_r": "actor.lora.r",
