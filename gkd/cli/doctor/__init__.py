@@ -55,6 +55,7 @@ def _findings(address: str | None) -> Iterator[Finding]:
     yield from packages.check_build(n_gpus)
     yield from devices.check_gpus(gpus)
     yield from devices.check_compiler(gpus)
+    yield from devices.check_mps(gpus)
     yield from devices.check_torch(gpus)
     yield from system.check_ports(bool(local.nodes()))
     yield from system.check_disks(_places())

@@ -18,6 +18,7 @@ from gkd.errors import ConfigError
 
 IMPORT_TIMEOUT_S = 180.0
 COMPILE_TIMEOUT_S = 60.0
+MPS_TIMEOUT_S = 10.0
 _PROBE = """
 import json, torch, torch.distributed as dist, transformers
 cuda = torch.cuda.is_available()
@@ -119,6 +120,25 @@ def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
         yield ok("compiler", f"{compiler}, with Python.h in {headers}")
     else:
         yield failed("compiler", f"{compiler} cannot compile with {headers}/Python.h: {wrong}", do)
+
+
+def check_mps(gpus: Gpus | None) -> Iterator[Finding]:
+    """Ask CUDA's Multi-Process Service whether it runs, where there are GPUs and the driver came with it."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if gpus is None or not gpus.names or control is None:
+        return
+    where = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    try:
+        done = subprocess.run(
+            [control], input="get_server_list\n", capture_output=True, text=True, timeout=MPS_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield warning("mps", f"{control} does not answer: {error}", "end it, or start it again: runs would wait for it")
+        return
+    if done.returncode == 0:
+        yield ok("mps", f"runs in {where}: groups that share a GPU compute on it at the same time")
+    else:
+        yield ok("mps", "does not run: groups that share a GPU compute on it in turn")
 
 
 def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:

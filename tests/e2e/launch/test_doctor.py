@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,30 @@ def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(tmp_path))
     (found,) = devices.check_compiler(H200)
     assert found.found.startswith("neither CC, gcc nor clang")
+
+
+@pytest.mark.parametrize(
+    ("script", "level", "found"),
+    [
+        ("read asked; [ $asked = get_server_list ]", "ok", "runs in /pipes: .* at the same time"),
+        ("echo Cannot find MPS control daemon process; exit 1", "ok", "does not run: .* in turn"),
+        ("exec /bin/sleep 60", "warning", "does not answer: .*timed out after 0.5 seconds"),
+    ],
+)
+def test_whether_mps_runs_is_asked_of_its_control(
+    script: str, level: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "MPS_TIMEOUT_S", 0.5)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/pipes")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [*devices.check_mps(H200)] == []
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(f"#!/bin/sh\n{script}\n")
+    control.chmod(0o755)
+    (finding,) = devices.check_mps(H200)
+    assert (finding.level, finding.what) == (level, "mps")
+    assert re.search(found, finding.found)
+    assert [*devices.check_mps(None)] == []
 
 
 def test_the_quickstart_asks_for_a_compiler_before_it_installs(tmp_path: Path) -> None:
