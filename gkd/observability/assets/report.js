@@ -60,7 +60,8 @@ const verdict = parent => runs.forEach(run => {
     outcome(run));
   if (run.differs)
     card.append(el('details', { open: run.differs.length && run.differs.length < 9 ? '' : null },
-      el('summary', {}, run.differs.length ? `${run.differs.length} settings differ from the recipe` : 'all settings are the recipe\u2019s'),
+      el('summary', {}, run.differs.length === 1 ? 'one setting differs from the recipe'
+        : run.differs.length ? `${run.differs.length} settings differ from the recipe` : 'all settings are the recipe\u2019s'),
       pairs(['setting', 'recipe', 'here'], run.differs.map(([name, there, here]) => [name, shown(there), shown(here)]))));
   if (run.placement.length)
     card.append(el('details', {}, el('summary', {}, `placement: ${run.placement.length} workers`),
