@@ -5,8 +5,11 @@ takes lognormal times for its responses, a scorer and an actor that sleep. So th
 (:mod:`gkd.planning.simulation`) is given the same times, and the measured push.
 
     python tests/benchmarks/overlap.py [--steps 14] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
+        [--in-flight] [--val-every 4]
 
-``--timelines DIR`` keeps each run's timeline.json there, for tests/benchmarks/draw_timeline.py.
+``--val-every`` validates, on as many prompts as a step has; the last column, seconds of the whole run, beside that of a
+run without says what that costs. ``--timelines DIR`` keeps each run's timeline.json there, for
+tests/benchmarks/draw_timeline.py.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from gkd.driver.checkpoint import State
 from gkd.driver.parts import RunLog
 from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import train
+from gkd.driver.validation import Validation
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
@@ -77,7 +81,7 @@ def length_of(seed: int) -> int:
 class SleepingEngine(InferenceEngine[SampleRequest, Sample]):
     """Has each response ready after its own time, lognormal and the same for one seed."""
 
-    can_sample = True
+    can_sample = in_flight = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self.second_a_token = 0.0
@@ -121,7 +125,7 @@ class Rollout(rollout_worker.RolloutWorker):
         self.second_a_token = times.score / (SAMPLES * (MEAN_TOKENS + 1))
 
     def load(self, version: int) -> None:
-        self._between_steps(self._become_idle, "load")
+        self._between_steps(lambda: None if self.config.schedule.in_flight else self._become_idle(), "load")
         self.engine.version = version
 
 
@@ -143,6 +147,12 @@ class Actor:
     def apply(self, totals: Totals, step: int) -> dict[str, float]:
         return {"actor/loss": 0.0}
 
+    @noted("validate")
+    def evaluate(self, samples: Sequence[TrainingSample], *_: Any) -> dict[str, float]:
+        """A third of what learning from them takes: a forward pass."""
+        time.sleep(sum(sample.n_tokens for sample in samples) * self.second_a_token / 3)
+        return {"distill/reverse_kl": 0.0}
+
     def update(self, samples: Sequence[TrainingSample], *_: Any) -> dict[str, float]:
         self.accumulate(samples)
         return self.apply(Totals(), 0)
@@ -158,7 +168,11 @@ def run(
     rollout_group: Group, actor_group: Group, config: Config, times: Times, kept: Path | None
 ) -> list[dict[str, float]]:
     """Rows of metrics.jsonl; the timeline goes to ``kept``."""
-    asked = WorkerReports()
+    asked, held_out = WorkerReports(), [Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)]
+    inputs: Any = SimpleNamespace(
+        val=SimpleNamespace(prompts=held_out), tokenizer=None, model=SimpleNamespace(vocabulary=50)
+    )
+    teacher: Any = {"teacher": None}
     rollout, actor = RolloutGroup(rollout_group, config), ActorGroup(actor_group, config, "", lambda: actor_group)
     rollout_group.control("impose", times, timeout_s=30)
     actor_group.call("impose", times, timeout_s=30)
@@ -166,7 +180,7 @@ def run(
         prompts=PromptStream([Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)], 0),
         rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2,
         report=lambda: asked.read([actor_group, rollout_group]),
-        validation=SimpleNamespace(request=lambda order: [], measure=lambda requested: {}),
+        validation=Validation(config, inputs, rollout, actor, teacher),
         val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due=lambda *_: [], sets=[]),
         sync=SimpleNamespace(push=lambda: rollout.tell("load", actor.version, timeout_s=60, what="loading")),
     )  # fmt: skip
@@ -204,6 +218,8 @@ def main() -> None:
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--scale", type=float, default=1.0, help="of all imposed times; the longer, the less messages")
+    parser.add_argument("--in-flight", action="store_true", help="weights load while samples are under way")
+    parser.add_argument("--val-every", type=int, default=10_000, help="at the end by default")
     parser.add_argument("--timelines", type=Path, help="directory")
     options = parser.parse_args()
     if options.timelines:
@@ -212,22 +228,35 @@ def main() -> None:
     base = load(
         {
             "rollout": {"engine": "tests.benchmarks.overlap:SleepingEngine", "max_num_seqs": SLOTS},
-            "trainer": {"total_steps": options.steps, "batch_size": SAMPLES, "save_minutes": None, "val_every": 10_000},
+            "trainer": {
+                "total_steps": options.steps,
+                "batch_size": SAMPLES,
+                "save_minutes": None,
+                "val_every": options.val_every,
+            },
             "actor": {"max_tokens_per_micro_batch": SAMPLES * (MEAN_TOKENS + 1) // CHUNKS},
         }
     )
     actor = group_of("actor", "tests.benchmarks.overlap:Actor")
     print(f"{'bound by':10} {'streaming':10} {'staleness':>10} {'s/step':>8} {'simulated':>10} {'ratio':>6}"
-          f" {'over its longest stage':>24}")  # fmt: skip
+          f" {'over its longest stage':>24} {'whole run':>10}")  # fmt: skip
     longest = math.nan  # where staleness 0 is left out
     for bound, staleness, streaming in itertools.product(options.bound, options.staleness, (False, True)):
         times = Times(*(options.scale * seconds for seconds in astuple(BOUND[bound])))
-        schedule = base.schedule.model_copy(update={"streaming": streaming, "max_staleness": staleness})
+        schedule = base.schedule.model_copy(
+            update={
+                "streaming": streaming,
+                "max_staleness": staleness,
+                "in_flight": options.in_flight and staleness > 0,
+            }
+        )
         config = base.model_copy(update={"schedule": schedule})
         rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
         name = f"{bound}_{'streaming' if streaming else 'whole'}_{staleness}.json"
         kept = options.timelines / name if options.timelines else None
+        began = time.monotonic()
         rows = run(rollout, actor, config, times, kept)[2 + staleness : -2 - staleness]
+        whole = time.monotonic() - began
         step = statistics.fmean(row["timing_s/step"] for row in rows)
         if not streaming and not staleness:  # where nothing overlaps but scoring
             stages = ("generate", "update")
@@ -235,7 +264,7 @@ def main() -> None:
             longest = max(*measured, times.score)
         expected = simulated(config, times, statistics.median(row["timing_s/sync"] for row in rows)).seconds
         print(f"{bound:10} {streaming!s:10} {staleness:10} {step:8.2f} {expected:10.2f} {expected / step:6.3f} "
-              f"{step / longest:24.2f}", flush=True)  # fmt: skip
+              f"{step / longest:24.2f} {whole:10.1f}", flush=True)  # fmt: skip
         ray.kill(rollout.workers[0])
     ray.shutdown()
 
