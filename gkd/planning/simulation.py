@@ -28,7 +28,8 @@ class Sampling:
     """Describes the rollout group.
 
     Each of ``n_engines`` is given at most ``capacity`` requests and samples at most ``running`` of them at a time; a
-    token of all n of those takes ``token_s(n)`` seconds. A new sequence keeps an engine busy for ``prefill_s`` seconds.
+    token of all n of those takes ``token_s(n)`` seconds. A new sequence keeps an engine busy for ``prefill_s`` seconds,
+    and one that is under way when weights are loaded in flight for ``recompute_s`` for each of its tokens so far.
     """
 
     n_engines: int
@@ -36,6 +37,7 @@ class Sampling:
     running: int
     token_s: Callable[[float], float]
     prefill_s: float = 0.0
+    recompute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +108,8 @@ class Step:
 
 
 def simulate(run: SimulatedRun, steps: int = MEASURED, first: int | None = None) -> Step:
-    """Return the mean of ``steps`` steps after the ``first`` ones; None: as many as it takes to be in the long run.
-
-    All batches that may be sampled ahead of the first update are drained before it, so the groups behind the engines
-    begin with a lead that lasts for several steps.
-    """
-    first = WARM_UP + LEAD * run.max_staleness if first is None else first
+    """Return the mean of ``steps`` steps after the ``first`` ones; None: after those until the long run."""
+    first = long_run(run.max_staleness) if first is None else first
     simulation = _Simulation(run, first + steps)
     simulation.run_all()
     ends = [0.0, *simulation.ends]
@@ -122,6 +120,15 @@ def simulate(run: SimulatedRun, steps: int = MEASURED, first: int | None = None)
     scored = fmean(simulation.all_scored[s] - simulation.requested[s] for s in measured)
     seconds = (ends[first + steps] - ends[first]) / steps
     return Step(run.max_staleness, seconds, busy, max(busy, key=lambda name: busy[name]), generated, scored)
+
+
+def long_run(max_staleness: int) -> int:
+    """Return after how many steps a run does as it will go on doing.
+
+    All that may be sampled ahead of the first update is drained before it, so the groups behind the engines begin with
+    a lead, which lasts for several steps.
+    """
+    return WARM_UP + LEAD * max_staleness
 
 
 @dataclass(slots=True)
@@ -253,12 +260,7 @@ class _Simulation:
     def _continue(self, number: int) -> None:
         """Account for what an engine has sampled so far, begin what waits there, and plan its next end of a sample."""
         engine, group, sampling = self.engines[number], self.groups["rollout"], self.run.sampling
-        if engine.running:
-            if group.now > engine.at:
-                engine.tokens += (group.now - engine.at) / sampling.token_s(len(engine.running))
-                engine.at = group.now
-        else:
-            engine.at = max(engine.at, group.now)
+        self._account(engine)
         was_busy = bool(engine.running)
         while engine.waiting and len(engine.running) < sampling.running:
             sample = engine.waiting.popleft()
@@ -270,6 +272,20 @@ class _Simulation:
         if engine.running:
             left = (engine.running[0][0] - engine.tokens) * sampling.token_s(len(engine.running))
             self._at("rollout", engine.at - group.now + left, partial(self._sampled, number, engine.planned))
+
+    def _account(self, engine: _EngineClock) -> None:
+        now = self.groups["rollout"].now
+        if engine.running and now > engine.at:
+            engine.tokens += (now - engine.at) / self.run.sampling.token_s(len(engine.running))
+        engine.at = max(engine.at, now)
+
+    def _recompute(self, number: int) -> None:
+        """Have an engine compute what its sequences have cached under the new weights."""
+        engine = self.engines[number]
+        self._account(engine)
+        so_far = (self.run.prompt + sample.length - (end - engine.tokens) for end, _, sample in engine.running)
+        engine.at += self.run.sampling.recompute_s * sum(so_far)
+        self._continue(number)
 
     def _sampled(self, number: int, planned: int) -> None:
         """Take the samples that an engine has finished, unless its next end was planned anew meanwhile."""
@@ -380,6 +396,9 @@ class _Simulation:
         def pushed() -> None:
             rollout.paused = False
             rollout.worked += seconds
+            if self.run.in_flight:
+                for number in range(len(self.engines)):
+                    self._recompute(number)
             self._end_step()
 
         self._occupy(seconds, pushed)

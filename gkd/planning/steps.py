@@ -96,7 +96,10 @@ class _Scale:
 def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> Sampling:
     engine, share = layout.config.rollout, layout.config.algorithm.on_policy_share * factors.generate
     n_engines, each = scale.servers(engine.n_engines)
-    prefill = prefill_s(layout, engine) * layout.workload().prompts / layout.workload().samples
+    workload, schedule = layout.workload(), layout.config.schedule
+    prompt_s = prefill_s(layout, engine)
+    prefill = prompt_s * workload.prompts / workload.samples
+    recompute = prompt_s / workload.prompt if schedule.in_flight and schedule.recompute_cache else 0.0
 
     @cache
     def token_s(n: float) -> float:
@@ -108,6 +111,7 @@ def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> Sampling:
         running=max(1, round(concurrent_sequences(layout, "rollout", engine) / each)),
         token_s=token_s,
         prefill_s=prefill * each * share,
+        recompute_s=recompute * each * share,
     )
 
 

@@ -4,7 +4,7 @@ The real loop, the real handing out of prompts and the real accumulation of chun
 takes lognormal times for its responses, a scorer and an actor that sleep. So that two cores are enough. The simulation
 (:mod:`gkd.planning.simulation`) is given the same times, and the measured push.
 
-    python tests/benchmarks/overlap.py [--steps 14] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
+    python tests/benchmarks/overlap.py [--steps 8] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
         [--in-flight] [--val-every 4]
 
 ``--val-every`` validates, on as many prompts as a step has; the last column, seconds of the whole run, beside that of a
@@ -18,13 +18,13 @@ import argparse
 import heapq
 import itertools
 import json
-import math
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ from gkd.driver.validation import Validation
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
-from gkd.planning.simulation import Sampling, SimulatedRun, Step, Updating, simulate
+from gkd.planning.simulation import Sampling, SimulatedRun, Step, Updating, long_run, simulate
 from gkd.planning.simulation import Scoring as ScoringGroup
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
@@ -76,6 +76,11 @@ def length_of(seed: int) -> int:
     """Return the tokens of a response."""
     drawn = np.random.default_rng(seed).lognormal(-(SIGMA**2) / 2, SIGMA)
     return max(1, min(400, round(MEAN_TOKENS * float(drawn))))
+
+
+def lengths_of(config: Config, step: int) -> list[int]:
+    """Return the tokens of a step's responses."""
+    return [length_of(seed_of(config.trainer.seed, step, place, 0)) for place in range(SAMPLES)]
 
 
 class SleepingEngine(InferenceEngine[SampleRequest, Sample]):
@@ -198,23 +203,25 @@ def run(
 def simulated(config: Config, times: Times, sync_s: float) -> Step:
     """Return what the plan expects of a step, with the very lengths that the run has."""
 
-    def lengths(step: int) -> list[int]:
-        return [length_of(seed_of(config.trainer.seed, step, place, 0)) for place in range(SAMPLES)]
-
     token_s = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
     chunk = config.actor.max_tokens_per_micro_batch if config.schedule.streaming else None
     run = SimulatedRun(
-        SAMPLES, 1, 1.0, MEAN_TOKENS + 1, lengths, Sampling(1, SLOTS, SLOTS, lambda n: token_s),
+        SAMPLES, 1, 1.0, MEAN_TOKENS + 1, partial(lengths_of, config), Sampling(1, SLOTS, SLOTS, lambda n: token_s),
         {"teacher": ScoringGroup(1, times.score / SAMPLES)}, Updating(times.update, 0.0, sync_s, chunk),
         config.schedule.max_staleness, config.schedule.in_flight,
     )  # fmt: skip
-    first = 2 + config.schedule.max_staleness  # as main leaves out
-    return simulate(run, config.trainer.total_steps - 2 * first, first)
+    first, last = measured(config)
+    return simulate(run, last - first, first)
+
+
+def measured(config: Config) -> tuple[int, int]:
+    """Return the steps after which measuring begins and ends: in the long run, while later ones are sampled ahead."""
+    return long_run(config.schedule.max_staleness), config.trainer.total_steps - 1 - config.schedule.max_staleness
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=8, help="that are measured, after those until the long run")
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--scale", type=float, default=1.0, help="of all imposed times; the longer, the less messages")
@@ -229,7 +236,6 @@ def main() -> None:
         {
             "rollout": {"engine": "tests.benchmarks.overlap:SleepingEngine", "max_num_seqs": SLOTS},
             "trainer": {
-                "total_steps": options.steps,
                 "batch_size": SAMPLES,
                 "save_minutes": None,
                 "val_every": options.val_every,
@@ -240,7 +246,7 @@ def main() -> None:
     actor = group_of("actor", "tests.benchmarks.overlap:Actor")
     print(f"{'bound by':10} {'streaming':10} {'staleness':>10} {'s/step':>8} {'simulated':>10} {'ratio':>6}"
           f" {'over its longest stage':>24} {'whole run':>10}")  # fmt: skip
-    longest = math.nan  # where staleness 0 is left out
+    generate = 0.0  # without overlap; where staleness 0 is left out not known
     for bound, staleness, streaming in itertools.product(options.bound, options.staleness, (False, True)):
         times = Times(*(options.scale * seconds for seconds in astuple(BOUND[bound])))
         schedule = base.schedule.model_copy(
@@ -250,18 +256,21 @@ def main() -> None:
                 "in_flight": options.in_flight and staleness > 0,
             }
         )
-        config = base.model_copy(update={"schedule": schedule})
+        total = long_run(staleness) + options.steps + 1 + staleness
+        trainer = base.trainer.model_copy(update={"total_steps": total})
+        config = base.model_copy(update={"schedule": schedule, "trainer": trainer})
         rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
         name = f"{bound}_{'streaming' if streaming else 'whole'}_{staleness}.json"
         kept = options.timelines / name if options.timelines else None
         began = time.monotonic()
-        rows = run(rollout, actor, config, times, kept)[2 + staleness : -2 - staleness]
+        first, last = measured(config)
+        rows = run(rollout, actor, config, times, kept)[first:last]
         whole = time.monotonic() - began
         step = statistics.fmean(row["timing_s/step"] for row in rows)
         if not streaming and not staleness:  # where nothing overlaps but scoring
-            stages = ("generate", "update")
-            measured = [statistics.fmean(row[f"timing_s/{stage}"] for row in rows) for stage in stages]
-            longest = max(*measured, times.score)
+            generate = statistics.fmean(row["timing_s/generate"] for row in rows)
+        tokens = 1 + statistics.fmean(n for step in range(first + 1, last + 1) for n in lengths_of(config, step))
+        longest = max(generate, max(times.score, times.update) * tokens / (MEAN_TOKENS + 1))
         expected = simulated(config, times, statistics.median(row["timing_s/sync"] for row in rows)).seconds
         print(f"{bound:10} {streaming!s:10} {staleness:10} {step:8.2f} {expected:10.2f} {expected / step:6.3f} "
               f"{step / longest:24.2f} {whole:10.1f}", flush=True)  # fmt: skip

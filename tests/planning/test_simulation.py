@@ -71,6 +71,14 @@ def test_a_batch_is_drained_before_a_push_unless_weights_load_in_flight() -> Non
     assert in_flight < 0.6 * drained
 
 
+def test_what_is_under_way_is_computed_again_after_weights_are_loaded_in_flight() -> None:
+    """By hand: a sample of 10 s, within whose first second the one before is learned from, at 4 + 0.5 tokens."""
+    run = SimulatedRun(1, 1, 4.0, 14.0, lambda step: [10.0], Sampling(1, 1, 1, lambda n: 1.0, recompute_s=0.1), {},
+                       Updating(0.0, 0.5, 0.25), max_staleness=1, in_flight=True)  # fmt: skip
+    assert simulate(run).seconds == pytest.approx(10 + 0.25 + 0.1 * 4.5)
+    assert simulate(replace(run, in_flight=False)).seconds == pytest.approx(10 + 0.25)
+
+
 def test_a_place_is_free_as_soon_as_its_sample_is_generated() -> None:
     """With room for one request the engine never waits for the teacher."""
     run = replace(RUN, sampling=Sampling(1, 1, 1, lambda n: 1.0))
