@@ -70,6 +70,19 @@ def test_sampling_stops_where_the_chat_template_ends_a_turn(worker: RolloutWorke
     assert all(TURN_END not in s.sampled_ids[:-1] for s in sampled)
 
 
+def test_what_was_begun_ends_under_its_weights_unless_others_come_in_flight(worker: RolloutWorker) -> None:
+    prompt = Prompt(0, np.array([A, B], np.int32), "a b")
+    worker._add([SampleRequest(prompt, i, i, Sampling(32), key=i) for i in range(4)])
+    assert worker.engine.busy()
+    worker._pause()
+    assert not worker.engine.busy()
+    with pytest.raises(RunFailed, match="asked to sample from weights that are only half there"):
+        worker._add([SampleRequest(prompt, 4, 4, Sampling(32), key=4)])
+    worker._intact = True
+    items = [worker.pipeline.scored.get(timeout=10) for _ in range(4)]
+    assert {item[0].key for item in items if isinstance(item, tuple)} == {0, 1, 2, 3}
+
+
 def test_an_own_answer_without_its_end_was_cut(worker: RolloutWorker) -> None:
     prompt = Prompt(0, np.array([A], np.int32), "a")
     whole, cut = (replace(prompt, answer_ids=np.array(ids, np.int32)) for ids in ([B, TURN_END], [B, B]))

@@ -67,7 +67,7 @@ def settings(algorithm: dict[str, Any]) -> Config:
     ],
 )
 def test_chunks_add_up_to_the_batch(
-    processes: dict[int, Ranks], model_path: str, algorithm: dict[str, Any], world: int
+    processes: dict[int, Ranks], model_path: str, algorithm: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
     scored = models.scored(9, 0 if algorithm.get("loss", {}).get("name") == "sampled_reverse_kl" else 7, seed=4)
     batch = put([dataclasses.replace(s, reference=s.sample.sampled_logprobs) for s in scored])
@@ -90,6 +90,7 @@ def test_chunks_add_up_to_the_batch(
                 accumulate(ranks, batch[start:stop], weights, 1, number)
                 ranks.run("evaluate", other, Algorithm())
                 ranks.run("compute_logprobs", other, False, True)
+            ray.get([w.save.remote(str(tmp_path)) for w in ranks.workers], timeout=60)  # the best so far
         summed = gradient(ranks) * totals.scale
         rows = ray.get([w.apply.remote(totals, 1) for w in ranks.workers], timeout=60)
         assert all(row == rows[0] for row in rows)

@@ -16,7 +16,7 @@ from gkd.types import Sample, Sampling, VersionSpan
 from tests.vllm.inference.test_engines import N_TOKENS, make, requests, small_spec
 from tests.weights.received import load_in_pieces
 
-BEFORE, LENGTH = 7, 20
+BEFORE, LENGTH, QUEUED = 7, 20, 100
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
-    """Responses of which the first tokens are sampled before weights of another model are pushed; no others."""
+    """Responses of which the first tokens are sampled before weights of another model are pushed, and queued ones."""
     wanted = requests(Sampling(LENGTH))
     for key, request in enumerate(wanted):
         engine.add(key, request)
     ended = {key for _ in range(BEFORE) for key, _ in engine.step()}
+    queued = requests(Sampling(LENGTH), 2)
+    for key, request in enumerate(queued, QUEUED):
+        engine.add(key, request)
     engine.pause()
     engine.pause()  # as the first piece does after a call by itself
     assert not engine.step()
@@ -44,7 +47,7 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     found: dict[int, Sample] = {}
     while engine.busy():
         found |= dict(engine.step())
-    assert len(found) == len(wanted) - len(ended) > 2
+    assert len(found) == len(wanted) + len(queued) - len(ended) > 4
     return [found[key] for key in sorted(found)]
 
 
@@ -64,7 +67,11 @@ def test_tokens_after_new_weights_are_sampled_from_these_alone(engine: Any) -> N
     for seed, keeps in ((1, False), (2, True)):
         engine._salted = keeps
         old = versions[seed - 1]
-        for sample in sampled_across(engine, seed, version=seed):
+        *begun, one, other = sampled_across(engine, seed, version=seed)
+        for sample in (one, other):  # none of whose tokens was sampled before
+            (only,) = sample.versions
+            assert only.version == seed and differences(seed, sample, only).max() < 1e-4
+        for sample in begun:
             first, second = sample.versions
             n_prompt = len(sample.request.prompt.token_ids)
             assert (first.start, first.version, second.version) == (n_prompt, old, seed)
@@ -72,3 +79,14 @@ def test_tokens_after_new_weights_are_sampled_from_these_alone(engine: Any) -> N
             assert first.stop == second.start == n_prompt + BEFORE
             assert differences(seed - 1, sample, first).max() < 1e-4
             assert (differences(seed, sample, second).max() < 1e-4) != keeps
+
+
+def test_a_cache_that_vllm_does_not_reset_is_no_success(engine: Any) -> None:
+    """As while requests run that were not paused: their old prefixes would be read under the new weights."""
+    engine._salted = False
+    engine.add(0, requests(Sampling(LENGTH))[0])
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"did not reset its prefix cache.*still in use"):
+        load_in_pieces(engine, make(tied=False, seed=3).state_dict().items(), 3)
+    while engine.busy():
+        engine.step()
