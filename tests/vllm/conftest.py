@@ -21,7 +21,7 @@ def _imported() -> None:
     from gkd.inference.vllm_environment import environment, installed_device
 
     if installed_device() == "cpu":
-        os.environ.update(environment("cpu"))
+        os.environ.update(environment("cpu", []))
     import vllm  # noqa: F401
 
     gc.collect()
@@ -71,7 +71,7 @@ def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     from gkd.inference.engine import EngineSpec
     from gkd.inference.vllm_environment import environment
 
-    os.environ.update(environment("cpu"))
+    os.environ.update(environment("cpu", []))
     settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)
     model = ModelInfo.read(str(tiny_llama), "teacher.model.path")
     usual = vllm_scorer.engine_arguments

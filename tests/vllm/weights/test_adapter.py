@@ -20,7 +20,7 @@ from tests.weights.received import load_in_pieces
 
 def test_the_engine_samples_from_the_model_with_the_adapter(tmp_path: Path) -> None:
     """Of a rank that vLLM has no room of exactly, in several pieces; before the first push and after two."""
-    os.environ.update(environment("cpu"))
+    os.environ.update(environment("cpu", []))
     from gkd.inference.vllm_sampler import VLLMSampler
 
     model, lora, wanted = make(tied=False, seed=0), Lora(r=4, alpha=12.0), requests(Sampling(12))

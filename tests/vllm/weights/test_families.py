@@ -41,7 +41,7 @@ OWN_WAY = {"deepseek_v2", "deepseek_v3", "apertus"}
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu() -> None:
-    os.environ.update(environment("cpu"))
+    os.environ.update(environment("cpu", []))
 
 
 class Engines:

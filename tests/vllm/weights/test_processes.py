@@ -81,7 +81,7 @@ def test_the_engine_samples_from_the_actors_weights(
     if transfer != "object_store":
         assert choose(Weights(), config.rollout, actor.reports, engine.reports) == transfer
     model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
-    surroundings = environment(HERE, 1)
+    surroundings = environment(HERE, [], 1)
     gather(
         [
             actor.submit_build(

@@ -34,7 +34,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An engine with the backend of a way; its embeddings are tied to its head."""
-    os.environ.update(environment("cpu"))
+    os.environ.update(environment("cpu", []))
     from gkd.inference.vllm_sampler import VLLMSampler
 
     path: Path = tmp_path_factory.mktemp("model")
