@@ -33,7 +33,7 @@ from gkd.config import Cluster
 from gkd.errors import RunFailed
 
 LOG = logging.getLogger("gkd")
-LOG_EVERY_S = 5.0
+LOG_EVERY_S, LOG_SELDOM_S = 5.0, 60.0  # at first, and in the end: some wait beside a run, or for other runs
 READY_S = 5.0  # a reservation that fits is granted in milliseconds; longer means that someone else was faster
 LONGEST_PAUSE_S = 8.0
 LOOK_EVERY_S = 2.0  # whether the nodes on which workers are starting are there: Ray would wait for them to come back
@@ -88,7 +88,7 @@ def reserve(
         require_fit(requests, nodes, cluster.cpus_per_worker)
     # Of a GPU, as Ray counts it; the groups themselves share its memory.
     share = 1 / max(request.workers_per_gpu for request in requests)
-    pause, logged, unlucky = 0.5, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()
+    pause, every, logged, unlucky = 0.5, LOG_EVERY_S, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()
     while not session.ended:
         # A node where a wanted GPU was missing comes last, so that another one is tried.
         slots = solve(requests, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
@@ -105,8 +105,8 @@ def reserve(
         state = f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
         if time.monotonic() + wait > deadline:
             raise NoRoom(f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}")
-        if time.monotonic() - logged >= LOG_EVERY_S:
-            logged = time.monotonic()
+        if time.monotonic() - logged >= every:
+            logged, every = time.monotonic(), min(2 * every, LOG_SELDOM_S)
             LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - logged)
         time.sleep(wait)
         nodes = read_nodes(indices)  # nodes come and go
