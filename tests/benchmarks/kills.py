@@ -77,6 +77,8 @@ def away_s(events: list[dict[str, Any]]) -> list[float]:
     died: dict[str, float] = {}
     away = []
     for event in events:
+        if event["kind"] in ("start", "resume"):  # with other processes
+            died.clear()
         who = re.match(r"\w+ rank \d+", event["text"])
         if who and event["kind"] == "death":
             died.setdefault(who[0], event["time"])
