@@ -43,7 +43,8 @@ class RolloutGroup:
     When an engine dies, what it was doing is done again by the others, or waits. It is started again as ``again`` says,
     gets the current weights from ``refresh``, and takes part once it has them; when none is left or comes back the run
     fails. One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died. What an engine had
-    finished is not lost: samples belong to this process and stay in the object store of their node.
+    finished is not lost: samples belong to this process and stay in the object store of their node, and where that
+    has left, those that are not collected are sampled again.
     ``scorers`` are watched meanwhile, for the engines and for ``clients`` of this process, by model. ``require`` raises
     what else ends the run while it waits here.
     """
@@ -78,6 +79,7 @@ class RolloutGroup:
         self._dispatcher = RequestDispatcher(self.working, config.rollout.slots, spill)
         self._given = dict.fromkeys(self.working, 0)  # requests so far, by engine
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
+        self._requests: dict[int, tuple[int, SampleRequest]] = {}  # all that is not collected, with its order, by key
         self._streams: dict[int, SampleStream] = {}
         for engine in self.working:
             self._serve(engine)
@@ -112,7 +114,9 @@ class RolloutGroup:
             self._heartbeat.begin()
         keys = list(range(self._next_key, self._next_key + len(requests)))
         self._next_key += len(requests)
-        self._dispatcher.add([replace(request, key=key) for key, request in zip(keys, requests, strict=True)], order)
+        keyed = [replace(request, key=key) for key, request in zip(keys, requests, strict=True)]
+        self._requests |= {request.key: (order, request) for request in keyed}
+        self._dispatcher.add(keyed, order)
         self._hand_out()
         return keys
 
@@ -129,7 +133,7 @@ class RolloutGroup:
         while left:
             there: list[TrainingSample] = []
             while left and left[0] in self._done:
-                there.append(self._done.pop(left.popleft()))
+                there.append(self._hand_over(left.popleft()))
             if there:
                 yield there
                 continue
@@ -145,8 +149,11 @@ class RolloutGroup:
         Raises RunFailed when no engine is left.
         """
         self._work(time.monotonic() + wait_s)
-        taken, self._done = list(self._done.values()), {}
-        return taken
+        return [self._hand_over(key) for key in list(self._done)]
+
+    def _hand_over(self, key: int) -> TrainingSample:
+        del self._requests[key]
+        return self._done.pop(key)
 
     def attend(self, calls: Sequence[Any] = (), wait_s: float = math.inf) -> None:
         """Keep the engines at work for a second or so, ``wait_s`` at most, or until a call (reference) is done."""
@@ -275,6 +282,7 @@ class RolloutGroup:
         self._warn_of_followers()
         self._dispatcher.remove(engine)
         del self._streams[engine]
+        self._sample_again(engine)
         if isinstance(failure, WorkerHangs):
             self.group.end(engine)
         then = self._restarts.lose(engine)
@@ -283,6 +291,17 @@ class RolloutGroup:
         n = len(self.working)
         others = f"its samples are done again by the other {n} engines" if n else "its samples wait for an engine"
         log.warning("%s; %s; %s", failure, others, then, extra={"kind": "death"})
+
+    def _sample_again(self, engine: int) -> None:
+        """Request anew what an engine had finished and nobody has collected, where its node has left with it."""
+        if self.group.service is not None and self.group.service.lost:  # who would say which nodes are there
+            return
+        if self.group.reports[engine].node_id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            return
+        for key in [key for key, sample in self._done.items() if sample.worker == engine]:
+            del self._done[key]
+            order, request = self._requests[key]
+            self._dispatcher.add([request], order)
 
     def take_back(self) -> None:
         """Take in the new workers of engines that died; they sample once they have the weights."""

@@ -253,6 +253,27 @@ def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Grou
     ray.kill(gate)
 
 
+def test_what_was_finished_on_a_node_that_left_is_sampled_again(engines: list[Group]) -> None:
+    """Unless it was collected; what had been finished elsewhere stays."""
+    rollout = start(engines, 2)
+    keys = rollout.submit(wanted(8))
+    while len(rollout._done) < len(keys):
+        rollout.attend()
+    assert {sample.worker for sample in rollout._done.values()} == {0, 1}
+    kept, leaves = rollout.group.reports
+    rollout.group = replace(rollout.group, reports=(kept, replace(leaves, node_id="left")))
+    (collected,) = rollout.collect(keys[:1], timeout_s=1)
+    elsewhere = {key: sample for key, sample in rollout._done.items() if sample.worker == 0}
+    os.kill(leaves.pid, signal.SIGKILL)
+    while rollout.present == [0, 1]:
+        rollout.attend()
+    samples = rollout.collect(keys[1:], timeout_s=120)
+    assert [sample.prompt_id for sample in (collected, *samples)] == list(range(8))
+    assert {sample.worker for sample in samples} == {0}
+    assert all(samples[keys.index(key) - 1] is sample for key, sample in elsewhere.items())
+    assert not rollout._done and not rollout._requests
+
+
 def test_samples_on_their_way_keep_nobody_waiting(local_ray: None) -> None:
     """Their arrays are here and they are not, as between nodes: the stream is late, and goes on when they have come."""
     gate = ray.remote(num_cpus=0, max_concurrency=2)(threading.Event).remote()
