@@ -1,6 +1,6 @@
 """``gkd compare A.json B.json``: is the second model better than the first on the same questions, or was it chance?
 
-Takes files of results, or directories of them, that ``gkd evaluate`` or a run wrote. Every model is compared with the
+Takes files of results, directories of them, runs and sweeps. Every model is compared with the
 first one on each set that both answered: the mean difference a question with its 95 % interval, the p-value of a
 paired sign-flip permutation test, the same corrected for all comparisons (Holm), and how many questions would show
 such a difference.

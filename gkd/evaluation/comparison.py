@@ -27,17 +27,21 @@ class Comparison:
 
 
 def read_all(paths: Sequence[Path]) -> list[Results]:
-    """Read files of results; of a directory, or of a run or an evaluation, all of them. Raises ConfigError for none."""
-    results = []
-    for given in paths:
-        path = given / "results" if (given / "results").is_dir() else given
-        if (path / "config.yaml").exists():
-            raise ConfigError(f"{path} is a run without results/: it has not ended, or could measure no scores")
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-        if not files:
-            raise ConfigError(f"{path} holds no files of results (MODEL_SET_N.json)")
-        results += [read_results(file) for file in files]
-    return results
+    """Read files of results, all of them of a directory, run, evaluation or sweep. Raises ConfigError for none."""
+    return [read_results(file) for path in paths for file in _files(path)]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if (path / "results").is_dir():
+        return sorted((path / "results").glob("*.json"))
+    if (path / "config.yaml").exists():
+        raise ConfigError(f"{path} is a run without results/: it has not ended, or could measure no scores")
+    files = sorted(path.glob("*.json")) or sorted(path.glob("*/results/*.json"))
+    if not files:
+        raise ConfigError(f"{path} holds no files of results (MODEL_SET_N.json)")
+    return files
 
 
 def compare_all(results: Sequence[Results], score: str = "accuracy", baseline: str | None = None) -> list[Comparison]:
