@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gkd.config.overrides import flat
 from gkd.errors import ConfigError
 
 KEYS_SHOWN = 20
@@ -28,7 +29,7 @@ class Row:
         value = self._look_up(key)
         if value is not _ABSENT:
             return value
-        known = list(_paths(self.values))
+        known = list(flat(self.values))
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         hint = f" (did you mean {near[0]}?)" if near else ""
         shown = ", ".join(known[:KEYS_SHOWN]) + (", ..." if len(known) > KEYS_SHOWN else "")
@@ -51,12 +52,3 @@ class Row:
             else:
                 return _ABSENT
         return value
-
-
-def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the names of all columns, and of what is within those that hold mappings."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _paths(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"

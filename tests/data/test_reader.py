@@ -204,7 +204,7 @@ def test_nested_columns(tmp_path: Path) -> None:
         row.get("reward_model.ground_thruth", "data.answer_key")
     assert str(caught.value) == (
         "x has no key 'reward_model.ground_thruth' (data.answer_key) (did you mean reward_model.ground_truth?); the "
-        "keys there are: reward_model.ground_truth, reward_model.style, a.b, a.b, l"
+        "keys there are: reward_model.ground_truth, reward_model.style, a.b, l"
     )
 
 
