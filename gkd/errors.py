@@ -8,7 +8,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import IO, NoReturn
 
 
@@ -68,13 +69,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
-def guarded(program: Callable[[], int]) -> int:
-    """Call ``program`` and return its exit code; an error becomes one line on standard error and a code.
+def guarded(call: Callable[[], int]) -> int:
+    """Do ``call`` and return its exit code; an error becomes one line on standard error and a code.
 
-    So does a package that this Python lacks, where ``program`` imports it and not the module around it.
+    So does a package that this Python lacks, where ``call`` imports it and not the module around it.
     """
     try:
-        code = program()
+        code = call()
         print(end="", flush=True)  # what is still buffered may find a closed pipe
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         end = _end_of(error)
@@ -83,6 +84,16 @@ def guarded(program: Callable[[], int]) -> int:
         text, code = end
         _print_line("; ".join([text, *getattr(error, "__notes__", [])]))
     return code
+
+
+def entry_point(main: Callable[[list[str]], int]) -> Callable[..., int]:
+    """Have ``main`` be :func:`guarded`, and given the command line's arguments where it is called without any."""
+
+    @wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        return guarded(lambda: main(sys.argv[1:] if arguments is None else list(arguments)))
+
+    return run
 
 
 CLOSED = "failed: standard output was closed before the end: the program that read it has ended"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from gkd.cluster.shutdown import leave
-from gkd.errors import ConfigError, guarded
+from gkd.errors import ConfigError, entry_point
 from gkd.version import __version__
 
 
@@ -68,12 +68,9 @@ PROGRAMS = {
 OTHER_NAMES = {"teacher": "serve-teacher", "serve": "serve-teacher", "run": "train", "main": "train"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Run the program that the first argument names; returns its exit code."""
-    return guarded(lambda: _main(list(sys.argv[1:] if arguments is None else arguments)))
-
-
-def _main(arguments: list[str]) -> int:
     match arguments:
         case []:
             print(f"error: name a command\n{usage()}", file=sys.stderr)

@@ -10,13 +10,12 @@ Exit code 2: these cannot be compared.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+from gkd.errors import ConfigError, Parser, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,12 +23,9 @@ if TYPE_CHECKING:
     from gkd.evaluation.comparison import Comparison
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd compare", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results/MODEL_SET_N.json, or a directory")
     parser.add_argument("--score", default="accuracy", metavar="NAME", help="what is compared (accuracy)")

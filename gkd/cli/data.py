@@ -8,11 +8,10 @@ something to train on; 2 there is not, or the settings are wrong.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gkd.errors import Parser, guarded  # imports nothing that may be missing
+from gkd.errors import Parser, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,12 +26,9 @@ BAR = 40  # characters of the longest
 SHOWN = 1500  # characters of a prompt
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd data", description=__doc__)
     parser.add_argument("--rows", type=_n_rows, default=3, metavar="N", help="prompts of each file that are printed")
     parser.add_argument("overrides", nargs="*", help="as for gkd train")

@@ -10,11 +10,10 @@ where an earlier one ended, also with more samples or further models. Exit codes
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+from gkd.errors import ConfigError, Parser, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -29,12 +28,9 @@ SAMPLING = {"rollout.n": "samples"} | {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd evaluate", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="ask the first 5 questions of each set alone")
     parser.add_argument(

@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, guarded
+from gkd.errors import ConfigError, Parser, entry_point
 
 if TYPE_CHECKING:
     from gkd.driver.checkpoint import Saved
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd export", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="output directory of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write; it must not hold anything")

@@ -10,13 +10,12 @@ ends or Ctrl-C; elsewhere, and with --once, it prints once.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, guarded
+from gkd.errors import ConfigError, Parser, entry_point
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,12 +29,9 @@ FULL = 0.95  # share of a GPU's memory beyond which there is advice
 FIGURES = ("allocated_gb", "reserved_gb", "peak_gb", "alloc_retries", "ooms")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Print once, or again and again; returns the exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd monitor", description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR", help="output directory of a run")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="show again and again, until Ctrl-C")

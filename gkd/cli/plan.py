@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, guarded  # imports nothing that may be missing
+from gkd.errors import ConfigError, Parser, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -29,12 +28,9 @@ MOST_GPUS = 65_536  # of which the best splits are found in 6 s; more would take
 STAND_INS = {"data.train_files": "[unnamed]", "data.val_files": "[unnamed]", "data.answer_key": "unnamed"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd plan", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything the tables show")
     parser.add_argument(

@@ -6,20 +6,16 @@ again and again while the run goes on, and the page loads itself again.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gkd.errors import ConfigError, Parser, guarded
+from gkd.errors import ConfigError, Parser, entry_point
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Write the page once, or again and again; returns the exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page; by default report.html in the first RUN")

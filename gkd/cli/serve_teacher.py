@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from gkd.cluster.shutdown import handle_ending_signals
-from gkd.errors import ConfigError, Parser, guarded
+from gkd.errors import ConfigError, Parser, entry_point
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 _DEFAULTS = ("model.path=none", "data.train_files=[none]", "data.val_files=[none]")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Serve until a signal; returns the exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd serve-teacher", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as for gkd train; gkd settings teacher lists those of a teacher")
     overrides = parser.parse_args(arguments).overrides

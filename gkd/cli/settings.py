@@ -6,21 +6,17 @@ or prime-rl call it. ``python -m gkd.main --settings [WORD ...]`` prints the sam
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Sequence
 
-from gkd.errors import Parser, guarded
+from gkd.errors import Parser, entry_point
 
 WIDTH = 110
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd settings", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="WORD", help="show settings that are about all of these")
     show(parser.parse_args(arguments).words)

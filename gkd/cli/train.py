@@ -11,14 +11,13 @@ import fcntl
 import itertools
 import os
 import pwd
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, guarded  # imports nothing that may be missing
+from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -27,12 +26,9 @@ if TYPE_CHECKING:
 EPILOG = "--settings (or gkd settings) lists every setting, --settings WORD those about something."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd train", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "--settings", action="store_true", help="list every setting, or those that the words after it name"

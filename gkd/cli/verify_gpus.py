@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gkd.cluster.shutdown import exit_on_signals
-from gkd.errors import ConfigError, Parser, guarded
+from gkd.errors import ConfigError, Parser, entry_point
 
 if TYPE_CHECKING:
     from gkd.cluster.placement import Placement
@@ -48,7 +48,12 @@ def _show(placement: Placement, json_path: Path | None) -> None:
         placement.write_json(json_path)
 
 
-def _verify(arguments: Sequence[str]) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
+    """Run the check; returns the exit code."""
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("gkd").setLevel(logging.INFO)
+    exit_on_signals()
     options = _parse(arguments)
     from gkd.cluster.placement import PlacementFault, lay_out, place
     from gkd.cluster.session import connect
@@ -63,11 +68,3 @@ def _verify(arguments: Sequence[str]) -> int:
             _show(fault.placement, options.json)
             raise
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check; returns the exit code."""
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    logging.getLogger("gkd").setLevel(logging.INFO)
-    exit_on_signals()
-    return guarded(lambda: _verify(sys.argv[1:] if arguments is None else arguments))

@@ -17,15 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gkd.cli.doctor.finding import Finding, failed, ok
-from gkd.errors import Parser, guarded
+from gkd.errors import Parser, entry_point
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@entry_point
+def main(arguments: Sequence[str]) -> int:
     """Print the findings as they come; returns the exit code."""
-    return guarded(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", metavar="HOST:PORT", help="a node of the cluster to check")
     address = parser.parse_args(arguments).address

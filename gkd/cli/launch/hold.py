@@ -18,7 +18,7 @@ from contextlib import suppress
 import psutil
 
 from gkd.cluster.shutdown import exit_on_signals, ignoring_signals
-from gkd.errors import RunFailed, guarded
+from gkd.errors import RunFailed, entry_point
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 LOOK_EVERY_S = 0.5
@@ -27,12 +27,9 @@ RAYLET_S = 6.0
 """Time that a raylet has to end the workers of its node, before the servers that it talks to are ended."""
 
 
+@entry_point
 def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _hold(arguments))
-
-
-def _hold(arguments: Sequence[str]) -> int:
     exit_on_signals()
     _adopt_orphans()
     try:

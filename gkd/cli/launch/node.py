@@ -20,12 +20,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, RunFailed, guarded
+from gkd.errors import ConfigError, Parser, RunFailed, entry_point
 
 if TYPE_CHECKING:
     from gkd.cluster import local
@@ -44,12 +43,9 @@ HOLD = (
 STARTED = "Ray runtime started."  # what `ray start` says last
 
 
-def main(arguments: Sequence[str]) -> int:
+@entry_point
+def main(arguments: list[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(lambda: _main(list(arguments)))
-
-
-def _main(arguments: list[str]) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:split])
     from gkd.cluster import local
@@ -342,4 +338,4 @@ def _port_of(address: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
