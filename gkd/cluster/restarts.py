@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ class StartAgain:
     threads: list[threading.Thread]
     """To be joined once the workers were ended, before Ray is left."""
     refusal: str | None = None
+    within_s: float = math.inf
+    """A start that takes longer is named: calls into Ray have no deadlines of their own."""
 
 
 class Restarts:
@@ -45,6 +49,7 @@ class Restarts:
     def __init__(self, fleet: Fleet, group: str, again: StartAgain | None = None) -> None:
         self.fleet, self.group, self._again = fleet, group, again
         self._starting: dict[int, Future[Group]] = {}
+        self._late: dict[int, float] = {}  # when (time.monotonic) a start is to be named that goes on, by member
 
     def lose(self, member: int, final: bool = False) -> str:
         """Note that a member died, and begin to start it again or give it up; returns which, for messages.
@@ -64,6 +69,7 @@ class Restarts:
 
     def _begin(self, member: int, again: StartAgain) -> None:
         done = self._starting[member] = Future[Group]()
+        self._late[member] = time.monotonic() + again.within_s
 
         def run() -> None:
             try:
@@ -82,8 +88,10 @@ class Restarts:
         Raises WorkerDied where one did not start, none is there and none will be.
         """
         started: dict[int, Group] = {}
+        self._name_late()
         for member, done in [(member, done) for member, done in self._starting.items() if done.done()]:
             del self._starting[member]
+            self._late.pop(member, None)
             error = done.exception()
             if error is None:
                 self.fleet.change(self.group, member, Change.STARTED)
@@ -95,6 +103,13 @@ class Restarts:
                 raise WorkerDied(failure) from error
             LOG.warning("%s; %s", failure, then, extra={"kind": "death"})
         return started
+
+    def _name_late(self) -> None:
+        for member in [member for member, at in self._late.items() if time.monotonic() > at]:
+            del self._late[member]
+            if self._again is not None and not self._starting[member].done():
+                LOG.warning("a new worker in place of %s %d is not there after %g s; it is waited for: Ray's control "
+                            "service may hang", self.group, member, self._again.within_s)  # fmt: skip
 
     @property
     def is_lost(self) -> bool:

@@ -56,7 +56,8 @@ class RolloutEngines:
             return worker
 
         cluster, why_not = self.config.cluster, refusal(self.engines, self.config.cluster.offload is True)
-        return StartAgain(cluster.worker_restarts, start, self.placement.session.threads, why_not)
+        within_s = cluster.start_timeout_s + cluster.reserve_timeout_s
+        return StartAgain(cluster.worker_restarts, start, self.placement.session.threads, why_not, within_s)
 
     def _arguments(self, engine: int, group: Group) -> tuple[Config, EngineSpec]:
         inputs, device = self.inputs, group.reports[engine].device

@@ -108,18 +108,20 @@ class Scorers:
         models = {}
         for model, group in self._by_model().items():
             name, addresses = model.partition(":")[0], list(clients[model]["addresses"])
+            within_s = self.config.cluster.start_timeout_s + self.config.cluster.reserve_timeout_s
             again = StartAgain(
                 self.config.cluster.worker_restarts,
                 partial(self._start_again, placement, model, addresses),
                 placement.session.threads,
                 refusal(self.engines[name], name in self.sleeping()),
+                within_s,
             )
             models[model] = ScorerModel(
                 group,
                 group.submit("serve", what="serving"),
                 addresses,
                 _settings(self.config, name).request_timeout_s,
-                self.config.cluster.start_timeout_s + self.config.cluster.reserve_timeout_s,
+                within_s,
                 again,
             )
         return ScorerWatch(models, Fleet())

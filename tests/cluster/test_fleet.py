@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -85,6 +87,29 @@ def test_what_dies_is_started_again_so_often_and_then_given_up() -> None:
     assert not restarts.is_lost  # the run waits for it
     assert take() == {0: "worker 3"}
     assert attempts == [1, 1, 0]
+
+
+def test_a_start_that_takes_too_long_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As where Ray's control service hangs, whose answer has no deadline."""
+    fleet, go = Fleet(), threading.Event()
+    fleet.add("rollout", 2)
+
+    def start(member: int) -> object:
+        assert go.wait(30)
+        return "worker"
+
+    threads: list[threading.Thread] = []
+    restarts = Restarts(fleet, "rollout", StartAgain(3, start, threads, within_s=0.2))  # type: ignore[arg-type]
+    restarts.lose(1)
+    assert restarts.take() == {} and not caplog.messages
+    time.sleep(0.3)
+    assert restarts.take() == restarts.take() == {}
+    assert caplog.messages == [
+        "a new worker in place of rollout 1 is not there after 0.2 s; it is waited for: Ray's control service may hang"
+    ]
+    go.set()
+    threads[0].join(10)
+    assert restarts.take() == {1: "worker"}
 
 
 def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
