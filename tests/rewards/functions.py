@@ -117,8 +117,8 @@ def sizes(group: list[Completion]) -> list[float]:
     return [completion.n_tokens / total for completion in group]
 
 
-def a_second_each(group: list[Completion]) -> list[float]:
-    time.sleep(len(group))
+def half_a_second_each(group: list[Completion]) -> list[float]:
+    time.sleep(0.5 * len(group))
     return [len(group)] * len(group)
 
 

@@ -84,8 +84,8 @@ def test_async_rewards_of_many_samples_are_waited_for_together() -> None:
 
 
 def test_a_group_is_judged_at_once_async_or_not_and_has_the_time_of_all_its_samples() -> None:
-    names = [f"{MODULE}:{name}" for name in ("words", "ranked", "ranked_later", "a_second_each")]
-    pool = RewardPool(Reward(functions=names, timeout_s=2.0, workers=2))
+    names = [f"{MODULE}:{name}" for name in ("words", "ranked", "ranked_later", "half_a_second_each")]
+    pool = RewardPool(Reward(functions=names, timeout_s=1.0, workers=2))
     try:
         groups = [[judged("a" * n, n=n) for n in order] for order in ((1, 3, 2), (5, 4, 6))]
         single = [pool.submit(completion) for group in groups for completion in group]
