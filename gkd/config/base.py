@@ -183,7 +183,12 @@ class Engine(Pool):
         description="share of a GPU's memory the engine may use (TRL: vllm_gpu_memory_utilization; slime: "
         "sglang_mem_fraction_static)",
     )
-    kv_cache_gb: int = Field(1, ge=1, description="size of the key-value cache of an engine on a CPU, GiB")
+    kv_cache_gb: int | None = Field(
+        None,
+        ge=1,
+        description="size of the key-value cache of an engine, GiB a device (vLLM: kv_cache_memory_bytes); null: 1 on "
+        "a CPU; on a GPU what gpu_memory_utilization leaves, in training of a small model no more than it can fill",
+    )
     max_num_seqs: int | None = Field(
         None,
         ge=1,
@@ -211,6 +216,11 @@ class Engine(Pool):
     def slots(self) -> int:
         """Sequences that one engine works on at the same time, where no plan says how many."""
         return DEFAULT_SLOTS if self.max_num_seqs is None else self.max_num_seqs
+
+    @property
+    def cpu_cache_gb(self) -> int:
+        """The key-value cache of an engine on a CPU, GiB."""
+        return self.kv_cache_gb or 1
 
     @property
     def nodes_an_engine(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import ray
 from omegaconf import OmegaConf
@@ -36,7 +37,7 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
-from gkd.planning.advice import offload_needed, planned_slots, require_memory
+from gkd.planning.advice import offload_needed, planned_sampler, require_memory
 from gkd.planning.layout import models_of, with_settings
 from gkd.planning.splits import faster_split
 from gkd.rollout.queues import QueueFile
@@ -121,7 +122,7 @@ def _drive(
             if pace := timeline.summary():
                 progress.say(pace)
             on_gpus = placement.groups["actor"].reports[0].device == "cuda"  # whose times depend on the split
-            if pace and on_gpus and (split := faster_split(config, output, requested.rollout.max_num_seqs)):
+            if pace and on_gpus and (split := faster_split(config, output, requested.rollout)):
                 progress.say(split)
             if stop.reason is not None:
                 progress.say(f"stopped early after step {end.step}: {stop.reason}")
@@ -242,11 +243,12 @@ def _place_and_show(config: Config, session: Session, output: Path) -> Placement
 
 
 def _with_offload(config: Config, placement: Placement) -> Config:
-    """Return ``config`` with cluster.offload and rollout.max_num_seqs decided.
+    """Return ``config`` with cluster.offload, rollout.max_num_seqs and rollout.kv_cache_gb decided.
 
     Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
     """
-    offload, slots = _check_memory(config, placement)
+    offload, sampler = _check_memory(config, placement)
+    slots, cache_gb = sampler["rollout.max_num_seqs"], sampler["rollout.kv_cache_gb"]
     if offload:
         engines = ", ".join(config.on_the_actors_gpus())
         log.info(
@@ -256,7 +258,11 @@ def _with_offload(config: Config, placement: Placement) -> Config:
         )
     if config.rollout.max_num_seqs is None and slots != config.rollout.slots:
         log.info("each rollout engine samples up to %d sequences at a time (rollout.max_num_seqs=null)", slots)
-    config = with_settings(config, {"cluster.offload": offload, "rollout.max_num_seqs": slots})
+    if config.rollout.kv_cache_gb is None and cache_gb is not None:
+        log.info(
+            "each rollout engine's cache takes %d GiB, twice what it can fill (rollout.kv_cache_gb=null)", cache_gb
+        )
+    config = with_settings(config, {"cluster.offload": offload, **sampler})
     try:
         require_schedule(config)
     except ValueError as error:
@@ -264,12 +270,13 @@ def _with_offload(config: Config, placement: Placement) -> Config:
     return config
 
 
-def _check_memory(config: Config, placement: Placement) -> tuple[bool, int]:
+def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str, Any]]:
     """Raise ConfigError for a layout that cannot fit.
 
-    Returns whether colocated groups are offloaded, and how many sequences a sampling engine runs at a time.
+    Returns whether colocated groups are offloaded, and the settings of sampling engines that are planned.
     """
-    offload, unplanned = config.cluster.offload is True, config.rollout.slots
+    offload = config.cluster.offload is True
+    unplanned = {"rollout.max_num_seqs": config.rollout.slots, "rollout.kv_cache_gb": config.rollout.kv_cache_gb}
     reports = placement.reports
     sizes = {
         group: min(memory)
@@ -288,8 +295,8 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, int]:
         return offload, unplanned
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
-    slots = planned_slots(config, models, sizes or None)
-    return offload or offload_needed(config, models, sizes or None), slots
+    sampler = planned_sampler(config, models, sizes or None)
+    return offload or offload_needed(config, models, sizes or None), sampler
 
 
 def _next_command(config: Config, output: Path) -> str:

@@ -71,8 +71,8 @@ def engine_arguments(
     if on_cpu and spec.dtype == "float32":
         # Latent attention's kernels for AMX, which vLLM prefers, take no float32; other attention is not concerned.
         arguments["attention_backend"] = "CPU_MLA"
-    if on_cpu:
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_gb * GIB
+    if on_cpu or settings.kv_cache_gb is not None:
+        arguments["kv_cache_memory_bytes"] = settings.cpu_cache_gb * GIB
     return arguments
 
 

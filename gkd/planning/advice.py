@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gkd.config import GROUPS, Config, Engine, load
 from gkd.errors import ConfigError
@@ -25,7 +26,15 @@ from gkd.planning.layout import (
     with_settings,
     without_colocation,
 )
-from gkd.planning.memory import GroupMemory, all_memory, groups_that_do_not_fit, memory_of, needs_offload, slots_of
+from gkd.planning.memory import (
+    GroupMemory,
+    all_memory,
+    cache_gb_of,
+    groups_that_do_not_fit,
+    memory_of,
+    needs_offload,
+    slots_of,
+)
 from gkd.planning.pipeline import quick_step_s, stages_of
 
 log = logging.getLogger("gkd")
@@ -292,11 +301,16 @@ def offload_needed(config: Config, models: Models, gpu_bytes_by_group: Mapping[s
     return any(needs_offload(layout) for layout in _layouts(config, models, gpu_bytes_by_group).values())
 
 
-def planned_slots(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> int:
-    """Return how many sequences a sampling engine runs at a time; arguments of :func:`require_memory`."""
-    layouts = _layouts(config, models, gpu_bytes_by_group)
+def planned_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return settings of sampling engines that are planned where they are null; arguments of :func:`require_memory`."""
+    layouts, rollout = _layouts(config, models, gpu_bytes_by_group), config.rollout
     layout = layouts.get("rollout", layouts.get(None))
-    return config.rollout.slots if layout is None else slots_of(layout, "rollout", config.rollout)
+    if layout is None:
+        return {"rollout.max_num_seqs": rollout.slots, "rollout.kv_cache_gb": rollout.kv_cache_gb}
+    return {
+        "rollout.max_num_seqs": slots_of(layout, "rollout", rollout),
+        "rollout.kv_cache_gb": cache_gb_of(layout, "rollout", rollout),
+    }
 
 
 def _layouts(

@@ -123,7 +123,8 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
     seqs = tuple(slots >> i for i in (1, 2, 3) if slots >> i >= 8)
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
     if layout.hardware.is_cpu:
-        sizes = tuple(v for v in (engine.kv_cache_gb // 2, engine.kv_cache_gb * 2, engine.kv_cache_gb * 4) if v >= 1)
+        gb = engine.cpu_cache_gb
+        sizes = tuple(v for v in (gb // 2, gb * 2, gb * 4) if v >= 1)
         changes.append(Change(f"{section}.n_gpus_per_node", 1, _offer_fewer_engines(layout.config, section, engine)))
         if properties.managed_memory:
             changes.append(Change(f"{section}.kv_cache_gb", 1, sizes))

@@ -29,6 +29,7 @@ FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without b
 NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
 MASKED = 4  # without a sort, as rollout.top_k and rollout.min_p need none: what is left out, and what stays normalised
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
+MANY_BLOCKS = 1 << 17  # of which each costs the host some 70 ns whenever the cache is forgotten, and 150 bytes
 LARGE_GPU = 70 * GIB  # with more memory than that vLLM takes larger steps, and more sequences, by default
 VLLM_SEQS = {False: 256, True: 1024}  # vllm.engine.arg_utils, for vllm.LLM
 PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
@@ -229,13 +230,16 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     weights = _engine_weights(shape, engine, c) / tp
     slots = slots_of(layout, group, engine)
     step, graphs = _step_activations(shape, engine, slots, gpu.memory, c), _process_bytes(engine)
-    cache = _cache_bytes(layout, group, engine, slots)
+    left, gb = _share_left(layout, group, engine, slots), engine.kv_cache_gb
+    cache = left if gb is None else float(gb * GIB)
     items = {
         "weights": weights,
         "activations of a step": step,
         "context, CUDA graphs": graphs,
         "key-value cache": max(0.0, cache),
     }
+    if left > cache:
+        items["rest of its share"] = left - cache  # vLLM does not start where others have it
     longest = layout.workload().longest
     if isinstance(engine, Scorer):
         rows = min(PROMPT_ROWS, longest)
@@ -266,7 +270,7 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
     shape, workload, c = layout.models.of(group), layout.workload(), layout.compute_bytes
     items = {
         "weights": _engine_weights(shape, engine, c),
-        "key-value cache": float(engine.kv_cache_gb * GIB),
+        "key-value cache": float(engine.cpu_cache_gb * GIB),
         "process": ENGINE_PROCESS,
     }
     if isinstance(engine, Scorer):
@@ -277,8 +281,8 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
         running = min(engine.slots, workload.samples)
         top_k = _largest_top_k(layout, group, shape)
         items["results"] = float(min(RESULT_BYTES, running * workload.longest * (top_k + 1) * 8))
-    n_held = engine.kv_cache_gb * GIB // (kv_bytes(shape, 1, c) * workload.longest)
-    shortage = "" if n_held else f"kv_cache_gb={engine.kv_cache_gb} holds no sequence of {workload.longest:,} tokens"
+    n_held = engine.cpu_cache_gb * GIB // (kv_bytes(shape, 1, c) * workload.longest)
+    shortage = "" if n_held else f"kv_cache_gb={engine.cpu_cache_gb} holds no sequence of {workload.longest:,} tokens"
     notes = _cache_notes(n_held, workload.longest, engine.slots)
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
 
@@ -345,7 +349,29 @@ def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     return max(min(wanted, engine.slots), min(wanted, int(cache // a_sequence)))
 
 
+def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
+    """Return the GiB of an engine's cache: ``kv_cache_gb``, or what is planned where that is null; None: what is left.
+
+    A sampler of a small model is left millions of blocks of 16 tokens, and vLLM goes through all of them whenever the
+    cache is forgotten, as for new weights. It then gets twice what its sequences can fill.
+    """
+    shape, c = layout.models.of(group), layout.compute_bytes
+    samples_on_gpu = group == "rollout" and not layout.hardware.is_cpu and engine_class(engine, shape).managed_memory
+    if engine.kv_cache_gb is not None or not samples_on_gpu:
+        return engine.kv_cache_gb
+    slots, a_token = slots_of(layout, group, engine), kv_bytes(shape, engine.tensor_parallel_size, c)
+    left = _cache_bytes(layout, group, engine, slots)
+    gb = -(-2 * slots * a_token * _in_blocks(layout.workload().longest) // GIB)
+    return gb if left > max(gb * GIB, MANY_BLOCKS * BLOCK * a_token) else None
+
+
 def _cache_bytes(layout: Layout, group: str, engine: Engine, slots: int) -> float:
+    """Return the bytes of the cache: ``kv_cache_gb``, or all that is left where that is null."""
+    gb = engine.kv_cache_gb
+    return _share_left(layout, group, engine, slots) if gb is None else float(gb * GIB)
+
+
+def _share_left(layout: Layout, group: str, engine: Engine, slots: int) -> float:
     """Return what vLLM's share of a GPU leaves for the cache, negative where it is too small for the rest."""
     shape, c, memory = layout.models.of(group), layout.compute_bytes, layout.hardware.memory
     taken = _engine_weights(shape, engine, c) / engine.tensor_parallel_size

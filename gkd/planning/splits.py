@@ -258,11 +258,11 @@ def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: in
     return Split(settings, {GROUPS.get(section, section): size.total for section, size in mix.items()}, stages, step)
 
 
-def faster_split(config: Config, directory: Path, max_num_seqs: int | None = None) -> str:
+def faster_split(config: Config, directory: Path, requested: Engine) -> str:
     """Return in one line which split of a run's GPUs is faster by simulation, or that none is; or why it is not known.
 
-    Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran. ``max_num_seqs``: of
-    the rollout section as it was asked for, which is decided anew for another split.
+    Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran. ``requested``: the
+    rollout section as it was asked for; what was planned of it is planned anew for another split.
     """
     if config.hosts():
         return ""
@@ -272,7 +272,8 @@ def faster_split(config: Config, directory: Path, max_num_seqs: int | None = Non
         factors = factors_of(str(directory), layout)
         layout = Layout(factors.lengths(config), layout.models, layout.hardware)
         now = simulate_layout(layout, staleness, factors).seconds
-        asked = with_settings(layout.config, {"rollout.max_num_seqs": max_num_seqs})
+        planned = {f"rollout.{name}": getattr(requested, name) for name in ("max_num_seqs", "kv_cache_gb")}
+        asked = with_settings(layout.config, planned)
         layout = Layout(asked, layout.models, layout.hardware)
         best = best_splits(layout, n_gpus, 1, staleness, factors)[0]
     except ConfigError as error:

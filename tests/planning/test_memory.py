@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gkd.planning.advice import planned_slots
-from gkd.planning.memory import concurrent_sequences, kv_bytes, pool_memory, slots_of
+from gkd.planning.advice import planned_sampler
+from gkd.planning.memory import cache_gb_of, concurrent_sequences, kv_bytes, pool_memory, slots_of
 from tests.planning.layouts import layout_of
 
 DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.gpu_type=a100-80gb")
@@ -58,8 +58,29 @@ def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() 
     longer = layout_of(*large, "rollout.max_response_length=30000")  # at most, and nobody knows at mean
     assert slots_of(replace(longer, hardware=small.hardware), "rollout", longer.config.rollout) == 128
     config, models = s.config, s.models
-    assert planned_slots(config, models, {"actor": 80e9, "rollout": 12e9}) == held
-    assert planned_slots(config, models, None) == planned_slots(config, models, {"actor": 80e9}) == 128
+    planned = planned_sampler(config, models, {"actor": 80e9, "rollout": 12e9})
+    assert planned == {"rollout.max_num_seqs": held, "rollout.kv_cache_gb": None}
+    for sizes in (None, {"actor": 80e9}):  # on CPUs, and where the engines' GPUs say nothing of their memory
+        assert planned_sampler(config, models, sizes)["rollout.max_num_seqs"] == 128
+
+
+def test_a_small_models_cache_is_twice_what_its_sequences_fill() -> None:
+    """By hand: of 128 sequences, twice, in whole GiB; more than that would be millions of blocks of 16 tokens."""
+    s = layout_of("+recipe=grpo", "model.size=0.5b", "trainer.batch_size=16", "rollout.n=8", "plan.gpu_type=h200")
+    shape, engine, longest = s.models.student, s.config.rollout, s.workload().longest
+    a_token = 2 * 24 * 2 * 64 * 2
+    assert kv_bytes(shape, 1, 2) == a_token and longest % 16 == 0
+    gb = -(-2 * 128 * longest * a_token // 2**30)
+    assert cache_gb_of(s, "rollout", engine) == gb < 8
+    planned = engine.model_copy(update={"kv_cache_gb": gb})
+    items = pool_memory(s, "rollout", planned).items
+    assert items["key-value cache"] == gb * 2**30
+    assert sum(items.values()) == pytest.approx(sum(pool_memory(s, "rollout", engine).items.values()))
+    assert concurrent_sequences(s, "rollout", planned) == slots_of(s, "rollout", planned) == 128
+    assert planned_sampler(s.config, s.models, {"rollout": 139e9})["rollout.kv_cache_gb"] == gb
+    assert cache_gb_of(s, "rollout", engine.model_copy(update={"kv_cache_gb": 30})) == 30
+    small = engine.model_copy(update={"gpu_memory_utilization": 0.05})  # leaves less than that
+    assert cache_gb_of(s, "rollout", small) is None
 
 
 def test_tensor_parallelism_divides_weights_and_must_divide_heads() -> None:

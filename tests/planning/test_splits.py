@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gkd.cluster.layout import Node, requests_of, solve
-from gkd.config import Config
+from gkd.config import Config, Rollout
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.layout import with_settings
@@ -161,26 +161,26 @@ def written(directory: Path, update: float) -> Config:
 
 def test_a_group_that_sets_the_pace_would_get_gpus_of_the_others(tmp_path: Path) -> None:
     config = written(tmp_path, update=60.0)
-    text = faster_split(config, tmp_path)
+    text = faster_split(config, tmp_path, Rollout())
     assert text.startswith("with what was measured, by gkd plan's simulation (")
     overrides = text.partition(" s: ")[2].split()
     pasted = layout_of(*RUN, *overrides).config
     assert pasted.trainer.n_workers > 2
     assert sum(pool.n_workers for _, pool in pasted.pools()) <= 8
-    again = faster_split(pasted.model_copy(), tmp_path)
+    again = faster_split(pasted.model_copy(), tmp_path, Rollout())
     assert "no other split of" in again
 
 
 def test_what_cannot_be_known_is_said_and_shared_gpus_are_left_as_they_are(tmp_path: Path) -> None:
     config = written(tmp_path, update=6.0)
     (tmp_path / "metrics.jsonl").write_text("")
-    assert faster_split(config, tmp_path).endswith("metrics.jsonl has no step with timings yet")
-    assert faster_split(compose([*DATA, *RUN[:4], "placement=single_gpu"]), tmp_path) == ""
+    assert faster_split(config, tmp_path, Rollout()).endswith("metrics.jsonl has no step with timings yet")
+    assert faster_split(compose([*DATA, *RUN[:4], "placement=single_gpu"]), tmp_path, Rollout()) == ""
 
 
 @pytest.mark.parametrize("update", [4.0, 60.0])
 def test_the_present_step_is_the_measured_one(tmp_path: Path, update: float) -> None:
     """Streaming hides some of both, so it is between the longer and the sum."""
-    text = faster_split(written(tmp_path, update), tmp_path)
+    text = faster_split(written(tmp_path, update), tmp_path, Rollout())
     now = float(text.partition("(")[2].partition(" s a step")[0])
     assert max(10.0, update) < now < 10.0 + update + 2
