@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -86,15 +87,22 @@ class AnswerLog:
             self.answers[key] = own
 
     def add(self, key: AnswerKey, answered: Answered, beside: Mapping[str, Any]) -> None:
-        """Append an answer; it is in the file when this returns. ``beside``: what else its line says."""
+        """Append an answer; it is in the file when this returns. ``beside``: what else its line says.
+
+        Raises OSError, which names the file.
+        """
         line = json.dumps({**asdict(key), **beside, **asdict(answered)})
-        self._file.write(f"{line}\n".encode())
-        self._file.flush()
+        try:
+            self._file.write(f"{line}\n".encode())
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         self.answers[key] = answered
 
     def close(self) -> None:
         """Close the file, after which another program may write it."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written was told of, and all else is
+            self._file.close()
 
 
 def fingerprint(directory: str) -> str:

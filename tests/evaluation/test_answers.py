@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,21 @@ def test_another_key_is_another_answer(tmp_path: Path, field: str) -> None:
     log.add(KEY, ANSWERED, {})
     assert replace(KEY, **{field: "other"}) not in log.answers
     log.close()
+
+
+def test_a_disk_that_is_full_is_named_and_loses_no_whole_answer(tmp_path: Path) -> None:
+    log, limits = AnswerLog(tmp_path / "answers.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, limits[1]))
+        with pytest.raises(OSError, match=r"answers\.jsonl"):
+            for index in range(100):
+                log.add(replace(KEY, index=index), ANSWERED, {})
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again = AnswerLog(log.path)
+    assert again.answers == log.answers and len(again.answers) > 1
+    again.close()
 
 
 def test_two_programs_do_not_write_one_file_and_other_files_are_left_alone(tmp_path: Path) -> None:
