@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from gkd.durable import Sum
 from gkd.errors import ConfigError
 from tests.gpu import acceptance
 from tests.gpu.acceptance import Outcome
-from tests.gpu.checks import CHECKS, Check, runs, w1
-from tests.gpu.checks.context import Context
+from tests.gpu.checks import CHECKS, Check, mps, runs, w1
+from tests.gpu.checks.context import Context, Skipped
 from tests.gpu.checks.program import Run
 
 NAMES = ("fine", "fails", "raises", "skips", "dies", "hangs", "leaves_a_process", "breaks_at_the_end")
@@ -105,7 +106,11 @@ def test_a_check_gets_no_more_time_than_is_left(tmp_path: Path, monkeypatch: pyt
 
 def test_what_needs_gpus_is_skipped_and_never_ok_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "run_check", lambda check, *_: Outcome(check.name, "ok"))
-    for n_gpus, skipped in ((0, ["attention", "ipc", "graphs", "transfers", "two_gpus"]), (1, ["two_gpus"]), (2, [])):
+    for n_gpus, skipped in (
+        (0, ["attention", "ipc", "graphs", "transfers", "two_gpus", "mps"]),
+        (1, ["two_gpus"]),
+        (2, []),
+    ):
         outcomes = [*acceptance.outcomes(CHECKS, 9, n_gpus, tmp_path, tmp_path)]
         assert [outcome.name for outcome in outcomes if outcome.status == "skipped"] == skipped
         assert all("GPU" in outcome.failed for outcome in outcomes if outcome.status == "skipped")
@@ -146,9 +151,9 @@ def test_the_machine_and_the_wish_go_together(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_all_of_it_fits_into_its_time_on_one_gpu() -> None:
-    assert sum(check.estimate_s for check in CHECKS if check.n_gpus == 1) <= 9 * 60
+    assert sum(check.estimate_s for check in CHECKS if check.n_gpus == 1 and not check.asked) <= 9 * 60
     assert all(check.estimate_s < check.limit_s for check in CHECKS)
-    assert len({check.name for check in CHECKS}) == len(CHECKS) == 15
+    assert len({check.name for check in CHECKS}) == len(CHECKS) == 16
 
 
 def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +237,26 @@ def test_every_run_is_one_that_can_be_configured(recorded: Recorded, tmp_path: P
     assert recorded.names == [
         "eager", "graphs", "ahead", "colocation", "ipc", "object_store", "grpo", "curve", "nccl", "both", "w1",
     ]  # fmt: skip
+
+
+def test_mps_runs_for_one_run_of_two(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control, asked = tmp_path / mps.CONTROL, tmp_path / "asked"
+    control.write_text(f'#!/bin/sh\nread line\necho "$1$line $CUDA_MPS_PIPE_DIRECTORY" >> {asked}\n')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    context = Context(1, tmp_path, tmp_path / "result.json")
+    with pytest.raises(Skipped, match="came without"):
+        mps.beside_each_other(context)
+    control.chmod(0o755)
+    mps.beside_each_other(context)
+    place = tmp_path / "mps"
+    assert asked.read_text().splitlines() == [f"{what} {place}" for what in ("-d", "get_server_list", "quit")]
+    assert recorded.names == ["with_mps", "without_mps"]
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert context.figures["ratio"] == 1.0
+    control.write_text("#!/bin/sh\necho no permission; exit 1\n")
+    place.rename(tmp_path / "before")
+    with pytest.raises(Skipped, match="nvidia-cuda-mps-control -d: no permission"):
+        mps.beside_each_other(context)
 
 
 def test_losses_are_compared_with_those_of_the_run_before(recorded: Recorded, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from tests.gpu.checks.context import Context, require
-from tests.gpu.checks.program import run
+from tests.gpu.checks.program import Run, run
 
 TRL_STEP_S, TRL_PEAK_GIB = 4.95, 64.8
 """Of TRL 1.16's DistillationTrainer on one H200, vLLM colocated; the peak is that of its trainer."""
@@ -21,29 +21,35 @@ SMALL = {"student": (64, 128, 2, 2, 2), "teacher": (128, 256, 2, 4, 2)}
 
 def against_trl(context: Context) -> None:
     """Seconds a step and by stage, and peak memory, beside TRL's."""
+    result = run_w1(context, "w1")
+    step = result.median("timing_s/step")
+    stages = {stage: result.median(f"timing_s/{stage}") for stage in ("generate", "score", "update", "sync")}
+    context.note(step_s=step, stages={name: float(f"{value:.3g}") for name, value in stages.items()})
+    context.note(mismatch_kl_max=result.largest("mismatch/kl"), first_step_s=result.first_step_s)
+    require(result.largest("mismatch/kl") < 0.02, "sampler and trainer disagree")
+    if context.rehearsal:
+        return
+    actor = result.largest("memory/actor/peak_gb") * 1e9 / (1 << 30)
+    context.note(trl_step_s=TRL_STEP_S, of_trl=step / TRL_STEP_S, actor_peak_gib=actor, trl_peak_gib=TRL_PEAK_GIB)
+    require(step < TRL_STEP_S, f"{step:.2f} s a step, TRL has {TRL_STEP_S}")
+    require(actor < TRL_PEAK_GIB, f"{actor:.1f} GiB in the actor, TRL has {TRL_PEAK_GIB}")
+
+
+def run_w1(context: Context, name: str) -> Run:
+    """Run the workload, in a rehearsal a small one, with its output in the directory ``name``."""
     small = context.rehearsal
     words, prompt, response, batch = (512, 16, 16, 16) if small else (WORDS, PROMPT, RESPONSE, BATCH)
     path = context.scratch / "w1-models"
-    _make(path, SMALL if small else SHAPES, words, prompt, batch)
-    result = run(
-        context, "w1", "placement=single_gpu",
+    if not (path / "prompts.jsonl").exists():
+        _make(path, SMALL if small else SHAPES, words, prompt, batch)
+    return run(
+        context, name, "placement=single_gpu",
         f"model.path={path / 'student'}", f"teacher.model.path={path / 'teacher'}",
         f"data.train_files=[{path / 'prompts.jsonl'}]", f"data.val_files=[{path / 'prompts.jsonl'}]",
         "data.prompt_key=prompt", "data.val_limit=8", f"data.max_prompt_length={prompt}",
         f"rollout.max_response_length={response}", f"trainer.batch_size={batch}", "trainer.val_every=1000",
         f"trainer.total_steps={4 if small else STEPS}", f"rollout.max_num_seqs={batch}", "actor.lr=1e-6",
     )  # fmt: skip
-    step = result.median("timing_s/step")
-    stages = {stage: result.median(f"timing_s/{stage}") for stage in ("generate", "score", "update", "sync")}
-    context.note(step_s=step, stages={name: float(f"{value:.3g}") for name, value in stages.items()})
-    context.note(mismatch_kl_max=result.largest("mismatch/kl"), first_step_s=result.first_step_s)
-    require(result.largest("mismatch/kl") < 0.02, "sampler and trainer disagree")
-    if small:
-        return
-    actor = result.largest("memory/actor/peak_gb") * 1e9 / (1 << 30)
-    context.note(trl_step_s=TRL_STEP_S, of_trl=step / TRL_STEP_S, actor_peak_gib=actor, trl_peak_gib=TRL_PEAK_GIB)
-    require(step < TRL_STEP_S, f"{step:.2f} s a step, TRL has {TRL_STEP_S}")
-    require(actor < TRL_PEAK_GIB, f"{actor:.1f} GiB in the actor, TRL has {TRL_PEAK_GIB}")
 
 
 def _make(path: Path, shapes: dict[str, tuple[int, int, int, int, int]], words: int, prompt: int, batch: int) -> None:
