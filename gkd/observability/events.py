@@ -11,7 +11,6 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -85,5 +84,4 @@ class Events(logging.Handler):
         note("end", f"{how} after {time.monotonic() - self._began:.0f} s", failed=kind is not None)
         log.removeHandler(self)
         _entered.remove(self)
-        with suppress(OSError):  # what could not be written before, which was warned of
-            self._lines.__exit__(kind, error, trace)
+        self._lines.__exit__(kind, error, trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -28,10 +29,16 @@ class JsonLines:
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one object. Raises ValueError for a number that JSON does not have (NaN, infinity)."""
+        """Append one object.
+
+        Raises ValueError for a number that JSON does not have (NaN, infinity), and OSError, which names the file.
+        """
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-        self._file.write(_NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(_NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from None
 
     def __enter__(self) -> Self:
         return self
@@ -39,7 +46,8 @@ class JsonLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written was told of, and all else is
+            self._file.close()
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import pytest
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.observability.events import Events, note
+from gkd.observability.metrics import JsonLines
 from gkd.observability.trackers.tracker import MetricsLog, Trackers
 from gkd.observability.watch import Watcher
 
@@ -77,3 +78,9 @@ def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
         log.removeHandler(handler)
     (lost,) = (record.getMessage() for record in warned)
     assert "events are lost: no space left on device" in lost
+
+
+def test_a_file_of_lines_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"metrics\.jsonl"), JsonLines(tmp_path / "metrics.jsonl") as lines:
+        lines.write({"step": 1})
