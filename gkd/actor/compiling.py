@@ -25,6 +25,7 @@ from gkd.modeling.backbone import decoder_layers
 log = logging.getLogger("gkd")
 BACKEND = "inductor"
 MOST_VARIANTS = 64  # of one piece of code: sizes, with and without gradients, kinds of layers
+LEAST_PARAMETERS = 50_000_000  # with fewer, what compiling takes is more than most runs would save
 THREADS = 4  # processes that compile, of each rank; torch takes 32
 REMEDY = "actor.compile=false computes without"
 
@@ -61,11 +62,11 @@ def compile_layers(
     """Have the decoder layers of ``lm`` compile when they first run; returns how, None where they are left as they are.
 
     Before they are sharded: FSDP's hooks stay outside. ``setting`` is ``actor.compile``; "auto" is GPUs, and models
-    whose sequences are ``packed`` and whose layers are dense and not 4-bit. Raises ConfigError where it is true and
-    torch cannot compile here.
+    that are not small, whose sequences are ``packed``, and whose layers are dense and not 4-bit. Raises ConfigError
+    where it is true and torch cannot compile here.
     """
     strict = setting is True
-    if setting is False or (not strict and not (device.type == "cuda" and packed and _is_dense(lm))):
+    if setting is False or (not strict and not (device.type == "cuda" and packed and _is_dense(lm) and _is_large(lm))):
         return None
     layers = decoder_layers(lm)
     reason = None if layers else "transformers does not say which of its layers are alike"
@@ -122,6 +123,10 @@ def _is_dense(lm: nn.Module) -> bool:
         or hasattr(module, "quant_state")
         for module in lm.modules()
     )
+
+
+def _is_large(lm: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in lm.parameters()) >= LEAST_PARAMETERS
 
 
 def _compiled(function: Any, dynamic: bool) -> Any:

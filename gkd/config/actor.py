@@ -102,8 +102,8 @@ class Actor(Settings):
     compile: Literal["auto"] | bool = Field(
         "auto",
         description="decoder layers compiled by torch.compile, in packs padded to a quarter of "
-        "max_tokens_per_micro_batch; auto: on GPUs, dense models whose sequences are packed (TRL: torch_compile; verl: "
-        "use_torch_compile)",
+        "max_tokens_per_micro_batch; auto: on GPUs, dense models of 50 million parameters and more whose sequences are "
+        "packed (TRL: torch_compile; verl: use_torch_compile)",
     )
     liger: bool = Field(
         False, description="norms, rotary embeddings and SwiGLU by Liger's fused kernels, on GPUs, instead of compiled "

@@ -55,7 +55,7 @@ def update_again(context: Context) -> None:
 def _actor(path: str, budget: int) -> Iterator[ActorGroup]:
     """An actor alone, placed and loaded as a run has it, with micro-batches of at most ``budget`` tokens."""
     wanted = {
-        "actor": {"lr": 1e-6, "max_tokens_per_micro_batch": budget, "loss_chunk": 256},
+        "actor": {"lr": 1e-6, "max_tokens_per_micro_batch": budget, "loss_chunk": 256, "compile": False},
         "algorithm": {"aggregation": "sequence_mean"},
         "trainer": {"total_steps": 10},
         "cluster": {"cpu_threads": 1, "simulate_gpus": "auto", "share_gpus": True},

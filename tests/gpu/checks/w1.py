@@ -70,6 +70,7 @@ def _make(path: Path, shapes: dict[str, tuple[int, int, int, int, int]], words: 
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = LlamaForCausalLM(config).bfloat16()
         model.cpu().save_pretrained(path / name)
+        torch.cuda.empty_cache()  # it would count among what the run takes of the GPU
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, eos_token="w1", pad_token="w0", unk_token="w0"
         ).save_pretrained(path / name)

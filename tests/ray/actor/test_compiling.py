@@ -6,6 +6,7 @@ What inductor makes of the graphs, and several ranks, are in test_ranks.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def loss_and_gradients(student: Student, seed: int, n: int) -> tuple[Tensor, dic
     micro = micro_batch(models.scored(n, seed=seed))
     student.zero_grad()
     loss, _ = student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))
-    loss.backward()
+    with ThreadPoolExecutor(1) as thread:  # not the one that computed forward, as on a GPU
+        thread.submit(loss.backward).result()
     return loss.detach(), {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
 
 
@@ -124,6 +126,8 @@ def test_what_a_pack_is_padded_with_is_in_no_sequence_and_no_row(tmp_path: Path)
 def test_auto_is_gpus_and_dense_models_that_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "unable", lambda device: None)  # no GPU is needed to know
     lm = models.make("llama")
+    assert compile_layers(lm, "auto", BUDGET, CUDA, True) is None
+    monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
     assert compile_layers(lm, "auto", BUDGET, CPU, True) is None
     assert compile_layers(lm, "auto", BUDGET, CUDA, False) is None
     assert compile_layers(make("mixtral", 0), "auto", BUDGET, CUDA, True) is None
@@ -136,6 +140,7 @@ def test_a_machine_that_cannot_compile_is_named_at_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
+    monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
     with pytest.raises(ConfigError, match=r"^actor.compile=true: torch could not .*division by zero.*; actor.compile="):
         compile_layers(models.make("llama"), True, BUDGET, CPU, True)
     reason = compiling.unable(CPU)
@@ -150,6 +155,7 @@ def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(
     model = models.make("llama")
     plain, _ = students(model, tmp_path)
     monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
+    monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
     monkeypatch.setattr(compiling, "unable", lambda device: None)
     _, strict = students(model, tmp_path)
     with pytest.raises(RuntimeError) as failure:
