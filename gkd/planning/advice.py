@@ -16,6 +16,7 @@ from typing import Any
 from gkd.config import GROUPS, Config, Engine, load
 from gkd.errors import ConfigError
 from gkd.planning.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
+from gkd.planning.colocation import all_memory, groups_that_do_not_fit, memory_of, needs_offload
 from gkd.planning.layout import (
     GB,
     Layout,
@@ -26,15 +27,7 @@ from gkd.planning.layout import (
     with_settings,
     without_colocation,
 )
-from gkd.planning.memory import (
-    GroupMemory,
-    all_memory,
-    cache_gb_of,
-    groups_that_do_not_fit,
-    memory_of,
-    needs_offload,
-    slots_of,
-)
+from gkd.planning.memory import GroupMemory, cache_gb_of, slots_of
 from gkd.planning.pipeline import quick_step_s, stages_of
 
 log = logging.getLogger("gkd")

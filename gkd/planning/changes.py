@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import GROUPS, Config, Engine, Pool, Scorer
+from gkd.planning.colocation import memory_of
 from gkd.planning.layout import Layout, engine_class, with_settings
-from gkd.planning.memory import GroupMemory, memory_of, slots_of
+from gkd.planning.memory import GroupMemory, slots_of
 
 Value = int | float | bool
 LEVEL_NAMES = {

@@ -12,11 +12,12 @@ from rich.table import Table
 
 from gkd.planning.advice import Advice, advise, advise_all, advise_by_memory, explain_no_advice
 from gkd.planning.changes import LEVEL_NAMES
+from gkd.planning.colocation import all_memory, needs_offload
 from gkd.planning.layout import GB, Layout
-from gkd.planning.memory import GroupMemory, all_memory, needs_offload
+from gkd.planning.memory import GroupMemory
 from gkd.planning.pipeline import Factors, Stages, stages_of
 from gkd.planning.shapes import ModelShape
-from gkd.planning.simulation import Step
+from gkd.planning.simulated_run import Step
 from gkd.planning.splits import Split, best_splits
 from gkd.planning.steps import simulate_layout
 

@@ -11,100 +11,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
+from gkd.planning.simulated_run import SimulatedRun, Step
 from gkd.schedule import TicketSchedule
 
 ENDLESS = 1 << 40
 WARM_UP, MEASURED = 2, 4  # steps, of which the first ones begin with idle engines
 LEAD = 3  # further ones of a run, by the updates that it samples ahead
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Describes the rollout group.
-
-    Each of ``n_engines`` is given at most ``capacity`` requests and samples at most ``running`` of them at a time; a
-    token of all n of those takes ``token_s(n)`` seconds. A new sequence keeps an engine busy for ``prefill_s`` seconds,
-    and one that is under way when weights are loaded in flight for ``recompute_s`` for each of its tokens so far.
-    """
-
-    n_engines: int
-    capacity: int
-    running: int
-    token_s: Callable[[float], float]
-    prefill_s: float = 0.0
-    recompute_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean tokens."""
-
-    n_servers: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Updating:
-    """Describes the actor: ``accumulate_s`` for the gradients of a batch of mean tokens, ``apply_s`` for its optimizer
-    steps.
-
-    ``chunk_tokens`` are accumulated at a time while a batch is being sampled; None: the whole batch, once it is there.
-    A chunk holds whole groups of ``unit`` samples.
-    """
-
-    accumulate_s: float
-    apply_s: float
-    sync_s: float
-    chunk_tokens: float | None = None
-    unit: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """Describes what is simulated.
-
-    ``lengths(step)`` are the tokens of the responses to ``n_prompts`` prompts, ``n`` neighbours each, of ``prompt``
-    tokens; ``mean_tokens`` those of a sample that the times of scoring and updating are for, its prompt included.
-    ``hosts`` maps groups to the one whose devices they compute on.
-    """
-
-    n_prompts: int
-    n: int
-    prompt: float
-    mean_tokens: float
-    lengths: Callable[[int], Sequence[float]]
-    sampling: Sampling
-    scoring: Mapping[str, Scoring]
-    updating: Updating
-    max_staleness: int = 0
-    in_flight: bool = False
-    hosts: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Describes one step in the long run. ``busy``: seconds that the workers of each group work, on average.
-
-    ``bound``: the group that is most busy; ``generate``: seconds from a batch's request to its last finished sample,
-    and ``scored`` to its last scored one.
-    """
-
-    staleness: int
-    seconds: float
-    busy: dict[str, float]
-    bound: str
-    generate: float = 0.0
-    scored: float = 0.0
-
-    @property
-    def waits(self) -> dict[str, float]:
-        """Return the seconds of a step that each group has nothing to do."""
-        return {group: max(0.0, self.seconds - busy) for group, busy in self.busy.items()}
 
 
 def simulate(run: SimulatedRun, steps: int = MEASURED, first: int | None = None) -> Step:

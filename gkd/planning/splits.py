@@ -41,7 +41,7 @@ from gkd.planning.pipeline import (
     sync_s,
     update_s,
 )
-from gkd.planning.simulation import Step
+from gkd.planning.simulated_run import Step
 from gkd.planning.steps import simulate_layout, streams
 
 Floats = NDArray[np.float64]

@@ -13,8 +13,9 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
+from gkd.planning.colocation import needs_offload
 from gkd.planning.layout import Layout
-from gkd.planning.memory import concurrent_sequences, largest_micro_batch, needs_offload, slots_of
+from gkd.planning.memory import concurrent_sequences, largest_micro_batch, slots_of
 from gkd.planning.pipeline import (
     Factors,
     adam_s,
@@ -25,7 +26,8 @@ from gkd.planning.pipeline import (
     stages_of,
     update_s,
 )
-from gkd.planning.simulation import Sampling, Scoring, SimulatedRun, Step, Updating, simulate
+from gkd.planning.simulated_run import Sampling, Scoring, SimulatedRun, Step, Updating
+from gkd.planning.simulation import simulate
 
 MOST_SAMPLES = 256  # of a batch that are simulated, each by itself
 MOST_ENGINES = 16  # or as many as it takes for each to have samples

@@ -48,8 +48,9 @@ from gkd.driver.validation import Validation
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
-from gkd.planning.simulation import Sampling, SimulatedRun, Step, Updating, long_run, simulate
-from gkd.planning.simulation import Scoring as ScoringGroup
+from gkd.planning.simulated_run import Sampling, SimulatedRun, Step, Updating
+from gkd.planning.simulated_run import Scoring as ScoringGroup
+from gkd.planning.simulation import long_run, simulate
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.group import RolloutGroup

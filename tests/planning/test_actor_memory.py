@@ -23,7 +23,8 @@ from gkd.planning.actor_memory import (
     peak_items,
     saved_activations,
 )
-from gkd.planning.memory import memory_of, truncation_copies
+from gkd.planning.colocation import memory_of
+from gkd.planning.memory import truncation_copies
 from gkd.planning.shapes import shape_of
 from tests.planning.layouts import layout_of
 from tests.planning.measure import peak_of_update, samples, student_of

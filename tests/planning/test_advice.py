@@ -14,8 +14,9 @@ from gkd.config import load
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.advice import advise, advise_all, advise_by_memory, explain_shortage, require_memory
+from gkd.planning.colocation import all_memory
 from gkd.planning.layout import Layout, has_room, with_settings
-from gkd.planning.memory import GroupMemory, all_memory
+from gkd.planning.memory import GroupMemory
 from gkd.planning.report import plan, show
 from tests.planning.layouts import DATA, layout_of
 

@@ -18,8 +18,8 @@ from gkd.inference.requests import Score
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.planning.actor_memory import adapter_weights
 from gkd.planning.advice import advise
+from gkd.planning.colocation import all_memory
 from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
-from gkd.planning.memory import all_memory
 from tests.planning.tensor_bytes import TensorBytes
 
 FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.gpu_type=h100-80gb"]

@@ -10,7 +10,8 @@ import pytest
 
 from gkd.config import load
 from gkd.driver.streaming import BatchStream
-from gkd.planning.simulation import Sampling, SimulatedRun, Updating, _Simulation
+from gkd.planning.simulated_run import Sampling, SimulatedRun, Updating
+from gkd.planning.simulation import _Simulation
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.types import Prompt, SampleRequest
 from gkd.types import Sampling as HowSampled

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from gkd.planning import steps
 from gkd.planning.measured import factors_of
 from gkd.planning.pipeline import Factors
-from gkd.planning.simulation import Sampling, Scoring, SimulatedRun, Updating, simulate
+from gkd.planning.simulated_run import Sampling, Scoring, SimulatedRun, Updating
+from gkd.planning.simulation import simulate
 from gkd.planning.steps import response_lengths, simulate_layout, streams
 from tests.planning.layouts import layout_of
 

@@ -15,8 +15,8 @@ from gkd.cluster.layout import Node, requests_of, solve
 from gkd.config import Config, Rollout
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
+from gkd.planning.colocation import all_memory
 from gkd.planning.layout import with_settings
-from gkd.planning.memory import all_memory
 from gkd.planning.splits import best_splits, faster_split
 from gkd.planning.steps import simulate_layout
 from tests.planning.layouts import DATA, layout_of

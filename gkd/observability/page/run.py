@@ -16,8 +16,8 @@ from gkd.config.overrides import flat
 from gkd.errors import ConfigError
 from gkd.observability.hardware import GB
 from gkd.observability.run_files import RunFiles
+from gkd.planning.colocation import all_memory
 from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
-from gkd.planning.memory import all_memory
 
 MAX_ROWS = 10_000
 """Steps in a chart; of more, every so many are taken, and all validations."""
