@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -361,11 +361,8 @@ def test_every_reference_is_right_as_its_own_response(cases: list[tuple[str, str
 
 
 def test_works_off_the_main_thread() -> None:
-    found: list[float] = []
-    thread = threading.Thread(target=lambda: found.append(accuracy("$\\frac{1}{2}$", "0.5")))
-    thread.start()
-    thread.join(60)
-    assert found == [1.0]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(accuracy, "$\\frac{1}{2}$", "0.5").result(60) == 1.0
 
 
 def test_an_expression_that_would_never_end_is_wrong_and_the_next_one_is_still_judged() -> None:

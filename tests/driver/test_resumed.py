@@ -1,0 +1,51 @@
+"""What a run that goes on keeps of the one before: lines of its files, and the data that it was made with."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gkd.data.prompts import fingerprint
+from gkd.driver.checkpoint import Saved, State
+from gkd.driver.resume import cut, require_same_data
+from gkd.errors import ConfigError
+from gkd.observability.metrics import JsonLines
+from gkd.observability.run_files import RunFiles
+from gkd.types import Prompt
+
+
+def test_lines_of_steps_that_are_done_again_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the characters: some that JSON has as they are end lines elsewhere."""
+    caplog.set_level(logging.INFO, "gkd")
+    file, text = tmp_path / "metrics.jsonl", "a\u2028b\u2029c\u0085d\ud800e é\n"
+    with JsonLines(file) as lines:
+        for step in range(6):
+            lines.write({"step": step, "text": text})
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 6  # for those who read it so
+    assert "é" in file.read_text(encoding="utf-8")
+    raw = json.dumps({"step": 2, "text": "a\u2028b\u2029c\u0085d"}, ensure_ascii=False)  # as earlier versions wrote it
+    file.write_text(file.read_text(encoding="utf-8") + raw + "\nno JSON\n" + '{"step": 6, "lo', encoding="utf-8")
+    cut(file, 3)
+    assert "line 8 is left out: it is no row of a step" in caplog.text
+    (tmp_path / "config.yaml").write_text("trainer: {total_steps: 3}")
+    rows = RunFiles(tmp_path).rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 2]
+    assert rows[0]["text"] == text
+    cut(tmp_path / "missing.jsonl", 3)
+
+
+def test_other_data_is_refused() -> None:
+    def prompts(answer: str, *ids: int) -> list[Prompt]:
+        return [Prompt(0, np.array(ids, dtype=np.int32), "", answer)]
+
+    own = fingerprint(prompts("1", 2, 3))
+    assert own == fingerprint(prompts("1", 2, 3))
+    assert len({own, fingerprint(prompts("1", 2, 4)), fingerprint(prompts("2", 2, 3)), fingerprint([])}) == 4
+    saved = Saved(Path("/step_1"), "end", State(), {}, "", "float32", {"train": own, "val": "0"}, {})
+    require_same_data(saved, {"train": own, "val": "0"})
+    with pytest.raises(ConfigError, match=r"prompts of data.val_files are not those that /step_1 was made with"):
+        require_same_data(saved, {"train": own, "val": "1"})
