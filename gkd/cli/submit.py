@@ -140,7 +140,8 @@ def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
         further = []
         if config.trainer.run_group is None:
             further.append(f"trainer.run_group={quoted(directory.name)}")
-        if config.cluster.reserve_timeout_s == Cluster.model_fields["reserve_timeout_s"].default:
+        named = any(override.startswith("cluster.reserve_timeout_s=") for override in overrides)
+        if not named and config.cluster.reserve_timeout_s == Cluster.model_fields["reserve_timeout_s"].default:
             further.append(f"cluster.reserve_timeout_s={WAITS_S}")  # for the GPUs of the others
         runs.append(
             JobRun(f"{config.recipe}-{stamp}-{number}", directory / run.name, (*run.overrides, *further), config)

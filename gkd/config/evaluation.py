@@ -86,9 +86,10 @@ class Evaluate(OpenSections):
 def _takes_ask_and_row(strategy: Any) -> bool:
     """Return whether a function, or an object of a class, is awaited when it is called with two arguments."""
     is_class = isinstance(strategy, type)
-    call = strategy.__call__ if is_class or not inspect.isroutine(strategy) else strategy
+    call = strategy.__call__ if is_class else strategy
     try:
         inspect.signature(call).bind(*[None] * (2 + is_class))
     except (TypeError, ValueError):
         return False
-    return inspect.iscoroutinefunction(call)
+    plain = inspect.unwrap(call, stop=inspect.iscoroutinefunction)  # a decorator need not be async
+    return any(inspect.iscoroutinefunction(one) for one in (plain, type(plain).__call__))

@@ -106,7 +106,8 @@ class Reward(OpenSections):
             call = getattr(reward, "__call__", reward) if isinstance(reward, type) else reward  # noqa: B004
             if inspect.iscoroutinefunction(call):
                 self._asynchronous.add(name)
-            if not GROUP_PARAMETERS.isdisjoint(parameters_of(call)):
+            required = {key for key, one in parameters_of(call).items() if one.default is inspect.Parameter.empty}
+            if not GROUP_PARAMETERS.isdisjoint(required):  # with a default it is a setting
                 self._of_groups.append(name)
         return self
 

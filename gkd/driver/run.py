@@ -28,6 +28,7 @@ from gkd.driver.resume import cut
 from gkd.driver.saving import Checkpoints
 from gkd.driver.startup import start, with_transfer
 from gkd.driver.trainer import train
+from gkd.durable import replace
 from gkd.errors import ConfigError
 from gkd.observability import report
 from gkd.observability.events import Events, note
@@ -107,7 +108,8 @@ def _drive(
             first = saved.state.step
             cut(files[0], saved.state.logged)
             cut(files[1], first)
-            (output / "summary.json").unlink(missing_ok=True)  # of an end that is not the end any more
+            for file in (output / "summary.json", *output.glob("results/*.json")):
+                file.unlink()  # of an end that is not the end any more
         with MetricsLog(files[0], trackers, events, on_step) as metrics, JsonLines(files[1]) as sampled:
             samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
@@ -139,7 +141,7 @@ def _drive(
 
 def _write(config: Config, output: Path) -> None:
     text = OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
-    (output / "config.yaml").write_text(f"# gkd {__version__}\n{text}", encoding="utf-8")
+    replace(output / "config.yaml", f"# gkd {__version__}\n{text}".encode())
 
 
 def _first_step(saved: Saved | None) -> int:

@@ -27,15 +27,33 @@ class Comparison:
 
 
 def read_all(paths: Sequence[Path]) -> list[Results]:
-    """Read files of results, all of them of a directory, run, evaluation or sweep. Raises ConfigError for none."""
-    return [read_results(file) for path in paths for file in _files(path)]
+    """Read files of results, all of them of a directory, run, evaluation or sweep. Raises ConfigError for none.
+
+    Models of one name and set in two directories, as those of runs ``a/seed0`` and ``b/seed0``, get the name of the
+    directory above too.
+    """
+    files = [(file, read_results(file)) for path in paths for file in _files(path)]
+    homes: dict[tuple[str, str], set[Path]] = {}
+    for file, result in files:
+        homes.setdefault((result.set, result.model), set()).add(file.absolute().parent)
+    twice = {model for (_, model), directories in homes.items() if len(directories) > 1}
+    return [
+        replace(result, model=f"{_above(file)}/{result.model}") if result.model in twice else result
+        for file, result in files
+    ]
+
+
+def _above(file: Path) -> str:
+    """Return the name of the directory that holds a run, or an evaluation, with this file of results."""
+    home = file.absolute().parent
+    return (home.parent.parent if home.name == "results" else home).name
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    if (path / "results").is_dir():
-        return sorted((path / "results").glob("*.json"))
+    if files := sorted((path / "results").glob("*.json")):
+        return files
     if (path / "config.yaml").exists():
         raise ConfigError(f"{path} is a run without results/: it has not ended, or could measure no scores")
     files = sorted(path.glob("*.json")) or sorted(path.glob("*/results/*.json"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 BYTES_PER_THREAD = 4 << 20
 """Of weights, a million parameters in float32. Below that, threads wait for each other for longer than they help: with
-students and teachers of 0.1 and 0.6 million parameters all processes of a run together compute a third less on one."""
+students and teachers of 0.1 and 0.6 million parameters all processes of a run take 0.84 of the CPU time on one."""
 WEIGHTS = {".safetensors", ".bin"}
 
 

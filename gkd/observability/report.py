@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from gkd.durable import replace
 from gkd.version import __version__
 
 Values = Mapping[str, float]
@@ -39,7 +40,7 @@ def line(values: Values) -> str:
 def write(summary: Summary, output_dir: Path) -> None:
     """Write summary.json."""
     text = json.dumps(asdict(summary), indent=2, allow_nan=False)
-    (output_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
+    replace(output_dir / "summary.json", f"{text}\n".encode())
 
 
 def read(output_dir: Path) -> Summary:

@@ -143,6 +143,9 @@ def test_how_far_the_student_goes_for_each_reward() -> None:
         0.4 / 4
     )  # the third is the only one of its group with a reward
     assert metrics["reward/length/kl"] == pytest.approx((1.0 + 3.0) / (5 + 10))
+    of_three = config().model_copy(update={"rollout": config().rollout.model_copy(update={"n": 3})})
+    equal = [replace(scored(i, 0.7, 0.7), kl_reference=1.0) for i in range(3)]  # their mean is 0.7 less a bit
+    assert not any(name.endswith("/kl") for name in with_advantages(of_three, equal)[1])
     unknown = [replace(sample, kl_reference=None) for sample in batch]
     assert not any(name.endswith("/kl") for name in with_advantages(config(), unknown)[1])
 

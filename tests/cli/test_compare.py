@@ -55,6 +55,24 @@ def test_strategies_of_one_model_are_compared_as_two(tmp_path: Path, capsys: pyt
     assert "sums: base majority has a higher accuracy than base" in capsys.readouterr().out
 
 
+def test_runs_of_one_name_are_told_apart_by_the_directory_above(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, value in (("a", 0.0), ("b", 1.0)):
+        (tmp_path / place / "seed0" / "results").mkdir(parents=True)
+        write(tmp_path / place / "seed0" / "results", "seed0", [value] * 9)
+    assert main([str(tmp_path / "a" / "seed0"), str(tmp_path / "b" / "seed0")]) == 0
+    assert "sums: b/seed0 has a higher accuracy than a/seed0" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_was_killed_at_once_has_no_results_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} holds no files of results (MODEL_SET_N.json)\n"
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

@@ -290,6 +290,8 @@ def test_recipes_of_one_sweep_write_beside_each_other(
     assert len({output.parent for _, output in jobs}) == 1
     assert len(re.findall(r"recipe=\w+ +0\.4500", capsys.readouterr().out)) == 2
     assert "cluster.reserve_timeout_s" not in jobs[0][0]
+    assert main(["--address", "http://cluster", "-m", "+recipe=grpo,gspo", "cluster.reserve_timeout_s=300"]) == 0
+    assert all("86400" not in command for command, _ in PLAYED[-1].submitted.values())
     assert main(["--address", "http://cluster", "+recipe=grpo", "trainer.output_dir='~/mine'"]) == 0
     assert [output for _, output in PLAYED[-1].submitted.values()] == [tmp_path / "mine"]
 

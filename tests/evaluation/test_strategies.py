@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 import pytest
 
+from gkd.config.evaluation import _takes_ask_and_row
 from gkd.evaluation.asking import answer_all
 from gkd.evaluation.looking import Adaptive, FixedK, Looking
 from gkd.evaluation.questions import Question
@@ -34,6 +36,34 @@ class Model:
 
     async def work(self) -> None:
         await asyncio.Event().wait()
+
+
+async def strategy(ask: object, row: object, k: int = 1) -> Answer:
+    return Answer("1")
+
+
+@functools.wraps(strategy)
+def decorated(*arguments: object) -> object:
+    return strategy(*arguments)
+
+
+class OfAClass:
+    async def __call__(self, ask: object, row: object) -> Answer:
+        return Answer("1")
+
+
+def plain(ask: object, row: object) -> Answer:
+    return Answer("1")
+
+
+@pytest.mark.parametrize("one", [strategy, functools.partial(strategy, k=2), decorated, OfAClass, OfAClass()])
+def test_whatever_is_awaited_with_ask_and_row_is_a_strategy(one: object) -> None:
+    assert _takes_ask_and_row(one)
+
+
+@pytest.mark.parametrize("one", [plain, Answer, object()])
+def test_what_is_not_is_none(one: object) -> None:
+    assert not _takes_ask_and_row(one)
 
 
 def answered(model: Model, strategy: object, row: dict[str, object]) -> Answer:

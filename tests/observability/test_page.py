@@ -84,6 +84,7 @@ def test_what_differs_from_the_recipe() -> None:
     config = compose(["+recipe=grpo", "actor.lr=0.5", "trainer.output_dir=/a"])
     recipe = compose(["+recipe=grpo"])
     assert differences(config) == [("actor.lr", recipe.actor.lr, 0.5)]
+    assert differences(compose(["+recipe=grpo", "rollout.kv_cache_gb=3"])) == []  # of a run: what was planned
     assert differences(recipe) == []
     assert differences(recipe.model_copy(update={"recipe": "mine"})) is None
 

@@ -57,6 +57,10 @@ def pid(completion: Completion) -> float:
     return float(os.getpid())
 
 
+def named(completion: Completion, group: str = "none") -> float:
+    return len(group)
+
+
 async def slow(completion: Completion) -> float:
     """Waits, as for an answer of another machine; for one of them too long."""
     await asyncio.sleep(60.0 if completion.n_tokens == 3 else 0.5)

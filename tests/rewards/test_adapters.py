@@ -62,7 +62,8 @@ def test_gkd_of_a_group() -> None:
     assert asyncio.run(value("ranked_later", group)) == [0.5, 0.0, 1.0]
     names = ("ranked", "Ranked", "ranked_later", "trl", "trl_later", "compute_scores")
     assert all(settings_of(name).of_groups() == [HERE + name] for name in names)
-    assert not any(settings_of(name).of_groups() for name in ("words", "compute_score", "slow"))
+    assert not any(settings_of(name).of_groups() for name in ("words", "compute_score", "slow", "named"))
+    assert value("named", judged("a"), group="four") == 4.0  # with a default it is a setting
     built_in = [name for name in REWARDS.names() if name != "judge"]  # which needs an address
     assert Reward(functions=built_in).of_groups() == []
 

@@ -23,6 +23,8 @@ MAX_ROWS = 10_000
 """Steps in a chart; of more, every so many are taken, and all validations."""
 MAX_SPANS = 5_000
 DIGITS = 7
+PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb")
+"""Settings that a run decides where they are null."""
 OF_THE_RUN = ("trainer.output_dir", "trainer.resume", "trainer.run_name", "trainer.run_group", "data.cache_dir")
 """Settings that say what a run is called and where it is."""
 
@@ -102,7 +104,8 @@ def _config(tree: Mapping[str, Any]) -> Config | None:
 def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
     """Return settings with other values than the recipe's: name, there, here; None for a recipe that is not shipped.
 
-    Where the recipe has ``auto`` the run has decided, and its config.yaml holds what.
+    Where the recipe has ``auto``, and for what is :data:`PLANNED` null, the run has decided, and its config.yaml holds
+    what.
     """
     try:
         recipe = compose([f"+recipe={config.recipe}"])
@@ -113,6 +116,7 @@ def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
         (name, there.get(name), here.get(name))
         for name in sorted({*there, *here})
         if name not in OF_THE_RUN and there.get(name) not in (here.get(name), "auto")
+        if name not in PLANNED or there.get(name) is not None
     ]
 
 
