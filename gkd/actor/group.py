@@ -108,7 +108,7 @@ class ActorGroup:
         With ``timing_s/update``, the seconds that the ranks computed for it, which began before this was called.
         """
         try:
-            chunks = self._settle_chunks()
+            chunks = self.settle_chunks()
             batch = [sample for chunk in self._chunks for sample in chunk]
         finally:
             self._chunks, self._accumulating = [], []
@@ -121,7 +121,7 @@ class ActorGroup:
         self._warn_of_memory(step)
         return {**row, "timing_s/update": computed + time.monotonic() - began}
 
-    def _settle_chunks(self) -> list[list[Any]]:
+    def settle_chunks(self) -> list[list[Any]]:
         """Wait until everything given to :meth:`accumulate` is accumulated; returns what the calls for it returned."""
         while self._accumulating:
             try:
@@ -177,7 +177,7 @@ class ActorGroup:
 
     def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
-        self._settle_chunks()  # a rank whose memory ran out in them would keep the others waiting
+        self.settle_chunks()  # a rank whose memory ran out in them would keep the others waiting
         lengths = [sample.n_sampled for sample in samples]
         in_loss = [sample.in_loss for sample in samples]
         limit = self.config.rollout.max_response_length
@@ -203,6 +203,7 @@ class ActorGroup:
                 return self._gather([self.group.submit_each(method, args)])[0]
             except OutOfMemory as failure:
                 self._shrink(failure)
+                self.settle_chunks()
 
     def _gather(self, calls: Sequence[Pending]) -> list[list[Any]]:
         """Wait for calls, which the ranks answer one after the other, within trainer.update_timeout_s for all."""
@@ -311,7 +312,7 @@ class ActorGroup:
 
     def save(self, directory: str) -> None:
         """Write the student in Hugging Face format."""
-        self._settle_chunks()
+        self.settle_chunks()
         self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
         self.group.call("save", directory, timeout_s=limit, what="writing the student")

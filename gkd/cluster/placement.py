@@ -67,7 +67,8 @@ class Placement:
         with self._lock:
             self.node_names |= names
             reports = [_report(group, rank, claim, names) for rank, claim in zip(ranks, started, strict=True)]
-            others = [r for r in self.reports if r.group != group or r.rank not in ranks]
+            # Of those on a node that left the GPUs may be here again: it came back under another name.
+            others = [r for r in self.reports if r.node_id in names and (r.group != group or r.rank not in ranks)]
             its_own = {r.group for r in others}
             may_share = {frozenset((one, other)) for one in its_own for other in its_own if group not in (one, other)}
             if wrong := faults([*others, *reports], {}, may_share):

@@ -29,9 +29,10 @@ class Validating:
 class StepEnds:
     """Validates the student where that is due after a step that is trained and pushed, logs the step and saves it.
 
-    What a validation needs of the engines is requested with the samples of the step after it. It ends before that
-    step's optimizer step: until then actor and engines hold the weights that it measures, and a checkpoint, the best
-    student and a run that stops early are of them as well. ``first`` is the step that the run goes on after.
+    What a validation needs of the engines is requested with the samples of the step after it, and sampled behind them,
+    at staleness 0 once the last of them is generated. It ends before that step's optimizer step: until then actor and
+    engines hold the weights that it measures, and a checkpoint, the best student and a run that stops early are of them
+    as well. ``first`` is the step that the run goes on after.
     """
 
     def __init__(self, config: Config, parts: Parts, log: RunLog, batches: Batches, first: int) -> None:
@@ -58,8 +59,9 @@ class StepEnds:
         if not due and not sets:
             return None
         if parts.answers is not None:  # engines that are given weights for validations alone
+            parts.actor.settle_chunks()  # which a push would wait for
             parts.sync.push()
-        began, order = time.time(), step + 1
+        began, order = time.time(), step + 1.5  # after what is requested for the next step
         usual = parts.validation.request(order) if due else None
         return Validating(step, began, usual, parts.val_sets.request(sets, order))
 

@@ -44,7 +44,7 @@ class ValSets:
         due = [last or step % (questions.settings.every or every) == 0 for questions in self.sets]
         return [questions for questions, now in zip(self.sets, due, strict=True) if now != rest]
 
-    def request(self, sets: Sequence[Questions], order: int = 0) -> RequestedSets:
+    def request(self, sets: Sequence[Questions], order: float = 0) -> RequestedSets:
         """Request answers from the weights that the engines have now, as :meth:`gkd.driver.validation.Validation`."""
         return [(questions, self.rollout.submit(self._requests(questions), order)) for questions in sets]
 

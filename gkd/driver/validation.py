@@ -62,7 +62,7 @@ class Validation:
         """Measure the student as it is."""
         return self.measure(self.request())
 
-    def request(self, order: int = 0) -> Requested:
+    def request(self, order: float = 0) -> Requested:
         """Request the answers that are measured, from the weights that the engines have now.
 
         ``order``: as of :meth:`gkd.rollout.group.RolloutGroup.submit`.

@@ -16,14 +16,17 @@ class RequestDispatcher:
     Requests go out in the order of their ``order``, then of their keys. All samples of a prompt go to one engine, which
     computes the prompt once for all of them, unless that engine has ``spill`` requests more than the emptiest one.
     ``spill`` None: they are scored together and never part, and the last of them may be more than ``capacity``.
+    ``apart``: those of different orders are never sampled at the same time, by any engine, so that the numbers of the
+    ones, which depend on what is computed beside them, do not depend on the others.
     """
 
-    def __init__(self, engines: Iterable[int], capacity: int, spill: int | None) -> None:
-        self.capacity, self.spill = capacity, spill
+    def __init__(self, engines: Iterable[int], capacity: int, spill: int | None, apart: bool = False) -> None:
+        self.capacity, self.spill, self.apart = capacity, spill, apart
+        self._sampled: Counter[float] = Counter()  # requests that engines have and have not generated, by order
         self.at_work: dict[int, dict[int, SampleRequest]] = {engine: {} for engine in engines}
         self._generated: dict[int, set[int]] = {engine: set() for engine in self.at_work}  # keys, while they are scored
-        self._waiting: list[tuple[int, int, SampleRequest]] = []
-        self._orders: dict[int, int] = {}  # of every unfinished request, by key
+        self._waiting: list[tuple[float, int, SampleRequest]] = []
+        self._orders: dict[int, float] = {}  # of every unfinished request, by key
         self._homes: dict[int, int] = {}  # engine by prompt, while samples of it are unfinished
         self._unfinished: Counter[int] = Counter()  # samples by prompt
 
@@ -36,7 +39,7 @@ class RequestDispatcher:
         """Return how many requests no engine has yet."""
         return len(self._waiting)
 
-    def add(self, requests: Sequence[SampleRequest], order: int) -> None:
+    def add(self, requests: Sequence[SampleRequest], order: float) -> None:
         """Queue requests, whose keys are all different; those of a lower ``order`` go first."""
         for request in requests:
             self._orders[request.key] = order
@@ -54,9 +57,10 @@ class RequestDispatcher:
             if load < loads[emptiest]:  # it was given something as the home of a prompt
                 heapq.heapreplace(by_load, (loads[emptiest], emptiest))
                 continue
-            if load >= self.capacity:
+            if load >= self.capacity or (self.apart and self._sampled and self._waiting[0][0] not in self._sampled):
                 break
-            _, key, request = heapq.heappop(self._waiting)
+            order, key, request = heapq.heappop(self._waiting)
+            self._sampled[order] += 1
             engine = self._engine_for(request, emptiest, loads, without)
             self.at_work[engine][key] = request
             loads[engine] += 1
@@ -81,11 +85,20 @@ class RequestDispatcher:
 
     def generated(self, engine: int, key: int) -> None:
         """Note that ``engine`` has generated a request, which is scored now: its place is free."""
-        if key in self.at_work.get(engine, ()):
+        if key in self.at_work.get(engine, ()) and key not in self._generated[engine]:
             self._generated[engine].add(key)
+            self._count_out(key)
+
+    def _count_out(self, key: int) -> None:
+        """Note that a request is not being sampled any more."""
+        order = self._orders[key]
+        self._sampled[order] -= 1
+        if not self._sampled[order]:
+            del self._sampled[order]
 
     def finish(self, engine: int, key: int) -> bool:
         """Note that ``engine`` has finished a request; False where it was not at work on it."""
+        self.generated(engine, key)
         request = self.at_work.get(engine, {}).pop(key, None)
         if request is None:
             return False
@@ -104,6 +117,8 @@ class RequestDispatcher:
 
     def remove(self, engine: int) -> None:
         """Take an engine out, if it is in; what it was at work on waits again, in its old place."""
+        for key in self.at_work.get(engine, ()):
+            self.generated(engine, key)  # as far as what may be sampled beside others is concerned
         self._generated.pop(engine, None)
         for key, request in self.at_work.pop(engine, {}).items():
             heapq.heappush(self._waiting, (self._orders[key], key, request))

@@ -18,6 +18,7 @@ from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
 from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
 from gkd.cluster.group import Group, Pending, fetch_samples, gather
 from gkd.cluster.heartbeat import Heartbeat
+from gkd.cluster.port import listens
 from gkd.cluster.restarts import Restarts, StartAgain, return_text
 from gkd.config import Config
 from gkd.errors import RunFailed
@@ -34,6 +35,7 @@ ENGINES = "rollout"
 """The engines' group."""
 LOOK_EVERY_S = 1.0
 DRAIN_EVERY_S = 0.02
+NODE_ANSWERS_S = 2.0
 LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 
 
@@ -76,10 +78,12 @@ class RolloutGroup:
         }
         self._next_key = 0
         spill = None if config.judges_groups else config.rollout.n
-        self._dispatcher = RequestDispatcher(self.working, config.rollout.slots, spill)
+        self._dispatcher = RequestDispatcher(
+            self.working, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
+        )
         self._given = dict.fromkeys(self.working, 0)  # requests so far, by engine
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
-        self._requests: dict[int, tuple[int, SampleRequest]] = {}  # all that is not collected, with its order, by key
+        self._requests: dict[int, tuple[float, SampleRequest]] = {}  # all that is not collected, with its order, by key
         self._streams: dict[int, SampleStream] = {}
         for engine in self.working:
             self._serve(engine)
@@ -107,8 +111,12 @@ class RolloutGroup:
         """
         return self.collect(self.submit(requests), timeout_s)
 
-    def submit(self, requests: Sequence[SampleRequest], order: int = 0) -> list[int]:
-        """Queue requests for :meth:`collect`; returns their keys. Those of a lower ``order`` go to engines first."""
+    def submit(self, requests: Sequence[SampleRequest], order: float = 0) -> list[int]:
+        """Queue requests for :meth:`collect`; returns their keys. Those of a lower ``order`` go to engines first.
+
+        Where all samples of a step are of the same weights (staleness 0) those of a higher one are not sampled beside
+        them: equal seeds then give equal runs, validated or not.
+        """
         self.colocation.wake_engines()
         if not len(self._dispatcher):
             self._heartbeat.begin()
@@ -294,9 +302,12 @@ class RolloutGroup:
 
     def _sample_again(self, engine: int) -> None:
         """Request anew what an engine had finished and nobody has collected, where its node has left with it."""
-        if self.group.service is not None and self.group.service.lost:  # who would say which nodes are there
+        service, node_id = self.group.service, self.group.reports[engine].node_id
+        if service is not None and not service.answers():  # who would say which nodes are there
             return
-        if self.group.reports[engine].node_id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+        # Ray takes seconds to note that a node went down.
+        node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
+        if node is not None and listens(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", NODE_ANSWERS_S):
             return
         for key in [key for key, sample in self._done.items() if sample.worker == engine]:
             del self._done[key]

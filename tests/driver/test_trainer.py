@@ -55,7 +55,7 @@ class Played:
     max_staleness: int = 0
     offload: bool = False
     logging_s: float = 0.0
-    calls: list[tuple[str, int]] = field(default_factory=list)
+    calls: list[tuple[str, float]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     version: int = 0
     step: int = 0
@@ -98,6 +98,9 @@ class Played:
     def drain(self, timeout_s: float) -> None:
         self.note("drain")
 
+    def settle_chunks(self) -> None:
+        assert self.supervised  # before engines get weights for validations alone
+
     def attend(self, calls: Sequence[Any]) -> None:
         raise AssertionError("the actor is played, and done at once")
 
@@ -108,9 +111,9 @@ class Played:
     def sets_due(self, step: int, rest: bool = False) -> list[int]:
         return [step] if (step in self.sets_at) != rest else []
 
-    def request(self, order: int) -> int:
+    def request(self, order: float) -> int:
         """A validation of the present weights."""
-        self.calls.append(("request", order - 1))  # ahead of what is requested for steps after the next
+        self.calls.append(("request", order - 1.5))  # ahead of what is requested for steps after the next
         return self.version
 
     def measure(self, version: int) -> dict[str, float]:
@@ -118,8 +121,8 @@ class Played:
         self.note("validate", version)
         return {"val/accuracy": 0.1 * version}
 
-    def request_sets(self, due: list[int], order: int) -> list[int]:
-        self.calls += [("request", order - 1)] if due else []
+    def request_sets(self, due: list[int], order: float) -> list[int]:
+        self.calls += [("request", order - 1.5)] if due else []
         return due
 
     def measure_sets(self, due: list[int]) -> dict[str, float]:

@@ -95,7 +95,9 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     assert [event["step"] for event in events if event["kind"] == "validation"] == [0, 25, STEPS]
     assert [events[0]["kind"], events[-1]["kind"], events[-1]["failed"]] == ["start", "end", False]
     trace = json.loads((output / "timeline.json").read_text())["traceEvents"]
-    assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {"driver", "actor 0", "rollout 0", "teacher 0"}
+    assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {
+        "driver", "validation", "actor 0", "rollout 0", "teacher 0",
+    }  # fmt: skip
     last = {e["name"] for e in trace if e["ph"] == "X" and e["args"]["step"] == STEPS}
     assert last >= {"sample", "score", "update", "load weights", "generate", "waits-for-batch", "waits-for-weights"}
     assert (output / "config.yaml").read_text().startswith(f"# gkd {__version__}\n")

@@ -146,3 +146,45 @@ def test_earlier_orders_go_first_and_what_an_engine_lost_keeps_its_place() -> No
     dispatcher.remove(0)
     assert dispatcher.finish(1, 11)
     assert dispatcher.hand_out()[1][0].key == 10
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100)), max_size=60)
+)
+def test_orders_that_are_apart_are_never_sampled_at_the_same_time_and_all_are_done(
+    engines: int, capacity: int, events: list[tuple[str, int]]
+) -> None:
+    """Whatever is generated, scored or lost in between; what a higher order waits for is that it is generated."""
+    dispatcher = RequestDispatcher(range(engines), capacity, spill=2, apart=True)
+    orders: dict[int, float] = {}
+    for order, first in ((2.5, 0), (2, 10), (3, 20)):
+        own = wanted(3, 2, first)
+        orders |= {request.key: order for request in own}
+        dispatcher.add(own, order)
+    generated: set[int] = set()
+    done: list[int] = []
+
+    def step(kind: str, which: int) -> None:
+        for chosen in dispatcher.hand_out().values():
+            generated.difference_update(request.key for request in chosen)
+        sampled = {key for held in dispatcher.at_work.values() for key in held} - generated
+        assert len({orders[key] for key in sampled}) <= 1
+        if kind in ("die", "back"):
+            (dispatcher.remove if kind == "die" else dispatcher.join)(which % engines)
+            return
+        held = [(engine, key) for engine, keys in dispatcher.at_work.items() for key in keys]
+        if held:
+            engine, key = held[which % len(held)]
+            if kind == "generate":
+                dispatcher.generated(engine, key)
+                generated.add(key)
+            else:
+                assert dispatcher.finish(engine, key)
+                done.append(key)
+
+    for kind, which in events:
+        step(kind, which)
+    dispatcher.join(0)
+    for _ in range(100):
+        step("finish", 0)
+    assert sorted(done) == sorted(orders) and not len(dispatcher)

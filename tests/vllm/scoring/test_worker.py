@@ -35,6 +35,9 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
             self.limits, self.busy, self.step = vllm_engine.limits, vllm_engine.busy, vllm_engine.step
             self.broken = False
 
+        def has_lost_process(self) -> bool:
+            return False
+
         def add(self, key: int, request: Score) -> None:
             if self.broken:
                 raise MemoryError("no room")
