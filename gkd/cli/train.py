@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
-    options, unknown = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_intermixed_args(arguments)
     from gkd.cluster.shutdown import exit_on_signals
 
     exit_on_signals()

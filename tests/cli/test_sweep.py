@@ -44,7 +44,7 @@ def test_a_sweep_of_which_one_run_cannot_begin_is_refused(
     overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("gkd.cluster.shutdown.exit_on_signals", lambda: None)
-    assert main(["--multirun", *overrides]) == 2  # and no process was started, which would fail here
+    assert main([*overrides[:1], "-m", *overrides[1:]]) == 2  # and no process was started, which would fail here
     (line,) = capfd.readouterr().err.splitlines()
     assert message in line
 

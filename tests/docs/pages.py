@@ -20,6 +20,7 @@ MODULES = {
     "python -m gkd.main": "train",
     "python -m gkd.plan": "plan",
     "python -m gkd.evaluate": "evaluate",
+    "python -m gkd.report": "report",
     "python -m gkd.doctor": "doctor",
     "python -m gkd.monitor": "monitor",
     "python -m gkd.export": "export",

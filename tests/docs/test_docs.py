@@ -77,7 +77,7 @@ def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.M
         return
     assert command.program in PROGRAMS, f"gkd {command.program}"
     assert all(option in usage_of(command.program) for option in command.options)
-    several = "--multirun" in command.options
+    several = {"-m", "--multirun"} & {*command.options, *command.arguments}
     for overrides in [run.overrides for run in expand(command.overrides)] if several else [tuple(command.overrides)]:
         if (error := error_of(command.program, overrides)) is None:
             continue

@@ -206,3 +206,10 @@ def test_the_teacher_and_what_was_sampled_are_at_one_temperature() -> None:
     assert scoring_of(only, 9).temperature == 0.7  # who asks the teacher only this asks at the rollout's
     assert scoring_of(load({"algorithm": {"loss": {"temperature": 0.7}}}), 9).temperature == 0.7
     load(tree(0.7, reward_weight=1.0))
+
+
+def test_a_horizon_cuts_what_a_steps_requests_may_sample() -> None:
+    config = load({"rollout": {"n": 1, "horizon": {"start": 4, "end": 8, "steps": 2}}})
+    prompts = [Prompt(0, np.array([5], np.int32), "", None)]
+    limits = [requests_of(config, prompts, Scoring(), step)[0].sampling.max_tokens for step in (1, 2, 3, 9)]
+    assert limits == [4, 6, 8, 8]

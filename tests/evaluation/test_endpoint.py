@@ -82,6 +82,13 @@ def test_an_endpoint_is_asked_what_is_missing(
     (again,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=5)), out, quick=False)
     assert len(Adder.asked) == 5  # and not 8
     assert (again.n, again.model, again.tokens_per_second is not None) == (5, "adder", True)
+    warm = [*arguments(tmp_path, server, n=5), "evaluate.sets.sums.temperature=0.7"]
+    evaluate(compose_evaluation(warm), out, quick=False)
+    more = [*warm, "evaluate.sets.sums.samples=2"]
+    (third,) = evaluate(compose_evaluation(more), out, quick=False)
+    assert (third.samples, len(Adder.asked)) == (2, 15)  # the second answers alone
+    (quick,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=8)), out, quick=True)
+    assert (quick.n, len(Adder.asked)) == (5, 15)  # five questions, all of which are answered
 
 
 def test_what_a_set_says_of_sampling_reaches_the_endpoint(tmp_path: Path, server: ThreadingHTTPServer) -> None:

@@ -108,7 +108,7 @@ class Bare:
 """
 
 
-def test_a_users_tracker_takes_metrics_and_settings(tmp_path: Path) -> None:
+def test_a_users_tracker_takes_metrics_and_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     name = f"{tmp_path}/mine.py:Lines"
     write(load({"trainer": {"trackers": [name], "Lines": {"name": "own.txt"}}}), tmp_path, ROWS)
@@ -117,6 +117,8 @@ def test_a_users_tracker_takes_metrics_and_settings(tmp_path: Path) -> None:
     missing = load({"trainer": {"trackers": [name], "Lines": {"name": "no/such/folder"}}})
     with pytest.raises(ConfigError, match=r"trainer\.trackers: .*mine.py:Lines did not start: FileNotFoundError"):
         write(missing, tmp_path, ROWS)
+    write(missing, tmp_path, ROWS[1:], first=1)  # of a run that goes on
+    assert "Lines did not start: FileNotFoundError" in caplog.text and "the run goes on without it" in caplog.text
 
 
 FAILING = """

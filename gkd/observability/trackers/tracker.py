@@ -73,7 +73,7 @@ class Tracker:
 class Trackers:
     """The trackers of a run whose first new step is ``first_step``; entered, they take metrics.
 
-    Raises ConfigError when one does not start.
+    Raises ConfigError when one does not start; a run that goes on does so without it, with a warning.
     """
 
     def __init__(self, config: Config, output: Path, first_step: int) -> None:
@@ -114,7 +114,13 @@ class Trackers:
         with ExitStack() as started:  # which closes the first where the next one fails
             for name in self.run.config.trainer.trackers:
                 caller = _Caller(name)
-                tracker = self._start(name, caller)
+                try:
+                    tracker = self._start(name, caller)
+                except ConfigError as error:
+                    if not self.run.first_step:
+                        raise
+                    LOG.warning("%s; the run goes on without it", error)
+                    continue
                 started.push(_closing(name, tracker, caller))
                 self._started[name] = tracker, caller
             self._open = started.pop_all()

@@ -110,10 +110,12 @@ def test_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
     assert len(values) == 31 and values[20] == pytest.approx(20 / 3) and values[21] is None
 
 
-def test_it_fits_a_telephone_and_the_dark(run: Path, tmp_path: Path) -> None:
-    light = see([run], tmp_path).page
-    dark = see([run], tmp_path, "--force-dark-mode", width=400).page
-    assert (light["width"], dark["width"]) == (1600, 400)
-    assert light["over"] <= 0 and dark["over"] <= 0
-    assert all(200 <= width <= 400 for width in dark["pixels"])
-    assert light["back"] == "rgb(255, 255, 255)" and dark["back"] == "rgb(17, 19, 22)"
+@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize(("flags", "back"), [((), "rgb(255, 255, 255)"), (("--force-dark-mode",), "rgb(17, 19, 22)")])
+def test_it_fits_a_telephone_and_the_dark(
+    width: int, flags: tuple[str, ...], back: str, run: Path, tmp_path: Path
+) -> None:
+    seen = see([run], tmp_path, *flags, width=width)
+    assert (seen.console, seen.page["width"], seen.page["back"]) == ([], width, back)
+    assert seen.page["over"] <= 0
+    assert all(200 <= drawn <= width for drawn in seen.page["pixels"])
