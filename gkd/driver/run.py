@@ -109,7 +109,7 @@ def _drive(
             cut(files[0], saved.state.logged)
             cut(files[1], first)
             for file in (output / "summary.json", *output.glob("results/*.json")):
-                file.unlink()  # of an end that is not the end any more
+                file.unlink(missing_ok=True)  # of an end that is not the end any more
         with MetricsLog(files[0], trackers, events, on_step) as metrics, JsonLines(files[1]) as sampled:
             samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
