@@ -2,13 +2,17 @@
 
 import io
 import json
+from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
+from gkd.cluster import placement as placement_module
 from gkd.cluster.assignment import DeviceReport, Report, assignment_line, faults, print_table
 from gkd.cluster.group import Group
 from gkd.cluster.placement import Placement, PlacementFault
 from gkd.cluster.reserve import Claim
+from gkd.errors import RunFailed
 
 NO_RANGES = {"actor": None, "rollout": None}
 
@@ -101,16 +105,10 @@ def test_json_has_one_record_a_worker(tmp_path):
 
 def test_the_file_has_the_processes_of_workers_that_were_started_again(tmp_path, monkeypatch):
     """The monitor looks for them there."""
-
-    def claim(rank, pid):
-        facts = vars(report("", 0, rank, pid=pid))
-        seen = {key: value for key, value in facts.items() if key not in ("group", "rank", "node")}
-        return Claim(None, None, DeviceReport(**seen), {})
-
     pids = iter([7, 8, 9])
 
     def started_again(session, claims, cluster):
-        return [claim(old.device.gpu_indices[0], next(pids)) for old in claims]
+        return [claim(report("", 0, old.device.gpu_indices[0], pid=next(pids))) for old in claims]
 
     def written():
         return [(record["group"], record["pid"]) for record in json.loads((tmp_path / "placement.json").read_text())]
@@ -118,7 +116,7 @@ def test_the_file_has_the_processes_of_workers_that_were_started_again(tmp_path,
     monkeypatch.setattr("gkd.cluster.placement.start_again", started_again)
     ranks = Group("actor", (None, None), (report("actor", 0, 0), report("actor", 1, 1)))
     service = object()
-    placement = Placement({"actor": ranks}, {"actor": [claim(0, 100), claim(1, 101)]}, {"n1": "10.0.0.1"})
+    placement = Placement({"actor": ranks}, {"actor": [claim(one) for one in ranks.reports]}, {"n1": "10.0.0.1"})
     placement.session.control = service  # type: ignore[assignment]
     placement.write_json(tmp_path / "placement.json")
     worker = placement.restart_worker("actor", 1)
@@ -133,3 +131,31 @@ def test_the_file_has_the_processes_of_workers_that_were_started_again(tmp_path,
 
 def test_a_fault_is_one_line_with_everything_in_it():
     assert str(PlacementFault(["a", "b"], Placement({}))) == "GPU assignment is wrong: a; b"
+
+
+def test_a_node_that_comes_back_under_another_name_has_the_gpus_that_it_had(monkeypatch):
+    """Two engines were on n1, which is n3 now: the first of them to move may get the GPU that the other one had."""
+    claims = {group: [claim(one) for one in own] for group, own in MOVED.items()}
+    groups = {group: Group(group, ("worker",) * len(own), tuple(own), None) for group, own in MOVED.items()}
+    placement = Placement(groups, claims, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
+    there = {"n2": "10.0.0.2", "n3": "10.0.0.1"}
+    moved = claim(report("rollout", 0, 1, node_id="n3"))
+    monkeypatch.setattr(placement_module, "start_elsewhere", lambda *arguments: ([moved], there))
+    assert placement.move_workers("rollout", [0]).reports[0].gpu_uuids == ["GPU-1"]
+    assert [one.node_id for one in placement.reports] == ["n2", "n3", "n1"]
+    taken = claim(report("rollout", 1, 9, "GPU-a", node_id="n2"))  # which a living worker has
+    monkeypatch.setattr(placement_module, "start_elsewhere", lambda *arguments: ([taken], there))
+    monkeypatch.setattr(placement.session, "release", lambda *arguments: None)
+    with pytest.raises(RunFailed, match=r"GPU assignment is wrong: .*share GPU GPU-a"):
+        placement.move_workers("rollout", [1])
+
+
+MOVED = {
+    "actor": [report("actor", 0, 8, "GPU-a", node_id="n2")],
+    "rollout": [report("rollout", 0, 0), report("rollout", 1, 1)],
+}
+
+
+def claim(one):
+    device = DeviceReport(**{field.name: getattr(one, field.name) for field in fields(DeviceReport)})
+    return Claim("worker", SimpleNamespace(placement_group=None), device, {})
