@@ -65,7 +65,7 @@ def require_cluster(address: str, setting: str, timeout_s: float) -> None:
             f"{where}: nothing answers there ({error}); start Ray with ./launch/ray_cluster.sh head, "
             "or leave the address out for a private one"
         ) from None
-    _require_same_ray(_metadata(address, where, timeout_s), where)
+    require_same_ray(_metadata(address, where, timeout_s), where)
 
 
 def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
@@ -92,7 +92,8 @@ def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
     return {str(key): str(value) for key, value in metadata.items()}
 
 
-def _require_same_ray(metadata: dict[str, str], where: str) -> None:
+def require_same_ray(metadata: dict[str, str], where: str) -> None:
+    """Raise ConfigError, which begins with ``where``, for a cluster of another Ray or Python, as it says of itself."""
     python = ".".join(map(str, sys.version_info[:3]))
     for name, key, here in (("Ray", "ray_version", ray.__version__), ("Python", "python_version", python)):
         there = metadata.get(key, here)

@@ -107,7 +107,7 @@ def _sharing(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
     most = max((len(node.gpus) for node in idle), default=0)
     if not 0 < most < len(requests):
         return ""
-    return f"; placement={'single_gpu' if most == 1 else f'{most}gpu'} lets them share"
+    return f"; placement={LAYOUTS[most]} lets them share"
 
 
 def _range_override(request: GroupRequest) -> str:

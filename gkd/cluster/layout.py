@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gkd.config import GROUPS, Config, Engine, Pool
+from gkd.config import GROUP_OF, Config, Engine, Pool
 
 MOST_STATES = 10_000  # of nodes that all differ, a second or two
 
@@ -141,21 +141,20 @@ def idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
 
 def requests_of(config: Config) -> list[GroupRequest]:
     """Return what the groups need, in the order GPUs are handed out; colocated ones with their hosts."""
-    hosts = config.hosts()
-    pools = {GROUPS.get(section, section): (section, pool) for section, pool in config.pools()}
+    hosts, pools = config.hosts(), config.groups()
     return [
         GroupRequest(
-            group,
+            GROUP_OF[section],
             section,
             pool.n_gpus_per_node,
             pool.nnodes,
             _indices(pool),
             pool.tensor_parallel_size if isinstance(pool, Engine) else 1,
-            tuple(_colocated_group(name, pools[name][1], pool) for name in pools if hosts.get(name) == group),
+            tuple(_colocated_group(own, pools[own], pool) for own, host in hosts.items() if host == GROUP_OF[section]),
             tuple(map(tuple, pool.gpus_by_node or ())),
         )
-        for group, (section, pool) in pools.items()
-        if group not in hosts
+        for section, pool in config.pools()
+        if GROUP_OF[section] not in hosts
     ]
 
 

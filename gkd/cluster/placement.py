@@ -14,11 +14,10 @@ from gkd.cluster.assignment import Report, faults
 from gkd.cluster.failure import NodeLeft
 from gkd.cluster.fit import fits, gpus_text, may_share, share_gpus
 from gkd.cluster.group import Group
-from gkd.cluster.layout import requests_of
-from gkd.cluster.replacement import start_again, start_elsewhere
-from gkd.cluster.reserve import Claim, read_nodes, reserve
+from gkd.cluster.layout import GroupRequest, requests_of
+from gkd.cluster.reserve import Claim, NodeGone, NoRoom, read_nodes, reserve, start_workers
 from gkd.cluster.session import Session
-from gkd.config import GROUPS, Cluster, Config
+from gkd.config import Cluster, Config
 from gkd.errors import RunFailed
 
 LOG = logging.getLogger("gkd")
@@ -129,9 +128,8 @@ def place(config: Config, session: Session, nodes_come: bool = False) -> Placeme
     RunFailed when it does not get free in time or a worker does not start, PlacementFault when the check fails.
     """
     claims, names = reserve(session, requests_of(config), config.cluster, nodes_come)
-    pools = {GROUPS.get(section, section): pool for section, pool in config.pools()}
-    groups = {group: _group(group, claims[group], names, session) for group in pools}
-    ranges = {group: pool.ranges() for group, pool in pools.items()}
+    groups = {group: _group(group, claims[group], names, session) for group in config.groups()}
+    ranges = {group: pool.ranges() for group, pool in config.groups().items()}
     exact = frozenset(group for group, wanted in ranges.items() if wanted is not None)
     placement = Placement(groups, claims, names, session, config.cluster, exact)
     wrong = faults(placement.reports, ranges, config.may_share())
@@ -152,3 +150,39 @@ def _beside(group: Group) -> Group:
 
 def _report(group: str, rank: int, claim: Claim, names: dict[str, str]) -> Report:
     return Report(**vars(claim.device), group=group, rank=rank, node=names[claim.device.node_id])
+
+
+def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> list[Claim]:
+    """Start new workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
+
+    Raises RunFailed when one does not start or sees another GPU, NodeLeft when its node has left; then none of them is
+    left.
+    """
+    session.release([claim.worker for claim in claims if claim.worker in session.workers], [])
+    try:
+        started = start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
+    except NodeGone as error:
+        raise NodeLeft(f"workers could not be started again: {error}") from None
+    for old, new in zip(claims, started, strict=True):
+        if new.device.gpu_uuids != old.device.gpu_uuids:
+            session.release([claim.worker for claim in started], [])
+            seen, expected = (", ".join(claim.device.gpu_uuids) for claim in (new, old))
+            raise RunFailed(f"a worker started again (pid {new.device.pid}) has GPU {seen} instead of {expected}")
+    return started
+
+
+def start_elsewhere(
+    session: Session, group: str, claims: Sequence[Claim], cluster: Cluster, exact: bool
+) -> tuple[list[Claim], dict[str, str]]:
+    """Start new workers in place of those of ``claims``, whose node has left, on as many GPUs of one other node.
+
+    ``exact``: on those with the same indices. Waits ``cluster.reserve_timeout_s`` for a node that has them free;
+    returns the claims, and names of nodes by id. Raises NodeLeft where none has, RunFailed when one does not start.
+    """
+    indices = tuple(index for claim in claims for index in claim.device.gpu_indices)
+    request = GroupRequest(group, group, len(claims), 1, indices if exact else None)
+    try:
+        started, names = reserve(session, [request], cluster, nodes_come=True)
+    except NoRoom as error:
+        raise NodeLeft(f"its node left, and no other has room for it: {error}") from None
+    return started[group], names

@@ -7,7 +7,7 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 from __future__ import annotations
 
 from gkd.config.actor import Actor, Lora
-from gkd.config.base import GROUPS, Engine, Pool, Settings, parse_gpus, quoted, user_path
+from gkd.config.base import GROUP_OF, Engine, Pool, Settings, parse_gpus, quoted, user_path
 from gkd.config.cluster import MAX_AUTO_SIMULATED_GPUS, TRANSFERS, Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.groups import (
@@ -28,7 +28,7 @@ from gkd.config.rewards import Reward
 from gkd.config.run import Config, Watch
 
 __all__ = [
-    "GROUPS",
+    "GROUP_OF",
     "MAX_AUTO_SIMULATED_GPUS",
     "TRANSFERS",
     "Actor",

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from gkd.config.base import Settings
+from gkd.config.open import changed
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -58,10 +59,8 @@ class Lora(Settings):
 
     @model_validator(mode="after")
     def _without_a_rank_there_are_no_adapters(self) -> Lora:
-        fields = type(self).model_fields
-        given = [name for name in fields if name != "r" and getattr(self, name) != fields[name].default]
-        if self.r is None and given:
-            raise ValueError(f"{given[0]}={getattr(self, given[0])} is for adapters, and there are none: set r as well")
+        for name, value in changed(self).items() if self.r is None else ():
+            raise ValueError(f"{name}={value} is for adapters, and there are none: set r as well")
         return self
 
 

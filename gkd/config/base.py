@@ -56,11 +56,14 @@ GroupName = Literal["actor", "rollout", "teacher", "reference", "reward_model"]
 GpuRange = Annotated[list[int] | None, BeforeValidator(parse_gpus)]
 GpuRangeOfNode = Annotated[list[int], BeforeValidator(parse_gpus)]
 
-GROUPS = {"trainer": "actor"}
-"""Sections whose group of workers has another name."""
-
-GROUP_OF = {name: GROUPS.get(name, name) for name in ("trainer", "rollout", "teacher", "reference", "reward_model")}
-
+GROUP_OF = {
+    "trainer": "actor",
+    "rollout": "rollout",
+    "teacher": "teacher",
+    "reference": "reference",
+    "reward_model": "reward_model",
+}
+"""The group of workers that a section's pool is for."""
 
 DEFAULT_SLOTS = 128
 OWN_CLASS = "your own class as package.module:name or FILE.py:name"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gkd.config.base import GROUPS
+from gkd.config.base import GROUP_OF
 from gkd.config.run import Config
 
 
@@ -66,14 +66,14 @@ def _ranges_are_disjoint(config: Config) -> None:
     owner: dict[int, str] = {}
     colocated = config.hosts()
     for name, pool in config.pools():
-        for index in pool.gpus or [] if GROUPS.get(name, name) not in colocated else []:
+        for index in pool.gpus or [] if GROUP_OF[name] not in colocated else []:
             if index in owner:
                 raise ValueError(f"{owner[index]}.gpus and {name}.gpus overlap: both name GPU {index}")
             owner[index] = name
 
 
 def _colocated_groups_fit_on_their_hosts(config: Config) -> None:
-    pools = {GROUPS.get(section, section): (section, pool) for section, pool in config.pools()}
+    pools = {GROUP_OF[section]: (section, pool) for section, pool in config.pools()}
     for group, host in config.hosts().items():
         (section, own), (other, its) = pools[group], pools[host]
         what = f"{section}.colocate_with={own.colocate_with}"

@@ -88,12 +88,8 @@ def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:
 
 def _fields_of_entries(section: type[OpenSettings], prefix: str) -> dict[str, FieldInfo]:
     """Collect the settings of a registry's classes, in the section itself or in one with the class' name."""
-    fields: dict[str, FieldInfo] = {}
-    for entry in section.registry.names():
-        own = getattr(getattr(section.registry.load(entry), "Config", None), "model_fields", {})
-        for name, field in own.items():
-            fields |= {f"{prefix}{name}": field, f"{prefix}{entry}.{name}": field}
-    return fields
+    own = list(section.registry.settings_of_entries())
+    return {f"{prefix}{path}": field for entry, name, field in own for path in (name, f"{entry}.{name}")}
 
 
 def _setting(name: str, field: FieldInfo, meaning: str) -> Setting:

@@ -24,12 +24,22 @@ TRACKERS = Registry(
 Size = Annotated[str | None, Field(pattern=r"^(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)[mMbB]$")]
 
 
-def _one_model(path: str | None, size: str | None) -> None:
-    if path is not None and size is not None:
-        raise ValueError(f"path={path} and size={size} exclude each other: size is for planning without a model")
+class _PathOrSize(Settings):
+    """A model that exists, or one of a usual shape."""
+
+    path: str | None = None
+    size: Size = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> _PathOrSize:
+        if self.path is not None and self.size is not None:
+            raise ValueError(
+                f"path={self.path} and size={self.size} exclude each other: size is for planning without a model"
+            )
+        return self
 
 
-class Model(Settings):
+class Model(_PathOrSize):
     """The student."""
 
     path: str | None = Field(
@@ -49,24 +59,14 @@ class Model(Settings):
             return self.dtype
         return "float32" if device == "cpu" else "bfloat16"
 
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Model:
-        _one_model(self.path, self.size)
-        return self
 
-
-class TeacherModel(Settings):
+class TeacherModel(_PathOrSize):
     """Which model the teacher serves."""
 
     path: str | None = Field(
         None, description="directory or locally cached name of the teacher; null: the built-in task's"
     )
     size: Size = Field(None, description="instead of path, for gkd.plan alone: a usual model of so many parameters")
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TeacherModel:
-        _one_model(self.path, self.size)
-        return self
 
 
 ENGINE = "gkd.inference.engine:InferenceEngine"

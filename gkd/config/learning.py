@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
-from gkd.config.open import OpenSettings
+from gkd.config.open import OpenSettings, changed
 from gkd.config.registry import Registry, absolute
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -215,7 +215,7 @@ class Algorithm(Settings):
         unused = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
         sampling = [] if self.weighs_samples else ["importance_sampling"]
         for section in ("advantage", "policy", *sampling, "dynamic_sampling"):
-            unused += [f"{section}.{name}={value}" for name, value in _settings_changed(getattr(self, section)).items()]
+            unused += [f"{section}.{name}={value}" for name, value in changed(getattr(self, section)).items()]
         if unused:
             raise ValueError(
                 f"{unused[0]} is about learning from rewards, and name={self.name} does not: reward_weight=0"
@@ -226,10 +226,9 @@ class Algorithm(Settings):
         """Raise ValueError for what is about samples or a teacher where the data's answers alone are learned from."""
         if not self.supervised:
             return
-        unused = {name: getattr(self, name) for name in ("on_policy_share", "supervised_weight")}
-        unused = {name: value for name, value in unused.items() if value != type(self).model_fields[name].default}
-        unused |= {f"{part}.{name}": value for part in ("loss", "kl")
-                   for name, value in _settings_changed(getattr(self, part)).items()}  # fmt: skip
+        unused = {key: value for key, value in changed(self).items() if key in ("on_policy_share", "supervised_weight")}
+        unused |= {f"loss.{name}": value for name, value in changed(self.loss).items()}
+        unused |= {f"kl.{name}": value for name, value in changed(self.kl).items()}
         for name, value in unused.items():
             raise ValueError(
                 f"{name}={value}: name={self.name} learns from the data's own answers alone, with the cross-entropy"
@@ -285,12 +284,3 @@ class Algorithm(Settings):
     def needs_reference(self) -> bool:
         """Whether samples are scored by a reference model, which the penalty refers to."""
         return self.kl.coef > 0
-
-
-def _settings_changed(section: Settings) -> dict[str, Any]:
-    """Return settings of a section, its class' own among them, that are neither null nor as they are by default."""
-    fields = dict(type(section).model_fields)
-    if isinstance(section, OpenSettings):
-        fields |= section.selected.Config.model_fields
-    values = {name: getattr(section, name, fields[name].default) for name in fields}
-    return {name: value for name, value in values.items() if value not in (fields[name].default, None)}

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
-from gkd.config.registry import Registry, short
+from gkd.config.registry import Registry, settings_class, short
 from gkd.errors import one_line
 
 OWN = "own_setting"
@@ -35,15 +35,14 @@ class OpenSettings(Settings):
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
         """Yield dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
         meanings: dict[str, dict[str, list[str]]] = {}  # by setting, then by meaning: the classes that take it
-        for name in cls.registry.names():
-            for own, field in getattr(getattr(cls.registry.load(name), "Config", None), "model_fields", {}).items():
-                meanings.setdefault(own, {}).setdefault(field.description or "", []).append(name)
+        for name, own, field in cls.registry.settings_of_entries():
+            meanings.setdefault(own, {}).setdefault(field.description or "", []).append(name)
         for own, classes in meanings.items():
             yield f"{prefix}{own}", "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
 
     def own(self, section: str = "") -> Any:
         """Return the settings of the class that is named, as its ``Config``."""
-        kind = getattr(self.owners()[section], "Config", None)
+        kind = settings_class(self.owners()[section])
         return None if kind is None else kind.model_validate(self._given(section))
 
     @property
@@ -65,7 +64,7 @@ class OpenSettings(Settings):
     def _own_settings_are_the_classes(self) -> OpenSettings:
         owners = self.owners()
         for section, owner in owners.items():
-            kind, extra = getattr(owner, "Config", None) or Settings, (self.model_extra or {}).get(section, {})
+            kind, extra = settings_class(owner) or Settings, (self.model_extra or {}).get(section, {})
             if not isinstance(extra, Mapping):
                 raise _refusal(section, extra, f"a section with the settings of {owner.__name__} is expected")
             if not section and (twice := sorted(kind.model_fields.keys() & type(self).model_fields.keys())):
@@ -100,6 +99,15 @@ class OpenSettings(Settings):
         return self
 
 
+def changed(section: Settings) -> dict[str, Any]:
+    """Return settings of a section, its class' own among them, that are neither null nor as they are by default."""
+    fields = dict(type(section).model_fields)
+    if isinstance(section, OpenSettings):
+        fields |= settings_class(section.selected).model_fields
+    values = {name: getattr(section, name, field.default) for name, field in fields.items()}
+    return {name: value for name, value in values.items() if value not in (fields[name].default, None)}
+
+
 class OpenSections(OpenSettings):
     """A section with a setting that names classes of ``registry``, each with its settings in a section below.
 
@@ -119,7 +127,7 @@ class OpenSections(OpenSettings):
         configured = [name for name in self.registry.names() if name in (self.model_extra or {})]
         for name in [*configured, *self.chosen()]:
             owner, section = self.registry.load(name), short(name)
-            if getattr(owner, "Config", None) is None:
+            if settings_class(owner) is None:
                 continue
             if section in type(self).model_fields or classes.get(section, owner) is not owner:
                 raise ValueError(f"{name}: {section} is the name of other settings as well; give the class another")
@@ -129,13 +137,12 @@ class OpenSections(OpenSettings):
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
         """Yield dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
-        for name in cls.registry.names():
-            for own, field in getattr(getattr(cls.registry.load(name), "Config", None), "model_fields", {}).items():
-                yield f"{prefix}{name}.{own}", field.description or ""
+        for name, own, field in cls.registry.settings_of_entries():
+            yield f"{prefix}{name}.{own}", field.description or ""
 
     def settings_of(self, name: str) -> Any:
         """Return the settings of the class ``name`` as its ``Config``; None for one that takes none."""
-        kind = getattr(self.registry.load(name), "Config", None)
+        kind = settings_class(self.registry.load(name))
         return None if kind is None else kind.model_validate(self._given(short(name)))
 
     @model_validator(mode="after")

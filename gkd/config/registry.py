@@ -10,11 +10,13 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from gkd.errors import ConfigError, one_line
 
@@ -33,6 +35,12 @@ class Registry:
     def names(self) -> list[str]:
         """Return built-in names."""
         return list(self.entries)
+
+    def settings_of_entries(self) -> Iterator[tuple[str, str, FieldInfo]]:
+        """Yield the settings of built-in classes: name of the class, name of the setting, and what it is."""
+        for entry in self.entries:
+            for name, field in getattr(settings_class(self.load(entry)), "model_fields", {}).items():
+                yield entry, name, field
 
     def require(self, name: str) -> None:
         """Raise ValueError, naming the nearest, for a name that is neither built in nor ``module:name``."""
@@ -56,7 +64,7 @@ class Registry:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         own = _own(self.setting, name)
-        config = getattr(own, "Config", None)
+        config = settings_class(own)
         if config is not None and not hasattr(config, "model_fields"):
             raise ConfigError(f"{self.setting}={name}: its Config is no pydantic model (pydantic.BaseModel)")
         if self.base is not None:
@@ -68,6 +76,11 @@ class Registry:
             if lacking := sorted(getattr(own, "__abstractmethods__", ())):
                 raise ConfigError(f"{self.setting}={name}: it lacks the method {lacking[0]}")
         return own
+
+
+def settings_class(kind: Any) -> Any:
+    """Return the pydantic model ``Config`` of what a registry has loaded; None for what takes no settings."""
+    return getattr(kind, "Config", None)
 
 
 def _attribute(entry: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from gkd.config.actor import Actor
-from gkd.config.base import GROUP_OF, GROUPS, Pool, Settings
+from gkd.config.base import GROUP_OF, Pool, Settings
 from gkd.config.cluster import Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.evaluation import Evaluate
@@ -95,6 +95,10 @@ class Config(Settings):
         if self.asks_reward_model:
             yield "reward_model", self.reward_model
 
+    def groups(self) -> dict[str, Pool]:
+        """Return the groups of workers, with their pools, in the order of :meth:`pools`."""
+        return {GROUP_OF[section]: pool for section, pool in self.pools()}
+
     def hosts(self) -> dict[str, str]:
         """Return, for every group that works on GPUs of another, which group these belong to.
 
@@ -102,7 +106,7 @@ class Config(Settings):
         Raises ValueError where groups share with each other in a circle.
         """
         sections = {group: section for section, group in GROUP_OF.items()}
-        present = [GROUP_OF[section] for section, _ in self.pools()]
+        present = self.groups()
         hosts: dict[str, str] = {}
         for group in present:
             host, seen = group, [group]
@@ -124,8 +128,7 @@ class Config(Settings):
     def on_the_actors_gpus(self) -> list[str]:
         """Return groups besides the actor that work on its GPUs, in the order of :meth:`pools`."""
         shared = self.may_share()
-        groups = (GROUPS.get(section, section) for section, _ in self.pools())
-        return [group for group in groups if frozenset(("actor", group)) in shared]
+        return [group for group in self.groups() if frozenset(("actor", group)) in shared]
 
     def algorithm_on(self, device: Literal["cpu", "cuda"]) -> Algorithm:
         """Return ``algorithm`` with ``importance_sampling.level`` decided for models that compute on ``device``."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 
 from gkd.config.base import Settings
+from gkd.config.open import changed
 
 FALLING = ("loss", "reverse_kl", "length", "truncated", "failed")
 """Last parts of figures that are better the smaller they are."""
@@ -37,10 +38,8 @@ class StopEarly(Settings):
 
     @model_validator(mode="after")
     def _something_is_looked_at(self) -> StopEarly:
-        fields = type(self).model_fields
-        for name in ("patience", "min_delta"):
-            if self.metric is None and (value := getattr(self, name)) != fields[name].default:
-                raise ValueError(f"{name}={value} is for a figure of validation: name it (metric=val/accuracy)")
+        for name, value in changed(self).items() if self.metric is None else ():
+            raise ValueError(f"{name}={value} is for a figure of validation: name it (metric=val/accuracy)")
         return self
 
     def reason(self, measured: Sequence[tuple[int, float]]) -> str | None:

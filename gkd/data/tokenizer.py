@@ -45,31 +45,39 @@ def check_causal_lm(path: str, setting: str) -> str:
     Raises ConfigError, naming ``setting`` and ``path``, when there is no model, it is no causal language model, its
     weights are not safetensors or not all there, or it has no tokenizer.
     """
-    directory = Path(resolve_model(path, setting))
-    name = f"{setting}={path}"
-    config = _read_json(directory / "config.json", name)
-    _require_no_code(config, name, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    directory, config = _read_config(path, setting, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     if not _is_causal_lm(config):
-        architecture = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
-        raise ConfigError(f"{name}: is no causal language model but {architecture}")
-    _check_weights(directory, name)
-    _check_tokenizer(directory, name)
-    return str(directory)
+        raise ConfigError(f"{setting}={path}: is no causal language model but {_architecture(config)}")
+    return _check_files(directory, f"{setting}={path}")
 
 
 def check_reward_model(path: str, setting: str) -> str:
     """Return the directory of the classification model with one output at ``path``; errors as in check_causal_lm."""
-    directory = Path(resolve_model(path, setting))
-    name = f"{setting}={path}"
-    config = _read_json(directory / "config.json", name)
-    _require_no_code(config, name, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
+    directory, config = _read_config(path, setting, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
     if not any(str(a).endswith("ForSequenceClassification") for a in config.get("architectures") or []):
-        architecture = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
-        raise ConfigError(f"{name}: is no sequence classification model but {architecture}")
+        raise ConfigError(f"{setting}={path}: is no sequence classification model but {_architecture(config)}")
     if (outputs := len(config.get("id2label") or (0, 1))) != 1:
-        raise ConfigError(f"{name}: has {outputs} outputs; a reward model has one")
+        raise ConfigError(f"{setting}={path}: has {outputs} outputs; a reward model has one")
+    return _check_files(directory, f"{setting}={path}")
+
+
+def _read_config(path: str, setting: str, mapping: str) -> tuple[Path, dict[str, Any]]:
+    """Return the directory of the model at ``path`` and its config.json; ``mapping`` as in _require_no_code."""
+    directory = Path(resolve_model(path, setting))
+    config = _read_json(directory / "config.json", f"{setting}={path}")
+    _require_no_code(config, f"{setting}={path}", mapping)
+    return directory, config
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')!r}"
+
+
+def _check_files(directory: Path, name: str) -> str:
+    """Return the directory. Raises ConfigError where weights or tokenizer are not all there."""
     _check_weights(directory, name)
-    _check_tokenizer(directory, name)
+    if not any((directory / file).exists() for file in TOKENIZER_FILES):
+        raise ConfigError(f"{name}: has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)")
     return str(directory)
 
 
@@ -99,11 +107,6 @@ def _require_no_code(config: dict[str, Any], name: str, mapping: str) -> None:
             f"{name}: comes with code of its own (auto_map in config.json), which is not run here; a model of a type "
             "that transformers has would work"
         )
-
-
-def _check_tokenizer(directory: Path, name: str) -> None:
-    if not any((directory / file).exists() for file in TOKENIZER_FILES):
-        raise ConfigError(f"{name}: has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)")
 
 
 def _is_causal_lm(config: dict[str, Any]) -> bool:

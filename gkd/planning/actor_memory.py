@@ -256,7 +256,7 @@ def _backward_working(shape: ModelShape, c: int) -> float:
 
     They are the gradients of its feed-forward part (both factors of the product) and of the residual stream.
     """
-    return c * (2 * max(kind.width for kind in shape.layers) + shape.hidden)
+    return c * (2 * shape.widest + shape.hidden)
 
 
 def logit_bytes(

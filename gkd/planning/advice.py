@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.config import GROUPS, Config, Engine, load
+from gkd.config import Config, Engine, load
 from gkd.errors import ConfigError
 from gkd.planning.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
 from gkd.planning.colocation import all_memory, groups_that_do_not_fit, memory_of, needs_offload
@@ -117,15 +117,15 @@ def _smaller_shares(layout: Layout) -> list[dict[str, Value]]:
     engines = {
         section: pool.gpu_memory_utilization
         for section, pool in layout.config.pools()
-        if isinstance(pool, Engine) and any(GROUPS.get(section, section) in pair for pair in pairs)
+        if isinstance(pool, Engine) and any(section in pair for pair in pairs)
     }
-    if len(engines) > 1 and not layout.hardware.is_cpu and any(GROUPS.get(name, name) in short for name in engines):
+    if len(engines) > 1 and not layout.hardware.is_cpu and not engines.keys().isdisjoint(short):
         for part in SHARES:
             smaller: dict[str, Value] = {
                 f"{name}.gpu_memory_utilization": round(share * part, 3) for name, share in engines.items()
             }
             still = groups_that_do_not_fit(replace(layout, config=with_settings(layout.config, smaller)))
-            if not any(GROUPS.get(name, name) in still for name in engines):
+            if engines.keys().isdisjoint(still):
                 return [{}, smaller]
     return [{}]
 

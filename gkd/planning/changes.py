@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gkd.config import GROUPS, Config, Engine, Pool, Scorer
+from gkd.config import GROUP_OF, Config, Engine, Pool, Scorer
 from gkd.planning.colocation import memory_of
 from gkd.planning.layout import Layout, engine_class, with_settings
 from gkd.planning.memory import GroupMemory, slots_of
@@ -35,7 +35,7 @@ def overrides(settings: Mapping[str, Value]) -> str:
 
 def changes_for(layout: Layout, group: str) -> list[Change]:
     """List what may be changed for a group; a setting may be there twice, with values of different levels."""
-    section = next(section for section, _ in layout.config.pools() if GROUPS.get(section, section) == group)
+    section = next(section for section, its in GROUP_OF.items() if its == group)
     if group == "actor":
         more_gpus = None if layout.hardware.is_cpu else _offer_gpus(layout)
         changes = actor_changes(layout.config, layout.workload().longest, more_gpus)
@@ -105,22 +105,22 @@ def _free_gpus(layout: Layout, section: str) -> int:
     if len(layout.nodes or ()) > 1:
         return layout.gpus_per_node
     pools, hosts = dict(config.pools()), config.hosts()
-    others = [name for name in pools if name != section and GROUPS.get(name, name) not in hosts]
+    others = [name for name in pools if name != section and GROUP_OF[name] not in hosts]
     return layout.gpus_per_node - sum(pools[name].n_gpus_per_node for name in others)
 
 
 def _takes_any_gpus(config: Config, section: str) -> bool:
     """Say whether a pool takes GPUs where there are some, and not named or others' ones."""
     pool: Pool = getattr(config, section)
-    return pool.ranges() is None and GROUPS.get(section, section) not in config.hosts()
+    return pool.ranges() is None and GROUP_OF[section] not in config.hosts()
 
 
 def _engine_changes(layout: Layout, section: str) -> list[Change]:
     engine: Engine = getattr(layout.config, section)
     auto = isinstance(engine, Scorer) and engine.engine == "auto"  # which is vLLM as soon as it spans GPUs
     named = engine.model_copy(update={"engine": "vllm"}) if auto else engine
-    properties = engine_class(named, layout.models.of(GROUPS.get(section, section)))
-    slots = slots_of(layout, GROUPS.get(section, section), engine)
+    properties = engine_class(named, layout.models.of(section))
+    slots = slots_of(layout, section, engine)
     seqs = tuple(slots >> i for i in (1, 2, 3) if slots >> i >= 8)
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
     if layout.hardware.is_cpu:
@@ -132,7 +132,7 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
         return [*changes, *_shorten_texts(layout.config)]
     if properties.managed_memory:
         share = engine.gpu_memory_utilization
-        colocated = any(GROUPS.get(section, section) in pair for pair in layout.config.may_share())
+        colocated = any(section in pair for pair in layout.config.may_share())
         shares = [round(share * part, 3) for part in (1.25, 1.5, 2, 3, 0.8, 0.6, 0.4)]
         shares = [v for v in (shares if colocated else [0.8, 0.9, 0.95]) if v != share and v <= 0.95]
         changes.append(Change(f"{section}.gpu_memory_utilization", 1, tuple(shares)))
@@ -156,12 +156,11 @@ def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]
 
 def _span_nodes(layout: Layout, section: str, room: int) -> list[int]:
     """List widths of an engine on all GPUs of one node or several, where one on those of fewer does not fit."""
-    group, per_node = GROUPS.get(section, section), layout.gpus_per_node
-    if not _takes_any_gpus(layout.config, section) or group in layout.config.hosts().values():
+    per_node, heads = layout.gpus_per_node, layout.models.of(section).heads
+    if not _takes_any_gpus(layout.config, section) or section in layout.config.hosts().values():
         return []
-    heads = layout.models.of(group).heads
     widest = max(width for width in range(1, per_node + 1) if per_node % width == heads % width == 0)
-    if memory_with(layout, group, {f"{section}.tensor_parallel_size": widest}).fits:
+    if memory_with(layout, section, {f"{section}.tensor_parallel_size": widest}).fits:
         return [widest] if widest > room else []
     return [nnodes * per_node for nnodes in (2, 4) if heads % (nnodes * per_node) == 0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gkd.config import GROUPS, Engine
+from gkd.config import Engine
 from gkd.planning.layout import Layout
 from gkd.planning.memory import GroupMemory, pool_memory
 
@@ -16,7 +16,7 @@ def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
     the machine's memory. On a GPU it has what those on the same GPU leave: all that these take, or, where the actor and
     its engines are offloaded in turn, what they keep while they are.
     """
-    pools = {GROUPS.get(section, section): pool for section, pool in layout.config.pools()}
+    pools = layout.config.groups()
     if only is not None and not layout.hardware.is_cpu and not layout.config.hosts():
         pools = {only: pools[only]}
     groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
@@ -44,8 +44,8 @@ def needs_offload(layout: Layout) -> bool:
     """Say whether the actor and the engines on its GPUs are offloaded in turn (cluster.offload)."""
     if layout.hardware.is_cpu:
         return False
-    pools = layout.config.pools()
-    return _needs_offload(layout, [pool_memory(layout, GROUPS.get(name, name), pool) for name, pool in pools])
+    groups = layout.config.groups()
+    return _needs_offload(layout, [pool_memory(layout, group, pool) for group, pool in groups.items()])
 
 
 def _needs_offload(layout: Layout, groups: list[GroupMemory]) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from gkd.algorithms.top_k import top_k_wanted
 from gkd.cluster.gpu import handles, nvml, text
 from gkd.cluster.layout import idle_nodes, requests_of, solve
-from gkd.config import GROUPS, Config, Engine, Plan, Rollout, Scorer, nearest
+from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
 from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size
@@ -188,7 +188,7 @@ class Layout:
         """Map every group on the devices of another to that one; on a CPU all share the machine's cores."""
         if not self.hardware.is_cpu:
             return self.config.hosts()
-        return {GROUPS.get(section, section): "actor" for section, _ in self.config.pools()}
+        return dict.fromkeys(self.config.groups(), "actor")
 
     def workload(self) -> Workload:
         """Return the batch of a step."""

@@ -139,10 +139,9 @@ def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
     """Count the weights, and a forward pass of as many sequences as run at a time (gkd.inference.classifier)."""
     shape, c, settings = layout.models.of("reward_model"), layout.compute_bytes, layout.config.reward_model
     tokens = settings.max_num_seqs * min(settings.max_model_len, layout.workload().longest)
-    width = max(layers.width for layers in shape.layers)
     items = {
         "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
-        "activations": float(tokens * c * max(4 * shape.hidden + 3 * width, 10 * shape.hidden)),  # MLP, or attention
+        "activations": float(_pass_bytes(shape, tokens, c)),
         "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
     }
     return GroupMemory("reward_model", pool.n_workers, items, layout.hardware.memory)
@@ -232,27 +231,34 @@ def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> Grou
     shape, c, longest = layout.models.of(group), layout.compute_bytes, layout.workload().longest
     device: Device = "cpu" if layout.hardware.is_cpu else "cuda"
     tokens = max(longest, min(PASS_TOKENS[device], engine.slots * longest))
-    width = max(layers.width for layers in shape.layers)
     copied = shape.head if shape.tied and layout.hardware.is_cpu else 0
     k = _largest_top_k(layout, group, shape)
     positions = tokens * layout.workload().response / layout.workload().length
-    layer = tokens * c * max(4 * shape.hidden + 3 * width, 10 * shape.hidden)
     logits = 3 * min(LOGIT_BYTES[device], positions * shape.vocabulary * F32)
     items = {
         "weights": float(c * (shape.n_parameters + copied)),
-        "activations": float(max(layer, tokens * shape.hidden * c + logits)),
+        "activations": float(max(_pass_bytes(shape, tokens, c), tokens * shape.hidden * c + logits)),
         "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
     }
     results = {"results": float(positions * (k + 1) * 2 * F32)} if layout.hardware.is_cpu else {}
     return GroupMemory(group, engine.n_workers, items | results, layout.hardware.memory)
 
 
+def _pass_bytes(shape: ModelShape, tokens: int, c: int) -> int:
+    """Return the bytes of activations of a forward pass that keeps none: of a feed-forward part, or of attention."""
+    return tokens * c * max(4 * shape.hidden + 3 * shape.widest, 10 * shape.hidden)
+
+
 def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
     """Count the sequences of mean length that an engine runs at a time: its cache's, at most its slots."""
-    shape, c = layout.models.of(group), layout.compute_bytes
     cache = pool_memory(layout, group, engine).items.get("key-value cache", 0.0)
-    a_sequence = kv_bytes(shape, engine.tensor_parallel_size, c) * _in_blocks(layout.workload().length)
-    return max(1, min(slots_of(layout, group, engine), int(cache // a_sequence)))
+    return max(1, min(slots_of(layout, group, engine), _n_held(layout, group, engine, cache)))
+
+
+def _n_held(layout: Layout, group: str, engine: Engine, cache: float) -> int:
+    """Count the sequences of mean length that ``cache`` bytes hold."""
+    a_token = kv_bytes(layout.models.of(group), engine.tensor_parallel_size, layout.compute_bytes)
+    return int(cache // (a_token * _in_blocks(layout.workload().length)))
 
 
 def slots_of(layout: Layout, group: str, engine: Engine) -> int:
@@ -262,15 +268,14 @@ def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     length: of more, vLLM would throw caches away and compute them once more. But 128 at least: a mean length that is
     not known is taken to be the limit, and is far less than that where responses are long.
     """
-    shape, c, gpu = layout.models.of(group), layout.compute_bytes, layout.hardware
+    shape, gpu = layout.models.of(group), layout.hardware
     if engine.max_num_seqs is not None or gpu.is_cpu or not engine_class(engine, shape).managed_memory:
         return engine.slots
     ahead = layout.workload().samples * (1 + layout.config.schedule.max_staleness)
     most = VLLM_SEQS[gpu.memory >= LARGE_GPU]
     wanted = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
     cache = _cache_bytes(layout, group, engine, wanted)
-    a_sequence = kv_bytes(shape, engine.tensor_parallel_size, c) * _in_blocks(layout.workload().length)
-    return max(min(wanted, engine.slots), min(wanted, int(cache // a_sequence)))
+    return max(min(wanted, engine.slots), min(wanted, _n_held(layout, group, engine, cache)))
 
 
 def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
@@ -319,8 +324,7 @@ def _in_blocks(length: int) -> int:
 
 def _step_activations(shape: ModelShape, engine: Engine, slots: int, memory: float, c: int) -> float:
     """Return the bytes of the largest step that vLLM measures itself with: its default tokens, and sampling."""
-    width = max(layers.width for layers in shape.layers)
-    a_token = c * (3 * shape.hidden + 3 * width / engine.tensor_parallel_size)
+    a_token = c * (3 * shape.hidden + 3 * shape.widest / engine.tensor_parallel_size)
     return _step_tokens(memory) * a_token + slots * shape.vocabulary * (c + 2 * F32)
 
 

@@ -124,6 +124,11 @@ class ModelShape:
         return max(w.size for w in self.weights())
 
     @cached_property
+    def widest(self) -> int:
+        """Count the activations inside the widest feed-forward part."""
+        return max(kind.width for kind in self.layers)
+
+    @cached_property
     def n_active(self) -> float:
         """Count the parameters of the layers' matrices that one token is multiplied with; the head is not included."""
         return sum(kind.count * w.size * w.share for kind in self.layers for w in kind.weights if w.cols > 1)

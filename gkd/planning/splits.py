@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkd.cluster.layout import GroupRequest, Node, idle_nodes, solve
-from gkd.config import GROUPS, Config, Engine, Pool
+from gkd.config import GROUP_OF, Config, Engine, Pool
 from gkd.errors import ConfigError
 from gkd.planning.layout import (
     GPU_SETTINGS,
@@ -144,7 +144,7 @@ def _forms(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tuple[int
 def _list_sizes(layout: Layout, section: str, most: int, n_gpus: int, factors: Factors) -> list[PoolSize]:
     """List every pool of ``section`` that fits in memory, with engines as wide as set, or as they have to be."""
     pool: Pool = getattr(layout.config, section)
-    group = GROUPS.get(section, section)
+    group = GROUP_OF[section]
     a_node, tp = layout.config.plan.gpus_per_node, 1
     if isinstance(pool, Engine):
         wider = [a_node * k for k in (2, 4)] if pool.across_nodes else []
@@ -255,7 +255,7 @@ def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: in
     split = replace(base, config=with_settings(base.config, settings))
     step = simulate_layout(split, staleness, factors)
     stages = replace(factors.apply(stages_of(split)), generate=step.generate)
-    return Split(settings, {GROUPS.get(section, section): size.total for section, size in mix.items()}, stages, step)
+    return Split(settings, {GROUP_OF[section]: size.total for section, size in mix.items()}, stages, step)
 
 
 def faster_split(config: Config, directory: Path, requested: Engine) -> str:

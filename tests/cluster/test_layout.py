@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gkd.cluster.fit import nearest, require_fit
 from gkd.cluster.layout import GroupRequest, Node, choose_devices, requests_of, solve
-from gkd.config import GROUPS
+from gkd.config import GROUP_OF
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
 
@@ -352,4 +352,4 @@ def _devices(config, machines):
         found[a.group] = " ".join(device for devices in per_node for device in devices)
         for other in a.colocated:
             found[other.group] = " ".join(on[i] for on in per_node[: other.nnodes] for i in other.positions)
-    return [found[GROUPS.get(section, section)] for section, _ in config.pools()]
+    return [found[GROUP_OF[section]] for section, _ in config.pools()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,9 +22,6 @@ class Finding:
     def __str__(self) -> str:
         advice = f" -> {self.do}" if self.do else ""
         return f"{self.level:8} {self.what:14} {self.found}{advice}"
-
-
-Check = Callable[[], Iterator[Finding]]
 
 
 def ok(what: str, found: str) -> Finding:

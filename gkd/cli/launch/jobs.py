@@ -15,7 +15,7 @@ import ray
 import requests
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from gkd.cluster.address import use_token
+from gkd.cluster.address import require_same_ray, use_token
 from gkd.errors import ConfigError, RunFailed, one_line
 
 CONNECT_TIMEOUT_S = 10.0
@@ -65,11 +65,7 @@ class Jobs:
             ) from None
         except (requests.exceptions.RequestException, RuntimeError, KeyError, ValueError):
             raise ConfigError(f"--address {address}: what answers there is not a Ray dashboard") from None
-        if there != ray.__version__:
-            raise ConfigError(
-                f"--address {address}: this cluster runs Ray {there}, but here is Ray {ray.__version__}; the same is "
-                "needed on every machine (./launch/quickstart.sh installs it)"
-            )
+        require_same_ray({"ray_version": there}, f"--address {address}")
         self._client.timeout_s = REQUEST_TIMEOUT_S
 
     def submit(self, name: str, command: str, package: Path, output: Path) -> None:
