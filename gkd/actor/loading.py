@@ -16,8 +16,8 @@ from gkd.actor.compiling import Compilation
 from gkd.actor.model import Student, named_tensors, shard
 from gkd.actor.quantize import loading
 from gkd.config import Lora
-from gkd.data.model_info import exact_attention
 from gkd.errors import ConfigError
+from gkd.modeling.architecture import exact_attention
 from gkd.modeling.backbone import pack_or_pad, wanted_attention
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames

@@ -21,7 +21,6 @@ from gkd.actor.liger import use_liger
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
 from gkd.actor.pretrained import write_pretrained
-from gkd.actor.publishing import Publisher
 from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.actor.training import LogprobsByPlace, RankTrainer
@@ -33,6 +32,7 @@ from gkd.inference.engine import Device
 from gkd.inference.threads import compute_threads
 from gkd.types import TrainingSample
 from gkd.weights.delivery import Delivery, Destination, Push
+from gkd.weights.publishing import Publisher
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from gkd.errors import ConfigError, one_line
 
@@ -75,22 +75,3 @@ def _is_stateful(text: Any) -> bool:
     stateless = {"moe", "mlp"}
     kinds = set(getattr(text, "layer_types", None) or ()) - stateless
     return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
-
-
-def exact_attention(config: Any) -> Literal["sdpa", "eager"]:
-    """Return transformers' attention for padded rows of a model with that configuration: sdpa leaves soft caps out."""
-    return "sdpa" if has_plain_attention(config) and getattr(class_of(config), "_supports_sdpa", False) else "eager"
-
-
-def has_plain_attention(config: Any) -> bool:
-    """Return whether its layers are softmax attention alone, over everything or a window."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    return kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
-
-
-def class_of(config: Any) -> Any:
-    """Return transformers' causal language model with that configuration; None where it has none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.config import Config
+from gkd.config.top_k import top_k_for_validation, top_k_wanted
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.model_info import ModelInfo

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gkd.cluster.assignment import print_table
 from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
+from gkd.cluster.queues import QueueFile
 from gkd.cluster.session import Session
 from gkd.config import Config
 from gkd.config.checks import require_schedule
@@ -41,7 +42,6 @@ from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
 from gkd.planning.advice import offload_needed, planned_sampler, require_memory
 from gkd.planning.layout import models_of, with_settings
 from gkd.planning.splits import faster_split
-from gkd.rollout.queues import QueueFile
 from gkd.version import __version__
 
 log = logging.getLogger("gkd")

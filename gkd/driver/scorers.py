@@ -9,7 +9,6 @@ from typing import Any
 
 import ray
 
-from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.cluster.assignment import Report
 from gkd.cluster.colocation import SLACK_S
 from gkd.cluster.engines import Engines
@@ -18,6 +17,7 @@ from gkd.cluster.group import Group, Pending, gather
 from gkd.cluster.placement import Placement
 from gkd.cluster.restarts import StartAgain
 from gkd.config import Config, RewardModel, Scorer
+from gkd.config.top_k import top_k_for_validation, top_k_wanted
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.engines import refusal
 from gkd.driver.inputs import Inputs

@@ -8,9 +8,9 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 
 from gkd.actor.group import ActorGroup
-from gkd.algorithms.top_k import top_k_for_validation
 from gkd.algorithms.training_samples import validation_rewards
 from gkd.config import Config
+from gkd.config.top_k import top_k_for_validation
 from gkd.driver.final_scores import Scores, keyed
 from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed

@@ -35,7 +35,7 @@ def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weigh
     """
     import torch
 
-    from gkd.actor.publishing import Publisher
+    from gkd.weights.publishing import Publisher
 
     engines, limit = rollout.present, settings.timeout_s
     push = Push(version, version, limit)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gkd.data.model_info import class_of, has_plain_attention
 from gkd.inference.vllm_models import why_not_here
+from gkd.modeling.architecture import can_pack
 
 if TYPE_CHECKING:
     from gkd.config import Scorer
@@ -33,8 +33,7 @@ def scoring_engine(settings: Scorer, path: str) -> str:
 def _is_dense(config: Any) -> bool:
     text = config.get_text_config()
     return (
-        has_plain_attention(config)
-        and getattr(class_of(config), "_supports_attention_backend", False)
+        can_pack(config)
         and not any(getattr(text, name, None) for name in _EXPERTS)
         and not getattr(config, "quantization_config", None)
     )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gkd.data.model_info import exact_attention
 from gkd.data.tokenizer import load_tokenizer
 from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.modeling.architecture import exact_attention
 from gkd.types import Sample, SampleRequest, Sampling
 
 if TYPE_CHECKING:

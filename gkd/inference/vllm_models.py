@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.hints import nearest
-from gkd.data.model_info import class_of, has_plain_attention
 from gkd.errors import ConfigError
 from gkd.inference.vllm_environment import installed_device
+from gkd.modeling.architecture import class_of, has_plain_attention
 
 log = logging.getLogger("gkd")
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from gkd.data.model_info import class_of, exact_attention, has_plain_attention
 from gkd.modeling import attention
+from gkd.modeling.architecture import can_pack, exact_attention
 from gkd.modeling.head import below_head
 
 
@@ -24,8 +24,7 @@ def wanted_attention(config: PretrainedConfig) -> str:
     :func:`keeps_sequences_apart` tells whether packing works. Recurrent and linear-attention layers would carry state
     over from one sequence to the next, and soft-capped or sink attention is not what the packed function computes.
     """
-    packs = has_plain_attention(config) and getattr(class_of(config), "_supports_attention_backend", False)
-    return attention.NAME if packs else exact_attention(config)
+    return attention.NAME if can_pack(config) else exact_attention(config)
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gkd.cluster.queues import Queues
 from gkd.observability.run_files import RunFiles
-from gkd.rollout.queues import Queues
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

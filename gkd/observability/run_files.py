@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gkd.cluster.queues import EngineQueue, Queues
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError, one_line
-from gkd.rollout.queues import EngineQueue, Queues
 
 
 class RunFiles:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from gkd.algorithms.top_k import top_k_wanted
 from gkd.cluster.gpu import handles, nvml, text
 from gkd.cluster.layout import idle_nodes, requests_of, solve
 from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
+from gkd.config.top_k import top_k_wanted
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
 from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size

@@ -19,11 +19,11 @@ from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
 from gkd.cluster.group import Group, Pending, fetch_samples, gather
 from gkd.cluster.heartbeat import Heartbeat
 from gkd.cluster.port import listens
+from gkd.cluster.queues import EngineQueue, QueueFile, Queues
 from gkd.cluster.restarts import Restarts, StartAgain, return_text
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.dispatch import RequestDispatcher
-from gkd.rollout.queues import EngineQueue, QueueFile, Queues
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.watch import Expected, ScorerWatch

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import ray
 import torch
 
-from gkd.actor.publishing import Publisher
 from gkd.cluster.gpu import nvml_uuids
 from gkd.config import Weights
 from gkd.weights.delivery import Delivery, Destination, Push
+from gkd.weights.publishing import Publisher
 from gkd.weights.transfer import Piece
 
 TENSOR_BYTES = 64 << 20

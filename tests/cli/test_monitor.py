@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from gkd.cli.monitor import advice, main, progress_line
+from gkd.cluster.queues import EngineQueue, QueueFile, Queues
 from gkd.errors import ConfigError
 from gkd.observability.hardware import Card, resident_gb
 from gkd.observability.live import sparkline
 from gkd.observability.run_files import RunFiles
-from gkd.rollout.queues import EngineQueue, QueueFile, Queues
 
 CARD = Card(0, "GPU-1", "a card", "9.0", 80.0, 30.0)
 

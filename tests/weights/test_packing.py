@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gkd.actor.publishing import Publisher
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights import ipc, nccl
 from gkd.weights.packing import ALIGNMENT, PackedLayout, PackingSender, buckets, digest, pack, unpack
+from gkd.weights.publishing import Publisher
 from gkd.weights.transfer import Piece, Transfer
 
 CPU = torch.device("cpu")

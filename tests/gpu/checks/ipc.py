@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from gkd.actor.publishing import Publisher
 from gkd.config import Weights
 from gkd.weights.ipc import IpcReceiver
+from gkd.weights.publishing import Publisher
 from gkd.weights.transfer import Piece
 from tests.gpu.checks.context import Context, require
 

@@ -12,12 +12,12 @@ import pytest
 import ray
 import torch
 
-from gkd.actor.publishing import Publisher
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.object_store import ObjectStoreReceiver, StoredPiece
 from gkd.weights.packing import buckets
+from gkd.weights.publishing import Publisher
 from gkd.weights.transfer import Piece
 from tests.ray.cluster.conftest import eventually
 
@@ -54,7 +54,7 @@ def receive(piece: Piece, **settings: Any) -> dict[str, torch.Tensor]:
 def test_every_tensor_arrives_as_it_was(
     bucket_bytes: int, n: int, checksum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gkd.actor.publishing.buckets", lambda tensors, _: buckets(tensors, bucket_bytes))
+    monkeypatch.setattr("gkd.weights.publishing.buckets", lambda tensors, _: buckets(tensors, bucket_bytes))
     pieces = sent(1, checksum)
     found = {name: t for piece in pieces for name, t in receive(piece).items()}
     assert found.keys() == TENSORS.keys()

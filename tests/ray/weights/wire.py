@@ -16,7 +16,6 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
-from gkd.actor.publishing import Publisher
 from gkd.actor.worker import ActorWorker
 from gkd.config import Config, Weights
 from gkd.config.base import Settings
@@ -27,6 +26,7 @@ from gkd.rollout import worker as rollout_worker
 from gkd.types import Sample, SampleRequest
 from gkd.weights import ipc, nccl
 from gkd.weights.packing import PackingSender, unpack
+from gkd.weights.publishing import Publisher
 from gkd.weights.transfer import Piece
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from gkd.actor.publishing import Publisher
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.inference.vllm_environment import environment
 from gkd.types import Sampling
 from gkd.weights import nccl
 from gkd.weights.packing import buckets
+from gkd.weights.publishing import Publisher
 from gkd.weights.transfer import Piece
 from tests.vllm.inference.test_engines import make, requests, run, small_spec, worst_difference
 
@@ -28,7 +28,7 @@ COPY = "tests.ray.weights.wire:CopyIpc"
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gkd.actor.publishing.buckets", lambda tensors, _: buckets(tensors, 20_000))
+    monkeypatch.setattr("gkd.weights.publishing.buckets", lambda tensors, _: buckets(tensors, 20_000))
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gkd.algorithms.top_k import top_k_for_validation, top_k_wanted
 from gkd.config import Config, load
+from gkd.config.top_k import top_k_for_validation, top_k_wanted
 from gkd.errors import ConfigError
 
 

@@ -1,0 +1,29 @@
+"""What a model's configuration says of its attention. Imports no torch, so that engines are chosen without."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+
+def exact_attention(config: Any) -> Literal["sdpa", "eager"]:
+    """Return transformers' attention for padded rows of a model with that configuration: sdpa leaves soft caps out."""
+    return "sdpa" if has_plain_attention(config) and getattr(class_of(config), "_supports_sdpa", False) else "eager"
+
+
+def has_plain_attention(config: Any) -> bool:
+    """Return whether its layers are softmax attention alone, over everything or a window."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    return kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
+
+
+def class_of(config: Any) -> Any:
+    """Return transformers' causal language model with that configuration; None where it has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def can_pack(config: Any) -> bool:
+    """Return whether a model seems to be attention all through that another function can replace."""
+    return has_plain_attention(config) and bool(getattr(class_of(config), "_supports_attention_backend", False))
