@@ -29,6 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
     saved = choose_checkpoint(options.run / "checkpoints", options.step)
+    from gkd.driver.run_models import export
+
     export(saved, out)
     print(f"step {saved.state.step} of {options.run} is in {options.out}")
     return 0
@@ -59,24 +61,3 @@ def choose_checkpoint(directory: Path, step: int | None) -> Saved:
         return read_intact(path)
     except Damaged as error:
         raise ConfigError(f"--step {step}: {path} is damaged: {error}") from None
-
-
-def export(saved: Saved, out: Path) -> None:
-    """Write a checkpoint as a Hugging Face model directory ``out``, as the run itself writes its student.
-
-    Raises ConfigError where the model that was trained is not where it was.
-    """
-    import torch
-
-    from gkd.actor.loading import load
-    from gkd.actor.pretrained import write_pretrained
-    from gkd.actor.state import load_state
-    from gkd.config import Lora
-    from gkd.data.tokenizer import check_causal_lm
-
-    base = check_causal_lm(saved.model, "the model that was trained")
-    lora, dtype = Lora.model_validate(saved.config["actor"]["lora"]), getattr(torch, saved.dtype)
-    student = load(base, lora=lora, dtype=dtype)
-    load_state(student, None, saved.rank_files)
-    with torch.no_grad():
-        write_pretrained(student, base, lora, dtype, out, writes=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from gkd.evaluation.questions import digest
+from gkd.evaluation.questions import question_keys
 from gkd.evaluation.results import Results
 from gkd.evaluation.scores import means
 from gkd.types import Prompt
@@ -16,14 +15,9 @@ Scores = Mapping[str, float]
 
 def keyed(prompts: Sequence[Prompt], scores: Mapping[int, Scores]) -> dict[str, Scores]:
     """Return scores by what is asked, the same in every run, instead of by the number of the prompt."""
-    seen: Counter[str] = Counter()
-    by_key: dict[str, Scores] = {}
-    for prompt in prompts:
-        if prompt.id in scores:
-            key = digest(prompt, prompt.text)
-            seen[key] += 1
-            by_key[key if seen[key] == 1 else f"{key}-{seen[key]}"] = scores[prompt.id]
-    return by_key
+    scored = [prompt for prompt in prompts if prompt.id in scores]
+    keys = question_keys((prompt, prompt.text) for prompt in scored)
+    return {key: scores[prompt.id] for key, prompt in zip(keys, scored, strict=True)}
 
 
 def write_scores(sets: Iterable[tuple[str, int, Mapping[str, Scores]]], output: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,64 +71,72 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if config.asks_reference:
         scorers["reference"] = _reference(config, student)
     tokenizer = load_tokenizer(student)
-    models = {"student": ModelInfo.read(student, "model.path", tokenizer)}
-    for name, path in scorers.items():
-        models[name] = ModelInfo.read(path, f"{name.partition(':')[0]}.model.path")
-    own = models["student"]
-    _require_engines_run(config, student, scorers)
-    if config.actor.lora.r is not None:
-        from gkd.actor.lora import require_adaptable  # imports torch and peft
-
-        require_adaptable(student, config.actor.lora)
-    if own.n_tokens > own.vocabulary:
-        raise ConfigError(
-            f"model.path={student}: its tokenizer has ids up to {own.n_tokens - 1}, the model {own.vocabulary} rows"
-        )
+    models = read_models(student, scorers, tokenizer)
+    _require_usable(config, student, scorers, models["student"])
     longest = max_length(config, models)
-    data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
-    columns = bool(config.algorithm.policy_weight and config.reward.needing_columns())
-    train_prompts = load_prompts(train, data, tokenizer, columns=columns)
-    val_prompts = load_prompts(val, data, tokenizer, limit=config.data.val_limit, columns=columns)
-    _warn_of_raw_text(config, tokenizer, train_prompts)
-    _require_known_teachers(config, [*train_prompts.prompts, *val_prompts.prompts])
-    if config.algorithm.needs_teacher:
-        teachers = {name: path for name, path in scorers.items() if name.startswith("teacher")}
-        sets = {"train": train_prompts, "val": val_prompts}
-        kwargs = data.chat_template_kwargs
-        sets = teacher_prompts(config.teacher, teachers, tokenizer, sets, data.max_prompt_length, kwargs)
-        train_prompts, val_prompts = sets["train"], sets["val"]
-    for name, prompts in (("train", train_prompts), ("val", val_prompts)):
-        if prompts.n_too_long:
-            left_out = f"{prompts.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
-            say(f"data.{name}_files: {left_out}, {len(prompts.prompts)} are used")
+    prompts = _load_prompts(config, {"train": train, "val": val}, scorers, tokenizer, longest, say)
     if config.reward_model.model.path is not None and config.asks_reward_model:
         scorers["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
     if config.algorithm.needs_teacher:
         for wanted in (top_k_wanted, top_k_for_validation):
-            wanted(config, own.vocabulary)  # refuses now what the teacher could not give
-    _require_answers(config, train_prompts)
+            wanted(config, models["student"].vocabulary)  # refuses now what the teacher could not give
+    _require_answers(config, prompts["train"])
     val_sets = _val_sets(config, tokenizer, longest, say)
-    end = turn_end([*train_prompts.prompts, *val_prompts.prompts], tokenizer)
-    own = with_turn_end(own, end)
+    end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)
+    own = with_turn_end(models["student"], end)
     if config.algorithm.learns_answers:
         limit = config.rollout.max_response_length
-        answered = with_answers(train_prompts.prompts, tokenizer, own, end, limit)
-        train_prompts = replace(train_prompts, prompts=answered)
-        if config.algorithm.supervised:
-            answered = with_answers(val_prompts.prompts, tokenizer, own, end, limit)
-            val_prompts = replace(val_prompts, prompts=answered)
+        for name in ("train", "val") if config.algorithm.supervised else ("train",):
+            answered = with_answers(prompts[name].prompts, tokenizer, own, end, limit)
+            prompts[name] = replace(prompts[name], prompts=answered)
     return Inputs(
         student,
         scorers,
         tokenizer,
         tokenizer_hash(tokenizer),
-        train_prompts,
-        val_prompts,
+        prompts["train"],
+        prompts["val"],
         own,
         longest,
         min(model.vocabulary for name, model in models.items() if name != "reference"),
         val_sets,
     )
+
+
+def read_models(student: str, scorers: Mapping[str, str], tokenizer: Any) -> dict[str, ModelInfo]:
+    """Describe the student, which has this ``tokenizer``, and the models that score, by name."""
+    models = {"student": ModelInfo.read(student, "model.path", tokenizer)}
+    for name, path in scorers.items():
+        models[name] = ModelInfo.read(path, f"{name.partition(':')[0]}.model.path")
+    return models
+
+
+def _load_prompts(
+    config: Config,
+    files: Mapping[str, list[str]],
+    scorers: Mapping[str, str],
+    tokenizer: Any,
+    longest: int,
+    say: Callable[[str], None],
+) -> dict[str, PromptSet]:
+    """Read the prompts in ``files``, by train and val, as student and teachers see them; says what is left out."""
+    data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
+    columns = bool(config.algorithm.policy_weight and config.reward.needing_columns())
+    limits = {"train": None, "val": config.data.val_limit}
+    prompts = {
+        name: load_prompts(own, data, tokenizer, limit=limits[name], columns=columns) for name, own in files.items()
+    }
+    _warn_of_raw_text(config, tokenizer, prompts["train"])
+    _require_known_teachers(config, [prompt for loaded in prompts.values() for prompt in loaded.prompts])
+    if config.algorithm.needs_teacher:
+        teachers = {name: path for name, path in scorers.items() if name.startswith("teacher")}
+        kwargs = data.chat_template_kwargs
+        prompts = teacher_prompts(config.teacher, teachers, tokenizer, prompts, data.max_prompt_length, kwargs)
+    for name, loaded in prompts.items():
+        if loaded.n_too_long:
+            left_out = f"{loaded.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
+            say(f"data.{name}_files: {left_out}, {len(loaded.prompts)} are used")
+    return prompts
 
 
 def _val_sets(config: Config, tokenizer: Any, max_length: int, say: Callable[[str], None]) -> tuple[Questions, ...]:
@@ -183,6 +191,19 @@ def _scoring_engine(config: Config, group: str, paths: list[str]) -> str:
     """Return the engine of a group that scores; torch, which runs all of them, where several teachers differ."""
     engines = {scoring_engine(getattr(config, group), path) for path in paths}
     return engines.pop() if len(engines) == 1 else "torch"
+
+
+def _require_usable(config: Config, student: str, scorers: dict[str, str], model: ModelInfo) -> None:
+    """Raise ConfigError where engines or adapters cannot have a model, or the student lacks rows for its tokens."""
+    _require_engines_run(config, student, scorers)
+    if config.actor.lora.r is not None:
+        from gkd.actor.lora import require_adaptable  # imports torch and peft
+
+        require_adaptable(student, config.actor.lora)
+    if model.n_tokens > model.vocabulary:
+        raise ConfigError(
+            f"model.path={student}: its tokenizer has ids up to {model.n_tokens - 1}, the model {model.vocabulary} rows"
+        )
 
 
 def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) -> None:

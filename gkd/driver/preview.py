@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gkd.config import Config
-from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, load_prompts
 from gkd.data.tokenizer import load_tokenizer
-from gkd.driver.inputs import find_files, max_length
+from gkd.driver.inputs import find_files, max_length, read_models
 from gkd.errors import ConfigError
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
@@ -67,9 +66,7 @@ def preview(config: Config, say: Callable[[str], None]) -> Preview:
     """Read the data of ``config`` as its run would, also what is too long. Raises ConfigError as the run would."""
     student, scorers, train, val = find_files(config, say)
     tokenizer = load_tokenizer(student)
-    models = {"student": ModelInfo.read(student, "model.path", tokenizer)}
-    models |= {name: ModelInfo.read(path, f"{name.partition(':')[0]}.model.path") for name, path in scorers.items()}
-    longest = max_length(config, models) - config.rollout.max_response_length
+    longest = max_length(config, read_models(student, scorers, tokenizer)) - config.rollout.max_response_length
     files: list[FilePreview] = []
     uses: tuple[tuple[Use, list[str]], ...] = (("train", train), ("val", val))
     for use, names in uses:

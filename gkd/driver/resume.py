@@ -15,6 +15,7 @@ from gkd.driver.checkpoint import Saved, complete, newest_intact, step_of
 from gkd.driver.early_stop import EarlyStop
 from gkd.durable import replace
 from gkd.errors import ConfigError
+from gkd.observability.report import steps_done
 from gkd.version import __version__
 
 log = logging.getLogger("gkd")
@@ -39,9 +40,7 @@ def finished(config: Config, output: Path) -> str | None:
 
     Raises ConfigError when it has done more steps than it is to have now.
     """
-    try:
-        steps = int(json.loads((output / "summary.json").read_text(encoding="utf-8"))["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+    if (steps := steps_done(output)) is None:
         return None
     wanted = config.trainer.total_steps
     if steps > wanted:

@@ -20,9 +20,12 @@ from gkd.evaluation.answers import fingerprint
 from gkd.evaluation.plan import START
 from gkd.evaluation.questions import PROMPT_SETTINGS
 from gkd.evaluation.reloading import FurtherWeights
+from gkd.observability.report import steps_done
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gkd.actor.model import Student
 
 log = logging.getLogger("gkd")
 
@@ -53,20 +56,12 @@ def models_of(run: Path, config: Config) -> RunModels:
     further = [
         FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved)) for step, saved in checkpoints.items()
     ]
-    if (steps := _steps(run)) is not None and steps not in checkpoints:
+    if (steps := steps_done(run)) is not None and steps not in checkpoints:
         model = check_causal_lm(str(run / "model"), "the student of the run")
         further.append(FurtherWeights(f"step_{steps}", fingerprint(model), partial(_read_model, model)))
     if not further:
         raise ConfigError(f"{run} holds neither a whole checkpoint nor a trained student (trainer.save_every)")
     return RunModels(base, tuple(further))
-
-
-def _steps(run: Path) -> int | None:
-    """Return the steps of a run that has ended; None of one that has not."""
-    try:
-        return int(json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _sum(model: str, saved: Saved) -> str:
@@ -80,16 +75,42 @@ def _read(saved: Saved) -> Iterator[tuple[str, Tensor]]:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of files that are read in an instant
+
+    student = _load_student(saved, saved.model)
+    with torch.no_grad():
+        yield from student.file_tensors(getattr(torch, saved.dtype))
+
+
+def _load_student(saved: Saved, base: str) -> Student:
+    """Load the student of a checkpoint of what began as the model in ``base``."""
+    import torch
+
     from gkd.actor.loading import load
     from gkd.actor.state import load_state
 
-    disable_progress_bar()  # of files that are read in an instant
-
-    lora, dtype = Lora.model_validate(saved.config["actor"]["lora"]), getattr(torch, saved.dtype)
-    student = load(saved.model, lora=lora, dtype=dtype)
+    student = load(base, lora=_lora(saved), dtype=getattr(torch, saved.dtype))
     load_state(student, None, saved.rank_files)
+    return student
+
+
+def _lora(saved: Saved) -> Lora:
+    return Lora.model_validate(saved.config["actor"]["lora"])
+
+
+def export(saved: Saved, out: Path) -> None:
+    """Write a checkpoint as a Hugging Face model directory ``out``, as the run itself writes its student.
+
+    Raises ConfigError where the model that was trained is not where it was.
+    """
+    import torch
+
+    from gkd.actor.pretrained import write_pretrained
+
+    base = check_causal_lm(saved.model, "the model that was trained")
+    student = _load_student(saved, base)
     with torch.no_grad():
-        yield from student.file_tensors(dtype)
+        write_pretrained(student, base, _lora(saved), getattr(torch, saved.dtype), out, writes=True)
 
 
 def _read_model(path: str) -> Iterator[tuple[str, Tensor]]:

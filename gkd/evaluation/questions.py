@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -86,15 +86,12 @@ def load_questions(
         raise ConfigError(
             f"{section}.{name}: no reference answers (answer_key) and no rewards: nothing can be measured"
         )
-    seen: Counter[str] = Counter()
+    own = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
+    keys = question_keys((prompt, row.find(settings.prompt_key) or row.values) for prompt, row in own)
     questions = []
-    for prompt in loaded.prompts:
-        row = rows[prompt.id]
+    for key, (prompt, row) in zip(keys, own, strict=True):
         if answered and not (prompt.answer or "").strip():
             raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
-        asked = digest(prompt, row.find(settings.prompt_key) or row.values)
-        seen[asked] += 1
-        key = asked if seen[asked] == 1 else f"{asked}-{seen[asked]}"
         difficulty = None
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
@@ -113,7 +110,16 @@ def _data(name: str, settings: EvalSet, longest: int) -> Data:
         raise ConfigError(f"{setting}: {str(first['msg']).removeprefix('Value error, ')}") from None
 
 
-def digest(prompt: Prompt, question: Any) -> str:
-    """Return 16 hexadecimal digits of what the row asks, before any model's template, and of its answer."""
-    text = json.dumps([question, *prompt.answers], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def question_keys(questions: Iterable[tuple[Prompt, Any]]) -> list[str]:
+    """Return a key for each prompt and what its row asks, before any model's template: the same in every run.
+
+    They are 16 hexadecimal digits of the question and its answers, and a number where these repeat.
+    """
+    seen: Counter[str] = Counter()
+    keys = []
+    for prompt, question in questions:
+        text = json.dumps([question, *prompt.answers], sort_keys=True, default=str)
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        seen[key] += 1
+        keys.append(key if seen[key] == 1 else f"{key}-{seen[key]}")
+    return keys

@@ -50,6 +50,14 @@ def read(output_dir: Path) -> Summary:
     return Summary(**{name: value for name, value in content.items() if name in names})
 
 
+def steps_done(output_dir: Path) -> int | None:
+    """Return the steps of a run that has ended, by summary.json; None of one that has not."""
+    try:
+        return int(json.loads((output_dir / "summary.json").read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def show(summary: Summary, output_dir: Path, page: Path | None, following: str, out: Console) -> None:
     """Print before, after and teacher side by side, where the run and its ``page`` are, and the command to try next."""
     table = Table(box=None, pad_edge=False)
