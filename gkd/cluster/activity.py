@@ -6,6 +6,7 @@ or the actor's loops.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -101,11 +102,11 @@ def memory_here() -> dict[str, float]:
     the leader of a tensor-parallel engine, which computes in other processes.
     """
     import psutil
-    import torch
 
     gb = 1e9
     memory = {"process_gb": psutil.Process().memory_info().rss / gb}
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    torch = sys.modules.get("torch")  # importing it takes more than a second, in which a process does little else
+    if torch is None or not torch.cuda.is_initialized():
         return memory
     counts = torch.cuda.memory_stats()
     return memory | {

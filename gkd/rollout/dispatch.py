@@ -39,6 +39,11 @@ class RequestDispatcher:
         """Return how many requests no engine has yet."""
         return len(self._waiting)
 
+    @property
+    def n_unsampled(self) -> int:
+        """Return how many requests wait or are being sampled, as far as engines have announced what they generated."""
+        return len(self._waiting) + self._sampled.total()
+
     def add(self, requests: Sequence[SampleRequest], order: float) -> None:
         """Queue requests, whose keys are all different; those of a lower ``order`` go first."""
         for request in requests:

@@ -34,7 +34,6 @@ FETCH_TIMEOUT_S = 300.0
 ENGINES = "rollout"
 """The engines' group."""
 LOOK_EVERY_S = 1.0
-DRAIN_EVERY_S = 0.02
 NODE_ANSWERS_S = 2.0
 LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 
@@ -81,7 +80,6 @@ class RolloutGroup:
         self._dispatcher = RequestDispatcher(
             self.working, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
         )
-        self._given = dict.fromkeys(self.working, 0)  # requests so far, by engine
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._requests: dict[int, tuple[float, SampleRequest]] = {}  # all that is not collected, with its order, by key
         self._streams: dict[int, SampleStream] = {}
@@ -170,27 +168,14 @@ class RolloutGroup:
     def drain(self, timeout_s: float) -> None:
         """Return once everything requested is sampled, so that new weights change none of it; scoring goes on.
 
-        Raises RunFailed when ``timeout_s`` is over or no engine is left.
+        What waits where no engine works gets the weights that engines have when they are back. Raises RunFailed when
+        ``timeout_s`` is over or no engine is left.
         """
         deadline = time.monotonic() + timeout_s
-        while self._samples_on(timeout_s):
+        while self.working and self._dispatcher.n_unsampled:
             if time.monotonic() > deadline:
                 raise RunFailed(self._late("what was requested was not sampled", timeout_s))
-            self._work(min(deadline, time.monotonic() + DRAIN_EVERY_S))
-
-    def _samples_on(self, timeout_s: float) -> bool:
-        """Return whether a request waits, or an engine has not sampled all that it was given.
-
-        What waits where no engine works gets the weights that engines have when they are back.
-        """
-        if not self.working:
-            return False
-        if self._dispatcher.n_waiting:
-            return True
-        if not any(self._dispatcher.at_work.values()):
-            return False
-        sampled = self.tell("n_sampled", timeout_s=timeout_s, what="saying what is sampled")
-        return bool(self._dispatcher.n_waiting) or any(n < self._given[engine] for engine, n in sampled.items())
+            self._work(deadline)
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
@@ -221,7 +206,6 @@ class RolloutGroup:
         suspect = self._fleet.members(ENGINES, Health.SUSPECT)
         without = suspect if len(suspect) < len(self.working) else ()
         for engine, requests in self._dispatcher.hand_out(without).items():
-            self._given[engine] += len(requests)
             self.group.workers[engine].control.remote("submit", requests)
 
     def _collect(self, deadline: float, calls: Sequence[Any]) -> list[tuple[int, list[TrainingSample | Generated]]]:
@@ -319,7 +303,6 @@ class RolloutGroup:
         for engine, worker in self._restarts.take().items():
             old = self.group.reports[engine]
             self.group = self.group.replaced(engine, worker)
-            self._given[engine] = 0
             self._heartbeat.replace(engine, self.group)
             self._serve(engine)
             text = f"{return_text(worker.reports[0], old)}; it gets the weights"

@@ -11,20 +11,24 @@ class Slots:
 
     An engine has ``capacity`` slots; the driver gives it no more requests than it has free ones. A sample that is
     scored comes with its arrays, and frees its slot by that. One that is still being scored is worth a message only
-    where the engine has no slot free: every method returns the keys to announce now. Of no use twice: a key is
-    announced once. Called from the engine's thread and from the one that delivers.
+    where the engine has no slot free, or nothing left to sample, which new weights and samples of other weights wait
+    for: every method returns the keys to announce now. Of no use twice: a key is announced once. Called from the
+    engine's thread and from the one that delivers.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._occupied: set[int] = set()  # keys, as far as the driver knows
+        self._undelivered: set[int] = set()
+        self._occupied: set[int] = set()  # of these, those that hold slots as far as the driver knows
         self._generated: set[int] = set()  # of these, those being scored
 
     def take(self, keys: Iterable[int]) -> tuple[int, ...]:
         """Note new requests."""
         with self._lock:
-            self._occupied.update(keys)
+            new = set(keys)
+            self._undelivered |= new
+            self._occupied |= new
             return self._announced()
 
     def generate(self, keys: Iterable[int]) -> tuple[int, ...]:
@@ -35,9 +39,11 @@ class Slots:
 
     def deliver(self, keys: Iterable[int]) -> None:
         """Note samples that go to the driver, scored."""
+        delivered = set(keys)
         with self._lock:
-            self._occupied.difference_update(keys)
-            self._generated.difference_update(keys)
+            self._undelivered -= delivered
+            self._occupied -= delivered
+            self._generated -= delivered
 
     def may_wait(self, n: int) -> bool:
         """Return whether ``n`` scored samples may wait for others before they are delivered.
@@ -45,10 +51,11 @@ class Slots:
         So it is where the driver has free slots without them, and requests that are not scored yet.
         """
         with self._lock:
-            return n < len(self._occupied) < self._capacity
+            return n < len(self._undelivered) and len(self._occupied) < self._capacity
 
     def _announced(self) -> tuple[int, ...]:
-        if len(self._occupied) < self._capacity or not self._generated:
+        samples_on = len(self._generated) < len(self._occupied) < self._capacity
+        if samples_on or not self._generated:
             return ()
         keys = tuple(sorted(self._generated))
         self._occupied -= self._generated

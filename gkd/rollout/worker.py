@@ -42,7 +42,6 @@ class RolloutWorker:
         self._slots = Slots(config.rollout.slots)
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._unfinished = 0  # requests in the engine
-        self._n_sampled = 0
         self._ended: BaseException | None = None
         self._asleep = False
         self._arriving = threading.Lock()
@@ -137,10 +136,6 @@ class RolloutWorker:
         """Return forward passes so far, and responses that are not finished, those not begun included."""
         return self.engine.forward_passes, self._unfinished + len(self._held) + self._commands.qsize()
 
-    def n_sampled(self) -> int:
-        """Return how many of the requests handed over are no longer in the engine, whether they are scored or not."""
-        return self._n_sampled
-
     def report(self) -> dict[str, Any]:
         """Return memory and activity of this process, see :func:`gkd.cluster.activity.report_here`."""
         return report_here()
@@ -175,7 +170,8 @@ class RolloutWorker:
         """Yield scored samples as they come, several at a time: a list of their arrays, then their numbers.
 
         Being streamed, they belong to the driver, not to this process: they outlive it. Samples that are generated and
-        not scored yet are among the latter where the driver may have others for their slots.
+        not scored yet are among the latter where the driver may have others for their slots, or waits for the engine to
+        have sampled all.
         """
         while True:
             batch = self._gather()
@@ -189,7 +185,7 @@ class RolloutWorker:
                     continue
                 samples.append(replace(item[0], slot=len(arrays)))
                 arrays.append(item[1])
-            self._slots.deliver(sample.key for sample in samples)
+            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, Generated))
             yield arrays
             yield samples
 
@@ -218,7 +214,6 @@ class RolloutWorker:
                 self._announce(self._slots.generate([request.key]))
                 answer = own_answer(request, request.prompt.answer_ids, self._eos_ids, self.engine.version)
                 self.pipeline.submit(answer)
-                self._n_sampled += 1
                 continue
             try:
                 self.engine.add(request.key, request)
@@ -242,7 +237,6 @@ class RolloutWorker:
             if isinstance(sample, Refused):
                 raise RunFailed(f"rollout rank {self.rank} cannot sample: {sample.message}")
             self._unfinished -= 1
-            self._n_sampled += 1
             self.pipeline.submit(sample)
 
     def _sleep(self) -> None:

@@ -25,7 +25,7 @@ from tests.rollout.test_dispatch import wanted
 CAPACITY, N = 3, 10
 
 
-def test_what_is_generated_is_announced_once_and_only_by_an_engine_that_is_full() -> None:
+def test_what_is_generated_is_announced_once_and_only_by_an_engine_that_is_full_or_idle() -> None:
     slots = Slots(capacity=3)
     assert slots.take([1, 2]) == slots.generate([1]) == ()  # the driver knows of a free slot
     assert slots.take([3]) == (1,)  # now it does not
@@ -34,7 +34,17 @@ def test_what_is_generated_is_announced_once_and_only_by_an_engine_that_is_full(
     slots.deliver([1, 2, 3])
     assert slots.take([5, 6]) == ()
     assert slots.generate([4, 5]) == (4, 5)
-    assert slots.generate([6]) == ()
+    assert slots.generate([6]) == (6,)  # all that the engine had
+    assert slots.generate([]) == ()
+
+
+def test_scored_samples_wait_for_those_that_are_announced_and_not_scored() -> None:
+    slots = Slots(capacity=3)
+    slots.take([1, 2])
+    assert slots.generate([1, 2]) == (1, 2)
+    assert slots.may_wait(1) and not slots.may_wait(2)
+    slots.deliver([1])
+    assert not slots.may_wait(1)
 
 
 class OneAStep(InferenceEngine[SampleRequest, Sample]):
@@ -100,7 +110,7 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
                 assert isinstance(item, Generated)
                 dispatcher.generated(0, item.key)
     assert len(dispatcher) == N
-    while worker.n_sampled() < N:
+    while worker.progress()[1]:
         time.sleep(0.01)
     assert worker.engine.most <= CAPACITY
     for sample in held:  # it is scored at last

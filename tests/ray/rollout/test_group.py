@@ -18,6 +18,7 @@ import ray
 from gkd.cluster.fleet import Fleet, Health
 from gkd.cluster.group import Group, WorkerReports, gather
 from gkd.cluster.heartbeat import Heartbeat
+from gkd.cluster.port import free_port
 from gkd.cluster.reserve import RemoteWorker
 from gkd.cluster.restarts import StartAgain
 from gkd.config import Config, load
@@ -241,7 +242,7 @@ def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Grou
     os.kill(pid, signal.SIGKILL)
     rollout.drain(timeout_s=120)
     assert rollout.present == [0]
-    assert rollout.group.only([0]).control("n_sampled", timeout_s=30) == [rollout._given[0]]
+    assert rollout.group.only([0]).control("progress", timeout_s=30)[0][1] == 0
     samples = [rollout.collect(keys, timeout_s=120) for keys in (first, later)]
     assert [[sample.prompt_id for sample in of] for of in samples] == [list(range(6)), list(range(10))]
     # Of what waited, the first batch went out before the rest of the second, whose requests of engine 1 came back.
@@ -253,9 +254,15 @@ def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Grou
     ray.kill(gate)
 
 
-def test_what_was_finished_on_a_node_that_left_is_sampled_again(engines: list[Group]) -> None:
+@pytest.mark.parametrize("listed", [False, True], ids=["that Ray knows to be gone", "that Ray still lists"])
+def test_what_was_finished_on_a_node_that_left_is_sampled_again(
+    listed: bool, engines: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless it was collected; what had been finished elsewhere stays."""
     rollout = start(engines, 2)
+    if listed:  # though nothing listens there any more
+        left = {"NodeID": "left", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": free_port()}
+        monkeypatch.setattr(ray, "nodes", lambda: [left])
     keys = rollout.submit(wanted(8))
     while len(rollout._done) < len(keys):
         rollout.attend()

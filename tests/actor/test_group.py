@@ -1,0 +1,53 @@
+"""What the driver has the actor's ranks do when memory runs out, in which order; the ranks are played."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import gkd.actor.group
+from gkd.actor.group import ActorGroup
+from gkd.config import load
+from gkd.errors import OutOfMemory
+from tests.samples import training_sample
+
+
+class Ranks:
+    """Two ranks that do what is waited for; ``evaluate`` runs out of memory the first time."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    def __len__(self) -> int:
+        return 2
+
+    def submit_each(self, method: str, args: Sequence[Any], what: str | None = None) -> Any:
+        return SimpleNamespace(what=method, refs=())
+
+    def call(self, method: str, budget: int, timeout_s: float) -> None:
+        self.did.append(f"{method} {budget}")
+
+    def gather(self, calls: Sequence[Any], timeout_s: float) -> list[list[Any]]:
+        for call in calls:
+            self.did.append(call.what)
+            if call.what == "evaluate" and self.did.count("evaluate") == 1:
+                raise OutOfMemory("the actor ran out of memory", 30)
+        return [[{"distill/reverse_kl": 0.5}] for _ in calls]
+
+
+def test_chunks_are_accumulated_again_before_what_ran_out_of_memory_is_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind them, a rank whose memory ran out in one would keep the other waiting in the call."""
+    ranks: Any = Ranks()
+    actor = ActorGroup(ranks, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: ranks)
+    monkeypatch.setattr(gkd.actor.group, "gather", ranks.gather)
+    monkeypatch.setattr(actor, "_start_again", lambda: ranks.did.append("start again"))
+    for key in range(2):
+        actor.accumulate([training_sample(key)])
+    assert actor.evaluate([training_sample(2)]) == {"distill/reverse_kl": 0.5}
+    chunks = ["accumulate", "accumulate"]
+    assert ranks.did == [*chunks, "evaluate", "start again", "take_at_most 30", *chunks, "evaluate"]
