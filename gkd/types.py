@@ -87,7 +87,7 @@ class Scoring:
     ``top_k``: how many of the teacher's most likely tokens come with each position, at ``temperature``; None: the
     teacher does not score it. ``reference``: whether the reference model scores it, at the temperature of the sampling.
     ``rewards``: whether the reward functions do, and the reward model where it is one of them. ``group_size``: how many
-    samples of the prompt, with neighbouring keys, go on together: more than one where a reward judges them together.
+    samples of the prompt, with neighbouring keys, go on together: more than one where a reward rates them together.
     """
 
     top_k: int | None = None
@@ -268,7 +268,7 @@ class TrainingSample:
         return self.ref, self.slot
 
 
-class Generated(NamedTuple):
+class Unscored(NamedTuple):
     """The sample of request ``key`` is generated and is scored now: its slot in the engine is free."""
 
     key: int

@@ -139,15 +139,15 @@ def _compiled(function: Any, dynamic: bool) -> Any:
 class _OneLine(logging.Filter):
     """Says in one line, once, that a part of a layer is not compiled, where torch would print a traceback for each."""
 
-    said = False
+    logged = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING or record.exc_info is None:
             return True
-        if not _OneLine.said:
+        if not _OneLine.logged:
             reason = one_line(record.exc_info[1] or record.getMessage())[:300]
             log.warning("a part of the student's layers is not compiled (actor.compile=auto): %s; %s", reason, REMEDY)
-            _OneLine.said = True
+            _OneLine.logged = True
         return False
 
 

@@ -61,7 +61,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _linear_layers(lm: Any) -> list[str]:
-    """Names of all linear layers but the head. peft's own all-linear takes experts along, which cannot be merged."""
+    """Return names of all linear layers but the head. peft's all-linear takes experts along, which cannot be merged."""
     head = lm.get_output_embeddings()
     return [
         name for name, module in lm.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head

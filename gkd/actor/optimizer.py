@@ -45,6 +45,6 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
 
 
 def n_updates(optimizer: torch.optim.Optimizer) -> int:
-    """Steps that it has done, those before a checkpoint included."""
+    """Return the steps that it has done, those before a checkpoint included."""
     state: dict[str, torch.Tensor] = next(iter(optimizer.state.values()), {})
     return int(state.get("step", 0))

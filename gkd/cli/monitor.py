@@ -112,10 +112,12 @@ def _gpus(present: Sequence[Card], run: RunFiles | None) -> Table:
 
 def advice(card: Card, groups: Sequence[str], last: Mapping[str, float], transfer: str = "auto") -> str:
     """Name what to change on a GPU that is short of memory; empty where it is not. ``transfer``: the weights' way."""
+    from gkd.config import TRANSFERS
+
     if any(last.get(f"memory/{group}/ooms", 0) for group in groups) and "actor" in groups:
         return "memory ran out: lower actor.max_tokens_per_micro_batch, or actor.gradient_checkpointing=true"
     if any(last.get(f"memory/{group}/alloc_retries", 0) for group in groups):
-        if transfer == "ipc":  # which such memory cannot be shared by
+        if transfer != "auto" and not TRANSFERS.load(transfer).expandable_segments:
             return "the allocator had to start over: lower actor.max_tokens_per_micro_batch"
         return "the allocator had to start over: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     if card.free_gb < (1 - FULL) * card.total_gb:

@@ -112,7 +112,7 @@ class _Stop:
     def __init__(self) -> None:
         self.event, self.serving, self.code = threading.Event(), False, 0
         handle_ending_signals(self._on_signal)
-        self._tell = sys.unraisablehook
+        self._report = sys.unraisablehook
         sys.unraisablehook = self._unless_ending
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -124,7 +124,7 @@ class _Stop:
     def _unless_ending(self, unraisable: sys.UnraisableHookArgs) -> None:
         """Leave out a SystemExit that finds a finalizer: it is lost there, and the end comes after the model's."""
         if not (self.event.is_set() and unraisable.exc_type is SystemExit):
-            self._tell(unraisable)
+            self._report(unraisable)
 
 
 def _require_free(host: str, port: int) -> None:

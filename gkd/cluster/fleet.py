@@ -23,7 +23,7 @@ class Health(Enum):
     """It does not come back."""
 
 
-class Change(Enum):
+class HealthEvent(Enum):
     """What happens to an engine or a replica."""
 
     SILENT = auto()
@@ -40,21 +40,21 @@ WORKING = (Health.HEALTHY, Health.SUSPECT)
 PRESENT = (*WORKING, Health.STALE)
 """Those whose process answers."""
 
-NEXT: dict[tuple[Health, Change], Health] = {
-    (Health.HEALTHY, Change.SILENT): Health.SUSPECT,
-    (Health.SUSPECT, Change.SILENT): Health.SUSPECT,
-    (Health.HEALTHY, Change.ANSWERED): Health.HEALTHY,
-    (Health.SUSPECT, Change.ANSWERED): Health.HEALTHY,
-    (Health.HEALTHY, Change.DIED): Health.DEAD,
-    (Health.SUSPECT, Change.DIED): Health.DEAD,
-    (Health.RESTARTING, Change.DIED): Health.DEAD,
-    (Health.STALE, Change.DIED): Health.DEAD,
-    (Health.DEAD, Change.RESTARTED): Health.RESTARTING,
-    (Health.RESTARTING, Change.STARTED): Health.STALE,
-    (Health.STALE, Change.READY): Health.HEALTHY,
-    (Health.HEALTHY, Change.READY): Health.HEALTHY,
-    (Health.SUSPECT, Change.READY): Health.HEALTHY,
-    (Health.DEAD, Change.GIVEN_UP): Health.RETIRED,
+NEXT: dict[tuple[Health, HealthEvent], Health] = {
+    (Health.HEALTHY, HealthEvent.SILENT): Health.SUSPECT,
+    (Health.SUSPECT, HealthEvent.SILENT): Health.SUSPECT,
+    (Health.HEALTHY, HealthEvent.ANSWERED): Health.HEALTHY,
+    (Health.SUSPECT, HealthEvent.ANSWERED): Health.HEALTHY,
+    (Health.HEALTHY, HealthEvent.DIED): Health.DEAD,
+    (Health.SUSPECT, HealthEvent.DIED): Health.DEAD,
+    (Health.RESTARTING, HealthEvent.DIED): Health.DEAD,
+    (Health.STALE, HealthEvent.DIED): Health.DEAD,
+    (Health.DEAD, HealthEvent.RESTARTED): Health.RESTARTING,
+    (Health.RESTARTING, HealthEvent.STARTED): Health.STALE,
+    (Health.STALE, HealthEvent.READY): Health.HEALTHY,
+    (Health.HEALTHY, HealthEvent.READY): Health.HEALTHY,
+    (Health.SUSPECT, HealthEvent.READY): Health.HEALTHY,
+    (Health.DEAD, HealthEvent.GIVEN_UP): Health.RETIRED,
 }
 """Whatever is not here cannot happen. From DEAD the only way back to work is a new process that was made READY."""
 
@@ -70,12 +70,12 @@ class Fleet:
         """Take in members 0 to ``n`` - 1 of a group, which work."""
         self._health |= dict.fromkeys(((group, member) for member in range(n)), Health.HEALTHY)
 
-    def change(self, group: str, member: int, change: Change) -> Health:
+    def change(self, group: str, member: int, change: HealthEvent) -> Health:
         """Return what a member is after ``change``. Raises ValueError for what cannot happen to it."""
         before = self._health[group, member]
         if (before, change) not in NEXT:
             raise ValueError(f"{group} {member} is {before.name}, to which {change.name} cannot happen")
-        self._restarts[group, member] += change is Change.RESTARTED
+        self._restarts[group, member] += change is HealthEvent.RESTARTED
         self._health[group, member] = NEXT[before, change]
         return NEXT[before, change]
 

@@ -278,16 +278,16 @@ def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[An
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker says of itself between two of the driver's times ``sent`` and ``received``, seconds since 1970."""
+    """What a worker reports between the driver's times ``sent`` and ``received``, seconds since 1970."""
 
     worker: Report
     sent: float
     received: float
-    said: dict[str, Any]
+    contents: dict[str, Any]
 
 
 class WorkerReports:
-    """Asks workers of a run what they say of themselves (``report``), whoever of them answers at once.
+    """Reads the reports of a run's workers, of whoever of them answers at once.
 
     One that does not is named once, and not waited for again until it has answered.
     """
@@ -308,8 +308,8 @@ class WorkerReports:
             if ref not in ready:
                 self._late[worker] = ref
                 self._name(worker, reports[worker])
-            elif (said := _answer(ref)) is not None:
-                answers.append(WorkerReport(reports[worker], sent, received, said))
+            elif (contents := _answer(ref)) is not None:
+                answers.append(WorkerReport(reports[worker], sent, received, contents))
         return answers
 
     def _waits(self, worker: Any) -> bool:
@@ -325,12 +325,12 @@ class WorkerReports:
 
 
 def _answer(ref: Any) -> dict[str, Any] | None:
-    """Return what a worker said; None of one that has died."""
+    """Return what a worker reports; None of one that has died."""
     try:
-        said: dict[str, Any] = ray.get(ref, timeout=1.0)
+        contents: dict[str, Any] = ray.get(ref, timeout=1.0)
     except RayError:  # it died, which is noticed where it is needed
         return None
-    return said
+    return contents
 
 
 def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:

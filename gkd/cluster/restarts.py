@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gkd.cluster.assignment import Report
 from gkd.cluster.failure import NodeLeft, WorkerDied
-from gkd.cluster.fleet import Change, Fleet, Health
+from gkd.cluster.fleet import Fleet, Health, HealthEvent
 from gkd.cluster.group import Group
 from gkd.errors import one_line
 
@@ -56,13 +56,13 @@ class Restarts:
 
         ``final``: no further attempt will do.
         """
-        self.fleet.change(self.group, member, Change.DIED)
+        self.fleet.change(self.group, member, HealthEvent.DIED)
         again, number = self._again, self.fleet.restarts(self.group, member) + 1
         if again is not None and again.refusal is None and number <= again.limit and not final:
-            self.fleet.change(self.group, member, Change.RESTARTED)
+            self.fleet.change(self.group, member, HealthEvent.RESTARTED)
             self._begin(member, again)
             return f"it is started again ({number} of cluster.worker_restarts={again.limit})"
-        self.fleet.change(self.group, member, Change.GIVEN_UP)
+        self.fleet.change(self.group, member, HealthEvent.GIVEN_UP)
         if again is None or final:
             return "it is given up"
         return f"it is given up: {again.refusal or f'cluster.worker_restarts={again.limit}'}"
@@ -94,7 +94,7 @@ class Restarts:
             self._late.pop(member, None)
             error = done.exception()
             if error is None:
-                self.fleet.change(self.group, member, Change.STARTED)
+                self.fleet.change(self.group, member, HealthEvent.STARTED)
                 started[member] = done.result()
                 continue
             failure = f"a new worker in place of {self.group} {member} did not start: {one_line(error)}"

@@ -70,11 +70,12 @@ def _learning_rate(config: Config) -> str | None:
 
 def _staleness(config: Config) -> str | None:
     """Return a warning where a loss is known to suffer from samples as old as these may be; None without one."""
-    schedule, loss = config.schedule, config.algorithm.loss
-    if config.algorithm.distils and loss.name == "reverse_kl" and schedule.max_staleness > 2:
-        return (
-            f"schedule.max_staleness={schedule.max_staleness} with algorithm.loss.name=reverse_kl: on samples of "
-            "weights so far behind reverse KL is known to lose accuracy (AsyncOPD, arXiv 2606.24143); "
-            "schedule.max_staleness=2 or less, or algorithm.loss.name=jsd or forward_kl, would do"
-        )
-    return None
+    staleness, loss = config.schedule.max_staleness, config.algorithm.loss
+    most: int | None = loss.selected.max_staleness
+    if not config.algorithm.distils or most is None or staleness <= most:
+        return None
+    return (
+        f"schedule.max_staleness={staleness} with algorithm.loss.name={loss.name}: on samples of weights so far behind "
+        f"reverse KL is known to lose accuracy (AsyncOPD, arXiv 2606.24143); schedule.max_staleness={most} or less, or "
+        "algorithm.loss.name=jsd or forward_kl, would do"
+    )

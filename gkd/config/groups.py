@@ -10,7 +10,7 @@ from gkd.config.base import OWN_CLASS, Engine, Pool, Settings
 from gkd.config.open import OpenSections, OpenSettings
 from gkd.config.registry import Registry, absolute
 from gkd.config.sampling import StudentSampling
-from gkd.config.validating import Validating
+from gkd.config.validating import ValidationSettings
 
 TRACKERS = Registry(
     "trainer.trackers",
@@ -103,7 +103,7 @@ class EngineSection(OpenSettings):
 
 
 class Served(Pool):
-    """Models behind ZeroMQ servers that judge what was sampled."""
+    """Models behind ZeroMQ servers that score what was sampled."""
 
     request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
@@ -215,8 +215,8 @@ class RewardModel(Served, EngineSection):
         "classifier", description=f"what rates: classifier, transformers' sequence classification, or {OWN_CLASS}"
     )
     model: RewardModelModel = RewardModelModel()
-    max_num_seqs: int = Field(32, ge=1, description="sequences one replica judges at the same time")
-    max_model_len: int = Field(8192, ge=2, description="longest sequence judged, tokens")
+    max_num_seqs: int = Field(32, ge=1, description="sequences one replica rates at the same time")
+    max_model_len: int = Field(8192, ge=2, description="longest sequence rated, tokens")
 
 
 def _absolute_once(names: list[str]) -> list[str]:
@@ -227,7 +227,7 @@ def _absolute_once(names: list[str]) -> list[str]:
     return whole
 
 
-class Trainer(Validating, Pool, OpenSections):
+class Trainer(ValidationSettings, Pool, OpenSections):
     """The loop, and the actor's pool."""
 
     registry: ClassVar[Registry] = TRACKERS

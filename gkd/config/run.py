@@ -183,7 +183,7 @@ class Config(Settings):
         return self.algorithm.policy_weight > 0 and bool(self.reward.scored_by("reward_model"))
 
     @property
-    def judges_groups(self) -> bool:
+    def has_group_rewards(self) -> bool:
         """Whether a reward is given all samples of a prompt together."""
         return self.algorithm.policy_weight > 0 and bool(self.reward.of_groups())
 

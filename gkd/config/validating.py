@@ -64,7 +64,7 @@ class StopEarly(Settings):
         )
 
 
-class Validating(Settings):
+class ValidationSettings(Settings):
     """The part of the section ``trainer`` about validation."""
 
     val_every: int = Field(

@@ -42,6 +42,6 @@ class BestModel:
         shutil.rmtree(new, ignore_errors=True)
         actor.save(str(new))
         durable.replace_directory(new, self.directory)
-        said = {"metric": self.metric, "value": value, "step": step}
-        durable.replace(self.file, (json.dumps(said) + "\n").encode())
+        best = {"metric": self.metric, "value": value, "step": step}
+        durable.replace(self.file, (json.dumps(best) + "\n").encode())
         self.value = value

@@ -146,7 +146,7 @@ def newest_intact(directory: Path) -> tuple[Saved | None, dict[Path, str]]:
 
 
 def complete(directory: Path) -> list[Path]:
-    """Complete checkpoints, intact or not, oldest first."""
+    """Return complete checkpoints, intact or not, oldest first."""
     return sorted((path for path in _all(directory) if (path / STATE).exists()), key=step_of)
 
 

@@ -141,7 +141,7 @@ def scoring_of(config: Config, vocab_size: int) -> Scoring:
         temperature=algorithm.loss.temperature if algorithm.distils else config.rollout.temperature,
         reference=config.asks_reference,
         rewards=algorithm.policy_weight > 0,
-        group_size=config.rollout.n if config.judges_groups else 1,
+        group_size=config.rollout.n if config.has_group_rewards else 1,
     )
 
 

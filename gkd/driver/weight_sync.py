@@ -62,7 +62,7 @@ class WeightSync:
             raise WorkerDied(f"{death}; {failure}") from None
 
     def _push(self, engines: Sequence[int] | None) -> None:
-        self.rollout.take_back()
+        self.rollout.take_in_restarted()
         self._receiving = self.rollout.present if engines is None else list(engines)
         if not self._receiving:  # those that come back get them then
             return
@@ -161,7 +161,7 @@ class WeightSync:
         began, engines = time.monotonic(), self._engines
         if not self._left():  # the time is over, and no engine hangs
             raise RunFailed(f"{what}: no time is left (weights.timeout_s={self.config.weights.timeout_s:g})")
-        answers = self.rollout.tell(method, *args, timeout_s=self._left(), what=what, engines=engines)
+        answers = self.rollout.call_engines(method, *args, timeout_s=self._left(), what=what, engines=engines)
         if len(answers) < len(engines):
             self._end += time.monotonic() - began
         return answers

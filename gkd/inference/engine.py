@@ -149,7 +149,7 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
 
     @abstractmethod
     def step(self) -> Iterable[tuple[int, AnswerT | Refused]]:
-        """Work for a moment; the keys and answers of requests that it finished, or could not take on after all."""
+        """Work for a moment; return keys and answers of requests that it finished, or could not take on after all."""
 
     def has_lost_process(self) -> bool:
         """Return whether a process of the engine's has died, which is then why it failed."""

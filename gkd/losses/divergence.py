@@ -37,6 +37,9 @@ class Divergence(ABC):
     """Whether the value is an estimate from the token sampled: it then gets importance weights, the student has to have
     sampled every response, and to be compared under the very distribution that it sampled from."""
 
+    max_staleness: ClassVar[int | None] = None
+    """Updates that samples may be behind before it is known to lose accuracy; None: not known of any."""
+
     logit_copies: ClassVar[int] = 14
     """Float32 tensors [b, V] that are alive at the worst moment of a block of b positions (:func:`block_rows`), where
     the whole vocabulary is compared; the default is what some ten operations under autograd have."""

@@ -17,6 +17,7 @@ class ReverseKL(Divergence):
     """
 
     logit_copies: ClassVar[int] = 7
+    max_staleness: ClassVar[int | None] = 2  # AsyncOPD, arXiv 2606.24143
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute KL(Q||P) of two [N, V], as [N]."""

@@ -86,7 +86,7 @@ def of_memory(reports: Iterable[WorkerReport]) -> dict[str, float]:
     """Return memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
     rows: dict[str, float] = {}
     for report in reports:
-        for key, value in report.said["memory"].items():
+        for key, value in report.contents["memory"].items():
             name = f"memory/{report.worker.group}/{key}"
             rows[name] = max(value, rows.get(name, value))
     return dict(sorted(rows.items()))

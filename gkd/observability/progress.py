@@ -26,12 +26,12 @@ def console() -> Console:
 def log_to(out: Console) -> None:
     """Send the project's own log records to the console, one line each."""
     logger = logging.getLogger("gkd")
-    logger.handlers[:] = [_Lines(out)]
+    logger.handlers[:] = [_LineHandler(out)]
     logger.setLevel(logging.INFO)
     logger.propagate = False
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     """Prints records on a console, above its live line where it has one."""
 
     def __init__(self, out: Console) -> None:

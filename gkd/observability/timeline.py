@@ -136,11 +136,11 @@ class Timeline:
         The node's clock was read between two readings of the driver's. The closest two so far tell how far it is
         ahead; one that may be equal is taken to be.
         """
-        node, clock, width = report.worker.node, report.said["clock"], report.received - report.sent
+        node, clock, width = report.worker.node, report.contents["clock"], report.received - report.sent
         if node not in self._clocks or width < self._clocks[node][0]:
             self._clocks[node] = (width, max(0.0, clock - report.received) - max(0.0, report.sent - clock))
         ahead = self._clocks[node][1]
-        spans = (ActivitySpan(*said) for said in report.said["spans"])
+        spans = (ActivitySpan(*span) for span in report.contents["spans"])
         return [span._replace(start=span.start - ahead, end=span.end - ahead) for span in spans]
 
     def summary(self) -> str:

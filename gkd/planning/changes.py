@@ -67,7 +67,11 @@ def actor_changes(config: Config, longest: int, more_gpus: Change | None) -> lis
         changes.append(more_gpus)
     ranks = () if config.reference.model.path is not None else (16, 8, 4)  # with adapters it is the student
     r = actor.lora.r
-    return [*changes, *_shorten_texts(config), Change("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r))]
+    return [
+        *changes,
+        *_shorten_texts(config),
+        Change("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r)),
+    ]
 
 
 def _shorten_texts(config: Config) -> list[Change]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingGroup:
     """Describes the rollout group.
 
     Each of ``n_engines`` is given at most ``capacity`` requests and samples at most ``running`` of them at a time; a
@@ -24,7 +24,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class ScoringGroup:
     """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean tokens."""
 
     n_servers: int
@@ -32,7 +32,7 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class Updating:
+class TrainingGroup:
     """Describes the actor: ``accumulate_s`` for the gradients of a batch of mean tokens, ``apply_s`` for its optimizer
     steps.
 
@@ -61,9 +61,9 @@ class SimulatedRun:
     prompt: float
     mean_tokens: float
     lengths: Callable[[int], Sequence[float]]
-    sampling: Sampling
-    scoring: Mapping[str, Scoring]
-    updating: Updating
+    sampling: SamplingGroup
+    scoring: Mapping[str, ScoringGroup]
+    updating: TrainingGroup
     max_staleness: int = 0
     in_flight: bool = False
     hosts: Mapping[str, str] = field(default_factory=dict)

@@ -262,7 +262,7 @@ def faster_split(config: Config, directory: Path, requested: Engine) -> str:
     """Return in one line which split of a run's GPUs is faster by simulation, or that none is; or why it is not known.
 
     Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran. ``requested``: the
-    rollout section as it was asked for; what was planned of it is planned anew for another split.
+    rollout section as it was requested; what was planned of it is planned anew for another split.
     """
     if config.hosts():
         return ""
@@ -273,8 +273,8 @@ def faster_split(config: Config, directory: Path, requested: Engine) -> str:
         layout = Layout(factors.lengths(config), layout.models, layout.hardware)
         now = simulate_layout(layout, staleness, factors).seconds
         planned = {f"rollout.{name}": getattr(requested, name) for name in ("max_num_seqs", "kv_cache_gb")}
-        asked = with_settings(layout.config, planned)
-        layout = Layout(asked, layout.models, layout.hardware)
+        replanned = with_settings(layout.config, planned)
+        layout = Layout(replanned, layout.models, layout.hardware)
         best = best_splits(layout, n_gpus, 1, staleness, factors)[0]
     except ConfigError as error:
         return f"whether another split of the GPUs would be faster is not known: {error}"

@@ -26,7 +26,7 @@ from gkd.planning.pipeline import (
     stages_of,
     update_s,
 )
-from gkd.planning.simulated_run import Sampling, Scoring, SimulatedRun, Step, Updating
+from gkd.planning.simulated_run import SamplingGroup, ScoringGroup, SimulatedRun, Step, TrainingGroup
 from gkd.planning.simulation import simulate
 
 MOST_SAMPLES = 256  # of a batch that are simulated, each by itself
@@ -63,7 +63,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
         lengths=lambda step: response_lengths(layout, n_samples, step),
         sampling=_sampling(layout, scale, factors),
         scoring=_scoring(layout, scale, factors),
-        updating=Updating(
+        updating=TrainingGroup(
             accumulate_s=update_s(layout, world, trainer.nnodes) * factors.update - adam,
             apply_s=adam,
             sync_s=stages_of(layout).sync * factors.sync,
@@ -95,7 +95,7 @@ class _Scale:
         return simulated, self.weight * simulated / n
 
 
-def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> Sampling:
+def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> SamplingGroup:
     engine, share = layout.config.rollout, layout.config.algorithm.on_policy_share * factors.generate
     n_engines, each = scale.servers(engine.n_engines)
     workload, schedule = layout.workload(), layout.config.schedule
@@ -107,7 +107,7 @@ def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> Sampling:
     def token_s(n: float) -> float:
         return decode_s(layout, engine, n * each) * share
 
-    return Sampling(
+    return SamplingGroup(
         n_engines,
         capacity=max(1, round(slots_of(layout, "rollout", engine) / each)),
         running=max(1, round(concurrent_sequences(layout, "rollout", engine) / each)),
@@ -117,7 +117,7 @@ def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> Sampling:
     )
 
 
-def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, Scoring]:
+def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, ScoringGroup]:
     config, scoring = layout.config, {}
     for section, _ in config.pools():
         if section in ("teacher", "reference"):
@@ -128,7 +128,7 @@ def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, Scori
         else:
             continue
         simulated, each = scale.servers(n_servers)
-        scoring[section] = Scoring(simulated, seconds * each * factors.score)
+        scoring[section] = ScoringGroup(simulated, seconds * each * factors.score)
     return scoring
 
 

@@ -42,7 +42,7 @@ def resolve(name: str, settings: Reward) -> Mark:
 
 
 def adapted(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
-    """Return ``reward`` as one of a :class:`Completion`, or of a list of them where it judges groups.
+    """Return ``reward`` as one of a :class:`Completion`, or of a list of them where it rates groups.
 
     ``settings`` are its further parameters.
     """
@@ -55,7 +55,7 @@ def adapted(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
         return _of(reward, settings, _verl_arguments, _score)
     if not settings:
         return reward
-    return lambda judged: reward(judged, **settings)
+    return lambda rated: reward(rated, **settings)
 
 
 def _of(
@@ -63,8 +63,8 @@ def _of(
 ) -> Mark:
     names, takes_all = parameters_of(reward), _takes_all(reward)
 
-    def mark(judged: Any) -> Any:
-        given = {**arguments(judged), **settings}
+    def mark(rated: Any) -> Any:
+        given = {**arguments(rated), **settings}
         value = reward(**(given if takes_all else {name: value for name, value in given.items() if name in names}))
         return _later(value, result) if inspect.isawaitable(value) else result(value)
 

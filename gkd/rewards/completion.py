@@ -44,7 +44,7 @@ class RewardFunction:
     ``group``: the group of workers whose model gives the reward, in place of a call. ``advice_when_slow``: what to
     change where its mean time is longer than its setting ``slow_s``.
 
-    One that judges samples beside each other calls its parameter ``group``: it is given a list of all samples of a
+    One that rates samples beside each other calls its parameter ``group``: it is given a list of all samples of a
     prompt and returns a list of as many rewards.
 
     An object is made once a process and called for every completion, in one of ``reward.workers`` processes. The file

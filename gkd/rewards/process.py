@@ -52,7 +52,7 @@ class RewardProcess:
     def evaluate(self, name: str, groups: Sequence[Group], timeout_s: float) -> list[Timed | str]:
         """Return the reward of one function for each completion, and how long it took, or what it raised.
 
-        ``groups``: what the function is called with each time, one completion or those that it judges together. An
+        ``groups``: what the function is called with each time, one completion or those that it rates together. An
         async function is asked about all groups at the same time, others about one after the other. Raises RewardError
         when the function needs longer than ``timeout_s`` a completion, or ends its process.
         """
@@ -167,7 +167,7 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
 
 
 def _evaluate(function: Mark, group: Group, whole: bool) -> list[Timed | str]:
-    """Return what a function gives ``group``, which is a single completion unless it judges the ``whole``."""
+    """Return what a function gives ``group``, which is a single completion unless it rates the ``whole``."""
     started = time.monotonic()
     try:
         return _timed(function(group if whole else group[0]), len(group), whole, started)

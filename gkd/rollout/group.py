@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from gkd.cluster.colocation import SLACK_S, Colocation
 from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
-from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
+from gkd.cluster.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
 from gkd.cluster.group import Group, Pending, fetch_samples, gather
 from gkd.cluster.heartbeat import Heartbeat
 from gkd.cluster.port import listens
@@ -27,7 +27,7 @@ from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.watch import Expected, ScorerWatch
-from gkd.types import Generated, SampleRequest, ScoredSample, TrainingSample
+from gkd.types import SampleRequest, ScoredSample, TrainingSample, Unscored
 
 log = logging.getLogger("gkd")
 FETCH_TIMEOUT_S = 300.0
@@ -76,7 +76,7 @@ class RolloutGroup:
             ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
         }
         self._next_key = 0
-        spill = None if config.judges_groups else config.rollout.n
+        spill = None if config.has_group_rewards else config.rollout.n
         self._dispatcher = RequestDispatcher(
             self.working, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
         )
@@ -179,12 +179,12 @@ class RolloutGroup:
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
-        self.take_back()
-        self._tell_expected(self.scorers.look(), self.present)
+        self.take_in_restarted()
+        self._expect_scorers(self.scorers.look(), self.present)
         self._hand_out()
         for engine, samples in self._collect(deadline, calls):
             for sample in samples:
-                if isinstance(sample, Generated):
+                if isinstance(sample, Unscored):
                     self._dispatcher.generated(engine, sample.key)
                 elif self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample
@@ -208,8 +208,8 @@ class RolloutGroup:
         for engine, requests in self._dispatcher.hand_out(without).items():
             self.group.workers[engine].control.remote("submit", requests)
 
-    def _collect(self, deadline: float, calls: Sequence[Any]) -> list[tuple[int, list[TrainingSample | Generated]]]:
-        """Samples that have come within a second or so, by engine; none when one of ``calls`` was done before."""
+    def _collect(self, deadline: float, calls: Sequence[Any]) -> list[tuple[int, list[TrainingSample | Unscored]]]:
+        """Return samples that come within a second or so, by engine; none when one of ``calls`` is done before."""
         self._require()
         late = [engine for engine, stream in self._streams.items() if stream.is_late]
         engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
@@ -228,7 +228,7 @@ class RolloutGroup:
                 self.scorers.lose(ref)
             elif ref in self._followers:
                 self._warn_of_followers()
-        collected: list[tuple[int, list[TrainingSample | Generated]]] = []
+        collected: list[tuple[int, list[TrainingSample | Unscored]]] = []
         for engine in [*late, *(engines[ref] for ref in ready if ref in engines)]:
             try:
                 collected.append((engine, self._next(engine)))
@@ -238,8 +238,8 @@ class RolloutGroup:
                 self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
         return collected
 
-    def _next(self, engine: int) -> list[TrainingSample | Generated]:
-        """Samples that an engine has finished."""
+    def _next(self, engine: int) -> list[TrainingSample | Unscored]:
+        """Return samples that an engine has finished."""
         try:
             return self._streams[engine].take()
         except StopIteration:
@@ -254,7 +254,7 @@ class RolloutGroup:
         hanging = self._heartbeat.hanging(busy)
         for engine in self.working:
             silent = engine in busy and self._heartbeat.silent_s(engine) > limit / 2
-            self._fleet.change(ENGINES, engine, Change.SILENT if silent else Change.ANSWERED)
+            self._fleet.change(ENGINES, engine, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
         for engine in hanging:
             who = self.group.reports[engine]
             self.lose(engine, WorkerHangs(f"{who} has done nothing for {limit:g} s (rollout.engine_timeout_s)"))
@@ -298,7 +298,7 @@ class RolloutGroup:
             order, request = self._requests[key]
             self._dispatcher.add([request], order)
 
-    def take_back(self) -> None:
+    def take_in_restarted(self) -> None:
         """Take in the new workers of engines that died; they sample once they have the weights."""
         for engine, worker in self._restarts.take().items():
             old = self.group.reports[engine]
@@ -307,9 +307,9 @@ class RolloutGroup:
             self._serve(engine)
             text = f"{return_text(worker.reports[0], old)}; it gets the weights"
             log.info(text, extra={"kind": "restart"})
-            self._tell_expected(self.scorers.absent(), [engine])
+            self._expect_scorers(self.scorers.absent(), [engine])
 
-    def _tell_expected(self, expected: Iterable[Expected], engines: Sequence[int]) -> None:
+    def _expect_scorers(self, expected: Iterable[Expected], engines: Sequence[int]) -> None:
         """Have clients wait for scorers that are being started, where there is no other."""
         for its in expected:
             for engine in engines:
@@ -326,7 +326,7 @@ class RolloutGroup:
     def updated(self, engines: Iterable[int]) -> None:
         """Note that these engines have the current weights, whole, and may sample."""
         for engine in engines:
-            self._fleet.change(ENGINES, engine, Change.READY)
+            self._fleet.change(ENGINES, engine, HealthEvent.READY)
             self._dispatcher.join(engine)
         self._hand_out()
 
@@ -349,14 +349,14 @@ class RolloutGroup:
 
     def sleep(self) -> None:
         """Have every engine free its GPU."""
-        self.tell("sleep", timeout_s=self.config.weights.timeout_s + SLACK_S, what="going to sleep")
+        self.call_engines("sleep", timeout_s=self.config.weights.timeout_s + SLACK_S, what="going to sleep")
 
     def wake(self, weights_only: bool = False) -> None:
         """Have every engine be as before; ``weights_only``: as far as new weights need."""
         limit = self.config.weights.timeout_s + SLACK_S
-        self.tell("wake", weights_only, timeout_s=limit, what="waking up")
+        self.call_engines("wake", weights_only, timeout_s=limit, what="waking up")
 
-    def tell(
+    def call_engines(
         self, method: str, *args: Any, timeout_s: float, what: str, engines: Sequence[int] | None = None
     ) -> dict[int, Any]:
         """Call ``method`` of every engine's worker that is there, or of those of ``engines``; the results, by engine.

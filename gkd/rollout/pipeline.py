@@ -21,7 +21,7 @@ from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed, finite
 from gkd.rewards.reward_model import tokens_of
 from gkd.scoring.client import ScoringClient
-from gkd.types import Generated, Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
+from gkd.types import Int32, Sample, ScoredSample, Spans, Target, TrainingSample, Unscored, teacher_of
 
 Scored: TypeAlias = tuple[TrainingSample, ScoredSample]
 
@@ -43,7 +43,7 @@ class _Pending:
 class ScoringPipeline:
     """Has each sample scored by the scorers of its request, and puts it into ``scored`` when all of them are done.
 
-    Samples that a reward judges together come out together: who loses this process loses all of them or none.
+    Samples that a reward rates together come out together: who loses this process loses all of them or none.
     ``scored`` also holds the errors of models that could not score, each in place of its sample, and what the worker
     has to say of samples that are being scored. The student's
     tokenizer, in ``model_path``, decodes responses for the reward functions. ``rank`` is that of the engine.
@@ -51,7 +51,7 @@ class ScoringPipeline:
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:
         self._config, self.rank = config, rank
-        self.scored: queue.Queue[list[Scored] | Generated | BaseException] = queue.Queue()
+        self.scored: queue.Queue[list[Scored] | Unscored | BaseException] = queue.Queue()
         self._groups: dict[int, list[_Pending]] = {}  # that are not whole, by the key of their first sample
         self._clients: dict[str, ScoringClient] = {}
         self._tokenizer = load_tokenizer(model_path)
@@ -115,7 +115,7 @@ class ScoringPipeline:
     def _whole_group(self, pending: _Pending) -> list[_Pending] | None:
         """Return the samples that go on together now that ``pending`` is there, by index; None while some are missing.
 
-        What judges them together begins with it.
+        What rates them together begins with it.
         """
         request = pending.sample.request
         group = self._groups.setdefault(request.key - request.index, [])

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from gkd.types import Generated, TrainingSample
+from gkd.types import TrainingSample, Unscored
 
 GET_TIMEOUT_S = 30.0
 """For what is on this node already."""
@@ -26,14 +26,14 @@ class SampleStream:
         self.items = items
         """What ``ray.wait`` is to wait for before :meth:`take`, unless the stream is late."""
         self._arrays: Any = None  # reference to ScoredSamples whose TrainingSamples have not come
-        self._late: Future[list[TrainingSample | Generated]] | None = None  # those, on their way
+        self._late: Future[list[TrainingSample | Unscored]] | None = None  # those, on their way
 
     @property
     def is_late(self) -> bool:
         """Whether samples are on their way; :meth:`take` is then to be called without anything to wait for."""
         return self._late is not None
 
-    def take(self) -> list[TrainingSample | Generated]:
+    def take(self) -> list[TrainingSample | Unscored]:
         """Return what the engine has finished, often nothing yet; never waits.
 
         The arrays come first, so that samples are whole ones. Raises what ended the stream, or StopIteration.
@@ -54,6 +54,6 @@ class SampleStream:
         self._late = item.future()
         return []
 
-    def _complete(self, samples: list[TrainingSample | Generated]) -> list[TrainingSample | Generated]:
+    def _complete(self, samples: list[TrainingSample | Unscored]) -> list[TrainingSample | Unscored]:
         arrays, self._arrays, self._late = self._arrays, None, None
-        return [sample if isinstance(sample, Generated) else replace(sample, ref=arrays) for sample in samples]
+        return [sample if isinstance(sample, Unscored) else replace(sample, ref=arrays) for sample in samples]

@@ -20,7 +20,7 @@ from gkd.inference.requests import Refused
 from gkd.rollout.own_answers import own_answer
 from gkd.rollout.pipeline import Scored, ScoringPipeline
 from gkd.rollout.slots import Slots
-from gkd.types import Generated, Sample, SampleRequest, ScoredSample, TrainingSample
+from gkd.types import Sample, SampleRequest, ScoredSample, TrainingSample, Unscored
 from gkd.weights.delivery import Arrivals, Push
 from gkd.weights.transfer import Piece, Receiver
 
@@ -166,7 +166,7 @@ class RolloutWorker:
             return WorkerHangs(f"rollout rank {self.rank} lost a process of its engine: {one_line(error)}")
         return error
 
-    def finished(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Generated]]:
+    def finished(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Unscored]]:
         """Yield scored samples as they come, several at a time: a list of their arrays, then their numbers.
 
         Being streamed, they belong to the driver, not to this process: they outlive it. Samples that are generated and
@@ -176,29 +176,29 @@ class RolloutWorker:
         while True:
             batch = self._gather()
             arrays: list[ScoredSample] = []
-            samples: list[TrainingSample | Generated] = []
+            samples: list[TrainingSample | Unscored] = []
             for item in batch:
                 if isinstance(item, BaseException):
                     raise item
-                if isinstance(item, Generated):
+                if isinstance(item, Unscored):
                     samples.append(item)
                     continue
                 samples.append(replace(item[0], slot=len(arrays)))
                 arrays.append(item[1])
-            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, Generated))
+            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, Unscored))
             yield arrays
             yield samples
 
-    def _gather(self) -> list[Scored | Generated | BaseException]:
+    def _gather(self) -> list[Scored | Unscored | BaseException]:
         """Wait for scored samples, and a moment for more of them where nobody waits for these."""
         scored = self.pipeline.scored
-        batch: list[Scored | Generated | BaseException] = []
-        item: list[Scored] | Generated | BaseException = scored.get()
+        batch: list[Scored | Unscored | BaseException] = []
+        item: list[Scored] | Unscored | BaseException = scored.get()
         end = time.monotonic() + GATHER_S
         with suppress(queue.Empty):
             while True:
                 batch += item if isinstance(item, list) else [item]
-                urgent = isinstance(item, BaseException | Generated) or not self._slots.may_wait(len(batch))
+                urgent = isinstance(item, BaseException | Unscored) or not self._slots.may_wait(len(batch))
                 item = scored.get(timeout=0.0 if urgent else max(0.0, end - time.monotonic()))
         return batch
 
@@ -228,7 +228,7 @@ class RolloutWorker:
 
     def _announce(self, keys: Sequence[int]) -> None:
         for key in keys:
-            self.pipeline.scored.put(Generated(key))
+            self.pipeline.scored.put(Unscored(key))
 
     def _step(self) -> None:
         finished = self.engine.step()

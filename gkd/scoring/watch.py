@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ray
 
 from gkd.cluster.failure import WorkerHangs, explain
-from gkd.cluster.fleet import PRESENT, WORKING, Change, Fleet, Health
+from gkd.cluster.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
 from gkd.cluster.group import Group, Pending
 from gkd.cluster.heartbeat import Heartbeat
 from gkd.cluster.restarts import Restarts, StartAgain, return_text
@@ -123,19 +123,19 @@ class ScorerWatch:
         """
         for model, replicas in self._models.items():
             for member, worker in replicas.restarts.take().items():
-                self._take_back(model, member, worker)
+                self._take_in_restarted(model, member, worker)
             self._end_hanging(model, replicas)
         expected, self._expected = self._expected, []
         return expected
 
-    def _take_back(self, model: str, member: int, worker: Group) -> None:
+    def _take_in_restarted(self, model: str, member: int, worker: Group) -> None:
         """Have a new replica answer; clients shake hands with it by themselves."""
         replicas = self._models[model]
         old = replicas.group.reports[member]
         replicas.group = replicas.group.replaced(member, worker)
         replicas.heartbeat.replace(member, replicas.group)
         replicas.calls[worker.submit("serve", what="serving").refs[0]] = member
-        self.fleet.change(model, member, Change.READY)
+        self.fleet.change(model, member, HealthEvent.READY)
         if replicas.of.addresses[member] != replicas.names[member]:
             self._expect(model, member, replicas.of.request_timeout_s)
         LOG.info(return_text(worker.reports[0], old), extra={"kind": "restart"})
@@ -147,7 +147,7 @@ class ScorerWatch:
             silent = replicas.heartbeat.silent_s(member) > limit / 2
             if silent and self.fleet.health(model, member) is Health.HEALTHY:
                 self._expect(model, member, limit)
-            self.fleet.change(model, member, Change.SILENT if silent else Change.ANSWERED)
+            self.fleet.change(model, member, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
         for member in hanging:
             section = model.partition(":")[0]
             text = f"{replicas.group.reports[member]} has done nothing for {limit:g} s ({section}.request_timeout_s)"

@@ -101,6 +101,7 @@ class Ipc(Transfer):
     """CUDA memory that processes on one GPU share."""
 
     gpu_to_gpu = True
+    expandable_segments = False
     sender = IpcSender
     receiver = IpcReceiver
 

@@ -110,6 +110,8 @@ class Receiver(ABC):
 class Transfer:
     """A way for weights. A nested pydantic model ``Config`` holds settings of the class' own."""
 
+    expandable_segments: ClassVar[bool] = True
+    """Whether weights may lie in memory that torch's allocator has by PYTORCH_CUDA_ALLOC_CONF=expandable_segments."""
     gpu_to_gpu: ClassVar[bool] = False
     """Whether weights stay on GPUs; else they pass through the host's memory, which every engine can load from."""
     collective: ClassVar[bool] = False

@@ -188,7 +188,7 @@ def run(
         report=lambda: asked.read([actor_group, rollout_group]),
         validation=Validation(config, inputs, rollout, actor, teacher),
         val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due=lambda *_: [], sets=[]),
-        sync=SimpleNamespace(push=lambda: rollout.tell("load", actor.version, timeout_s=60, what="loading")),
+        sync=SimpleNamespace(push=lambda: rollout.call_engines("load", actor.version, timeout_s=60, what="loading")),
     )  # fmt: skip
     quiet: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)
     with tempfile.TemporaryDirectory() as path:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.cluster.failure import NodeLeft
-from gkd.cluster.fleet import NEXT, PRESENT, WORKING, Change, Fleet, Health
+from gkd.cluster.fleet import NEXT, PRESENT, WORKING, Fleet, Health, HealthEvent
 from gkd.cluster.restarts import Restarts, StartAgain
 from gkd.errors import RunFailed
 
-H, C = Health, Change
+H, C = Health, HealthEvent
 ALLOWED = {
     H.HEALTHY: {C.SILENT: H.SUSPECT, C.ANSWERED: H.HEALTHY, C.DIED: H.DEAD, C.READY: H.HEALTHY},
     H.SUSPECT: {C.SILENT: H.SUSPECT, C.ANSWERED: H.HEALTHY, C.DIED: H.DEAD, C.READY: H.HEALTHY},
@@ -26,8 +26,8 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize(("before", "change"), list(itertools.product(Health, Change)))
-def test_every_change_of_every_state(before: Health, change: Change) -> None:
+@pytest.mark.parametrize(("before", "change"), list(itertools.product(Health, HealthEvent)))
+def test_every_change_of_every_state(before: Health, change: HealthEvent) -> None:
     fleet = Fleet()
     fleet.add("rollout", 2)
     fleet._health["rollout", 1] = before
@@ -40,19 +40,19 @@ def test_every_change_of_every_state(before: Health, change: Change) -> None:
     assert fleet.health("rollout", 0) is Health.HEALTHY
 
 
-@given(st.lists(st.sampled_from(Change), max_size=40))
-def test_from_death_back_to_work_only_with_all_that_it_takes(changes: list[Change]) -> None:
+@given(st.lists(st.sampled_from(HealthEvent), max_size=40))
+def test_from_death_back_to_work_only_with_all_that_it_takes(changes: list[HealthEvent]) -> None:
     """A new process, and what it works with; and each counts once."""
     fleet = Fleet()
     fleet.add("teacher", 1)
-    since_death: list[Change] = [Change.RESTARTED, Change.STARTED, Change.READY]
+    since_death: list[HealthEvent] = [HealthEvent.RESTARTED, HealthEvent.STARTED, HealthEvent.READY]
     for change in changes:
         if (fleet.health("teacher", 0), change) not in NEXT:
             continue
         after = fleet.change("teacher", 0, change)
-        since_death = [] if change is Change.DIED else [*since_death, change]
+        since_death = [] if change is HealthEvent.DIED else [*since_death, change]
         if after in WORKING:
-            assert since_death[:3] == [Change.RESTARTED, Change.STARTED, Change.READY]
+            assert since_death[:3] == [HealthEvent.RESTARTED, HealthEvent.STARTED, HealthEvent.READY]
         assert fleet.members("teacher", *PRESENT) == ([0] if after in PRESENT else [])
         assert fleet.members("reference", *Health) == []
 
@@ -80,7 +80,7 @@ def test_what_dies_is_started_again_so_often_and_then_given_up() -> None:
     assert take() == {1: "worker 2"}
     assert fleet.members("rollout", Health.STALE) == [1]
     assert take() == {}
-    fleet.change("rollout", 1, Change.READY)
+    fleet.change("rollout", 1, HealthEvent.READY)
     assert restarts.lose(1) == "it is given up: cluster.worker_restarts=2"
     assert not restarts.is_lost
     assert restarts.lose(0).endswith("(1 of cluster.worker_restarts=2)")

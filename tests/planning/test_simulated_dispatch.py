@@ -10,7 +10,7 @@ import pytest
 
 from gkd.config import load
 from gkd.driver.streaming import BatchStream
-from gkd.planning.simulated_run import Sampling, SimulatedRun, Updating
+from gkd.planning.simulated_run import SamplingGroup, SimulatedRun, TrainingGroup
 from gkd.planning.simulation import _Simulation
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.types import Prompt, SampleRequest
@@ -24,7 +24,7 @@ def run_of(**settings: Any) -> SimulatedRun:
         drawn = np.random.default_rng(step).lognormal(3.0, 0.6, N_PROMPTS * N)
         return [float(length) for length in np.ceil(drawn)]
 
-    return SimulatedRun(N_PROMPTS, N, 5.0, 29.0, lengths, Sampling(3, 6, 4, lambda n: 0.01 * n), {}, **settings)
+    return SimulatedRun(N_PROMPTS, N, 5.0, 29.0, lengths, SamplingGroup(3, 6, 4, lambda n: 0.01 * n), {}, **settings)
 
 
 class Watched(_Simulation):
@@ -60,7 +60,7 @@ class Watched(_Simulation):
 
 @pytest.mark.parametrize(("staleness", "in_flight"), [(0, False), (1, False), (4, True)])
 def test_requests_go_where_the_dispatcher_sends_them(staleness: int, in_flight: bool) -> None:
-    updating = Updating(accumulate_s=2.0, apply_s=0.1, sync_s=0.1)
+    updating = TrainingGroup(accumulate_s=2.0, apply_s=0.1, sync_s=0.1)
     watched = Watched(run_of(updating=updating, max_staleness=staleness, in_flight=in_flight), 6)
     watched.run_all()
     assert watched.n_given >= 6 * N_PROMPTS * N
@@ -70,7 +70,7 @@ def test_requests_go_where_the_dispatcher_sends_them(staleness: int, in_flight: 
 def test_chunks_are_those_that_the_stream_cuts(unit: int) -> None:
     """By tokens in their order; where rewards are learned from, of whole groups."""
     budget = 120
-    updating = Updating(accumulate_s=2.0, apply_s=0.1, sync_s=0.1, chunk_tokens=budget, unit=unit)
+    updating = TrainingGroup(accumulate_s=2.0, apply_s=0.1, sync_s=0.1, chunk_tokens=budget, unit=unit)
     run = run_of(updating=updating)
     computed: list[float] = []
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from gkd.planning import steps
 from gkd.planning.measured import factors_of
 from gkd.planning.pipeline import Factors
-from gkd.planning.simulated_run import Sampling, Scoring, SimulatedRun, Updating
+from gkd.planning.simulated_run import SamplingGroup, ScoringGroup, SimulatedRun, TrainingGroup
 from gkd.planning.simulation import simulate
 from gkd.planning.steps import response_lengths, simulate_layout, streams
 from tests.planning.layouts import layout_of
@@ -24,9 +24,9 @@ RUN = SimulatedRun(
     prompt=0.0,
     mean_tokens=10.0,
     lengths=lambda step: [10.0] * 4,
-    sampling=Sampling(1, 4, 2, lambda n: 1.0),
-    scoring={"teacher": Scoring(1, 3.0)},
-    updating=Updating(accumulate_s=4.0, apply_s=0.5, sync_s=0.25),
+    sampling=SamplingGroup(1, 4, 2, lambda n: 1.0),
+    scoring={"teacher": ScoringGroup(1, 3.0)},
+    updating=TrainingGroup(accumulate_s=4.0, apply_s=0.5, sync_s=0.25),
 )
 STREAMED = replace(RUN, updating=replace(RUN.updating, chunk_tokens=10.0))
 
@@ -46,7 +46,7 @@ def test_streaming_leaves_the_last_chunks_and_the_optimizer_step() -> None:
 
 def test_chunks_go_in_the_order_of_the_batch() -> None:
     """The first sample is the last to finish, at 12 s: with the others' chunks waiting for it nothing is hidden."""
-    late = replace(STREAMED, lengths=lambda step: [12.0, 1.0, 1.0, 1.0], sampling=Sampling(1, 4, 4, lambda n: 1.0),
+    late = replace(STREAMED, lengths=lambda step: [12.0, 1.0, 1.0, 1.0], sampling=SamplingGroup(1, 4, 4, lambda n: 1.0),
                    mean_tokens=3.75)  # fmt: skip
     assert simulate(replace(late, scoring={})).seconds == pytest.approx(12 + 4 + 0.5 + 0.25)
     early = replace(late, lengths=lambda step: [1.0, 1.0, 1.0, 12.0], scoring={})
@@ -64,7 +64,7 @@ def test_one_step_off_takes_the_longer_side_and_the_push() -> None:
 def test_a_batch_is_drained_before_a_push_unless_weights_load_in_flight() -> None:
     """One straggler a batch: drained for, it is alone for 90 s; in flight the next batches are sampled beside it."""
     run = replace(
-        RUN, lengths=lambda step: [10.0, 10.0, 10.0, 100.0], scoring={}, sampling=Sampling(1, 8, 8, lambda n: 1.0)
+        RUN, lengths=lambda step: [10.0, 10.0, 10.0, 100.0], scoring={}, sampling=SamplingGroup(1, 8, 8, lambda n: 1.0)
     )
     drained = simulate(replace(run, max_staleness=4)).seconds
     in_flight = simulate(replace(run, max_staleness=4, in_flight=True)).seconds
@@ -74,15 +74,15 @@ def test_a_batch_is_drained_before_a_push_unless_weights_load_in_flight() -> Non
 
 def test_what_is_under_way_is_computed_again_after_weights_are_loaded_in_flight() -> None:
     """By hand: a sample of 10 s, within whose first second the one before is learned from, at 4 + 0.5 tokens."""
-    run = SimulatedRun(1, 1, 4.0, 14.0, lambda step: [10.0], Sampling(1, 1, 1, lambda n: 1.0, recompute_s=0.1), {},
-                       Updating(0.0, 0.5, 0.25), max_staleness=1, in_flight=True)  # fmt: skip
+    run = SimulatedRun(1, 1, 4.0, 14.0, lambda step: [10.0], SamplingGroup(1, 1, 1, lambda n: 1.0, recompute_s=0.1), {},
+                       TrainingGroup(0.0, 0.5, 0.25), max_staleness=1, in_flight=True)  # fmt: skip
     assert simulate(run).seconds == pytest.approx(10 + 0.25 + 0.1 * 4.5)
     assert simulate(replace(run, in_flight=False)).seconds == pytest.approx(10 + 0.25)
 
 
 def test_a_place_is_free_as_soon_as_its_sample_is_generated() -> None:
     """With room for one request the engine never waits for the teacher."""
-    run = replace(RUN, sampling=Sampling(1, 1, 1, lambda n: 1.0))
+    run = replace(RUN, sampling=SamplingGroup(1, 1, 1, lambda n: 1.0))
     assert simulate(run).seconds == pytest.approx(4 * 10 + 3 + 4.75)
 
 
@@ -102,7 +102,7 @@ def test_groups_on_the_same_devices_slow_each_other_down() -> None:
 def test_engines_share_a_batch_and_groups_of_samples_stay_together() -> None:
     """Eight groups of two on four engines, each with room for two: two waves."""
     run = replace(RUN, n_prompts=8, n=2, lengths=lambda step: [10.0] * 16, scoring={},
-                  sampling=Sampling(4, 4, 2, lambda n: 1.0))  # fmt: skip
+                  sampling=SamplingGroup(4, 4, 2, lambda n: 1.0))  # fmt: skip
     assert simulate(run).generate == pytest.approx(20)
 
 

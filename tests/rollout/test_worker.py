@@ -21,7 +21,7 @@ from gkd.inference.engine import EngineSpec
 from gkd.rollout.own_answers import own_answer
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Generated, Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample
+from gkd.types import Unscored, Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample
 from gkd.weights.transfer import Piece
 from tests.data.models import WORDS, save_model
 
@@ -56,7 +56,7 @@ def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSam
         except queue.Empty:
             worker._step()
             continue
-        if isinstance(item, Generated):
+        if isinstance(item, Unscored):
             continue
         assert isinstance(item, list)
         for training, scored in item:
@@ -79,7 +79,7 @@ def test_what_was_begun_ends_under_its_weights_unless_others_come_in_flight(work
     worker._pause()
     assert not worker.engine.busy() and worker._unfinished == 0
     worker._intact = True
-    assert sum(not isinstance(item, Generated) for item in worker._gather()) == 4
+    assert sum(not isinstance(item, Unscored) for item in worker._gather()) == 4
 
 
 def test_an_own_answer_without_its_end_was_cut(worker: RolloutWorker) -> None:

@@ -127,7 +127,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
     def send(stale: Sequence[int]) -> None:
         assert {rollout._fleet.health("rollout", engine) for engine in stale} == {Health.STALE}
         assert not any(engine in rollout._dispatcher.at_work for engine in stale)
-        sent.extend(rollout.tell("progress", timeout_s=30, what="loading", engines=stale))
+        sent.extend(rollout.call_engines("progress", timeout_s=30, what="loading", engines=stale))
         rollout.updated(stale)
 
     def kill(killed: Sequence[int]) -> list[int]:
@@ -226,7 +226,7 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
         rollout.sample(wanted(3), timeout_s=0.5)
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
-    assert set(rollout.tell("progress", timeout_s=5.0, what="telling")) == {0}
+    assert set(rollout.call_engines("progress", timeout_s=5.0, what="telling")) == {0}
     assert rollout.present == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
     assert len(rollout.sample(wanted(2), timeout_s=60)) == 2
