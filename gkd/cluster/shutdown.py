@@ -149,3 +149,24 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+class ServerStop:
+    """Turns signals into the end of the server: at once while it loads, in good order once it serves."""
+
+    def __init__(self) -> None:
+        self.event, self.serving, self.code = threading.Event(), False, 0
+        handle_ending_signals(self._on_signal)
+        self._report = sys.unraisablehook
+        sys.unraisablehook = self._unless_ending
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.code = 130 if number == signal.SIGINT else 0
+        self.event.set()
+        if not self.serving:
+            raise SystemExit(self.code)
+
+    def _unless_ending(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Leave out a SystemExit that finds a finalizer: it is lost there, and the end comes after the model's."""
+        if not (self.event.is_set() and unraisable.exc_type is SystemExit):
+            self._report(unraisable)
