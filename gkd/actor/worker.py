@@ -29,7 +29,7 @@ from gkd.cluster.activity import noted, report_here
 from gkd.config import Algorithm, Config
 from gkd.durable import Sum
 from gkd.inference.engine import Device
-from gkd.inference.threads import compute_threads
+from gkd.inference.vllm_environment import compute_threads
 from gkd.types import TrainingSample
 from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.publishing import Publisher

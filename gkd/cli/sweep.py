@@ -67,16 +67,11 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
 
     Raises ConfigError where no override lists any, for a file that is no override, and for too many runs.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+    from gkd.config.compose import parse_overrides
 
     choices: list[list[tuple[str, str]]] = []  # of each override: what a run is named for it, and what it is written as
     for override in overrides:
-        try:
-            (parsed,) = OverridesParser.create().parse_overrides([override]) if "=" in override else (None,)
-        except HydraException as error:
-            reason = str(error).splitlines()[0].split(":", 1)[-1].strip()
-            raise ConfigError(f"cannot read the overrides (quote what has spaces or commas): {reason}") from None
+        (parsed,) = parse_overrides([override]) if "=" in override else (None,)
         if parsed is None or not parsed.is_sweep_override():
             choices.append([("", override)])
             continue

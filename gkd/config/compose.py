@@ -168,16 +168,22 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Overrid
                 _at(values, section).pop(short(name), None)
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides, each the choice of a group or the value of a setting that there is."""
-    for override in overrides:
-        if not is_text(override):
-            raise ConfigError(f"{override!r}: is no text that a file could hold")
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides by Hydra's grammar, whatever they name. Raises ConfigError for what it does not have."""
     try:
         parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         reason = str(error).splitlines()[0].split(":", 1)[-1].strip()
         raise ConfigError(f"cannot read the overrides (quote what has spaces or commas): {reason}") from None
+    return parsed
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides, each the choice of a group or the value of a setting that there is."""
+    for override in overrides:
+        if not is_text(override):
+            raise ConfigError(f"{override!r}: is no text that a file could hold")
+    parsed = parse_overrides(overrides)
     known, choices = settings(), groups()
     for override in parsed:
         key = override.key_or_group
