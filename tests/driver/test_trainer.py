@@ -31,7 +31,7 @@ from tests.driver.test_collect import PROMPTS, Engines, grpo
 
 REPORT = SimpleNamespace(
     worker=SimpleNamespace(group="actor", rank=0, node="here"), sent=0.0, received=1.0,
-    said={"memory": {"process_gb": 1.0}, "clock": 0.5, "spans": []},
+    contents={"memory": {"process_gb": 1.0}, "clock": 0.5, "spans": []},
 )  # fmt: skip
 
 

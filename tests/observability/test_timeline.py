@@ -24,7 +24,7 @@ STAGES = StepStages(start=100.0, generated=104.0, scored=105.0, updated=109.0, e
 Done = tuple[str, float, float]
 
 
-def said(group: str, rank: int, *spans: Done, clock: float = 110.5, node: str = "near") -> WorkerReport:
+def reported(group: str, rank: int, *spans: Done, clock: float = 110.5, node: str = "near") -> WorkerReport:
     worker = report(group, rank, "GPU-0", node)
     return WorkerReport(
         worker, 110.0, 111.0, {"memory": {}, "clock": clock, "spans": [ActivitySpan(*span) for span in spans]}
@@ -33,10 +33,10 @@ def said(group: str, rank: int, *spans: Done, clock: float = 110.5, node: str = 
 
 def step_of_four() -> list[WorkerReport]:
     return [
-        said("actor", 0, ("update", 105.0, 109.0), ("pack weights", 109.0, 109.5)),
-        said("rollout", 0, ("validate", 90.0, 95.0), ("sample", 100.0, 104.0), ("load weights", 109.0, 110.0)),
-        said("rollout", 1, ("sample", 100.0, 102.0), ("load weights", 109.0, 110.0)),
-        said("teacher", 0, ("score", 101.0, 103.0), ("score", 103.5, 105.0)),
+        reported("actor", 0, ("update", 105.0, 109.0), ("pack weights", 109.0, 109.5)),
+        reported("rollout", 0, ("validate", 90.0, 95.0), ("sample", 100.0, 104.0), ("load weights", 109.0, 110.0)),
+        reported("rollout", 1, ("sample", 100.0, 102.0), ("load weights", 109.0, 110.0)),
+        reported("teacher", 0, ("score", 101.0, 103.0), ("score", 103.5, 105.0)),
     ]
 
 
@@ -56,9 +56,9 @@ def test_shares_of_a_step_add_up(tmp_path: Path) -> None:
 def test_what_is_done_for_the_next_step_while_this_one_is_logged_counts_there(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
     timeline = Timeline(file, 10)
-    timeline.add(7, STAGES, [said("rollout", 0, ("sample", 100.0, 104.0), ("sample", 110.0, 110.5))])
+    timeline.add(7, STAGES, [reported("rollout", 0, ("sample", 100.0, 104.0), ("sample", 110.0, 110.5))])
     stages = StepStages(start=110.0, generated=111.0, scored=111.0, updated=112.0, end=112.0)
-    row = timeline.add(8, stages, [said("rollout", 0, ("sample", 110.5, 111.0))])
+    row = timeline.add(8, stages, [reported("rollout", 0, ("sample", 110.5, 111.0))])
     assert row["perf/busy/rollout"] == pytest.approx(0.5)
     timeline.write()
     events = json.loads(file.read_text())["traceEvents"]
@@ -113,11 +113,11 @@ def test_a_run_that_goes_on_keeps_the_steps_before_and_forgets_those_that_are_do
     file = tmp_path / "timeline.json"
     first = Timeline(file, 3)
     for step in (1, 2, 3, 4):
-        first.add(step, STAGES, [said("actor", 0, ("update", 105.0, 109.0))])
+        first.add(step, STAGES, [reported("actor", 0, ("update", 105.0, 109.0))])
     first.write()
     assert {e["args"]["step"] for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"} == {2, 3, 4}
     again = Timeline(file, 3, step=3)
-    again.add(4, STAGES, [said("actor", 0, ("again", 105.0, 109.0))])
+    again.add(4, STAGES, [reported("actor", 0, ("again", 105.0, 109.0))])
     again.write()
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
     assert {e["args"]["step"] for e in events} == {2, 3, 4}
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_written_is_a_warning_once(tmp_path: Path, caplog:
 def test_a_clock_that_is_ahead_is_put_right(tmp_path: Path) -> None:
     """The worker's says 120.5 where the driver's is between 110 and 111: it is at least 9.5 s ahead."""
     row = Timeline(tmp_path / "t.json", 1).add(
-        1, STAGES, [said("actor", 0, ("update", 114.5, 118.5), clock=120.5, node="far")]
+        1, STAGES, [reported("actor", 0, ("update", 114.5, 118.5), clock=120.5, node="far")]
     )
     assert row["perf/busy/actor"] == pytest.approx(0.4)
     assert row["perf/waits_for/actor"] == pytest.approx(0.1)  # 105 to 109 are the update's; the push is waited for

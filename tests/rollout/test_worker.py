@@ -21,7 +21,7 @@ from gkd.inference.engine import EngineSpec
 from gkd.rollout.own_answers import own_answer
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Unscored, Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample
+from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample, Unscored
 from gkd.weights.transfer import Piece
 from tests.data.models import WORDS, save_model
 
