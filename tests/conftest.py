@@ -141,8 +141,11 @@ def local_ray() -> Iterator[None]:
     """A Ray of this test run's own with eight simulated GPUs."""
     import ray
 
-    ray.init(
-        address="local", num_cpus=8, num_gpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
+    from gkd.cluster.session import needed_servers_only
+
+    with needed_servers_only():
+        ray.init(
+            address="local", num_cpus=8, num_gpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        )
     yield
     ray.shutdown()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private.node import Node as RayNode
 from ray._private.state import state  # Ray has no public way to read a cluster's own settings
 from ray.util import remove_placement_group
 
@@ -234,7 +235,12 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
         environment[gpu.VISIBLE] = None
     for attempts_left in (1, 0):
         try:
-            with _environment(environment), keeping_sigterm_handler(), keeping_children_from_hangups():
+            with (
+                _environment(environment),
+                needed_servers_only(),
+                keeping_sigterm_handler(),
+                keeping_children_from_hangups(),
+            ):
                 ray.init(
                     address="local",
                     num_gpus=n_gpus,
@@ -250,6 +256,32 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
                 raise RunFailed(f"Ray did not start: {one_line(error)}") from error
             LOG.warning("Ray did not start, trying once more: %s", one_line(error))
             reaper.end_all(directory, grace_s=0)
+
+
+@contextlib.contextmanager
+def needed_servers_only() -> Iterator[None]:
+    """Have Ray start without three servers that a private one has no use for; they take as long as all others do.
+
+    They are the dashboard's, which start also where there is to be none, the autoscaler, and the one that prints what
+    workers print. Ray has no settings for that.
+    """
+
+    def no_dashboard(node: Any, **_: Any) -> None:
+        node._webui_url = ""
+
+    replaced = {
+        "start_api_server": no_dashboard,
+        "start_monitor": lambda _: None,
+        "start_log_monitor": lambda _: None,
+    }
+    originals = {name: getattr(RayNode, name) for name in replaced}
+    try:
+        for name, function in replaced.items():
+            setattr(RayNode, name, function)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(RayNode, name, function)
 
 
 def _new_directory() -> str:

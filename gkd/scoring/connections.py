@@ -128,6 +128,9 @@ class Connections:
         # Each takes two descriptors; half of all are left to the engine.
         self._most = min(bounds.connections, _descriptors(4 * bounds.connections) // 4)
 
+    def __len__(self) -> int:
+        return len(self._by_fd)
+
     def of(self, fd: int) -> Connection | None:
         """Return the connection that ZeroMQ reads from descriptor ``fd``."""
         return self._by_fd.get(fd)

@@ -29,7 +29,8 @@ UNREAD_MESSAGES = 16  # of one client in ZeroMQ before it stops reading from the
 MESSAGES_AT_ONCE = 256
 LINGER_MS = 500
 TICK_S = 0.05
-GRACE_S = 0.2  # clients lose what they have not read yet when a connection ends
+GRACE_S = 0.2
+"""Time that clients have to read their last answers: what they have not read is lost when a connection ends."""
 
 
 class Frontend:
@@ -128,9 +129,17 @@ class Frontend:
                 self._receive()
                 self._police(time.monotonic())
             self._send()
-            time.sleep(GRACE_S)
+            self._await_readers()
         except BaseException as error:  # the engine's thread raises it from take()
             self._clients.fail(error)
+
+    def _await_readers(self) -> None:
+        """Wait until no client is connected any more, for :data:`GRACE_S` at most."""
+        end = time.monotonic() + GRACE_S
+        self._notice()
+        while self._connections and (left_s := end - time.monotonic()) > 0:
+            self._connections.monitor.poll(1 + int(left_s * 1000))
+            self._notice()
 
     def _notice(self) -> None:
         """Forget the clients whose connections have ended."""

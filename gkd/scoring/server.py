@@ -21,7 +21,7 @@ from gkd.scoring.clients import QueuedRequest
 from gkd.scoring.connections import Bounds
 from gkd.scoring.frontend import Frontend
 
-IDLE_POLL_S = 0.2
+IDLE_POLL_S = 0.05
 GAP_S, GATHER_S = 0.002, 0.01
 """An idle engine begins with all requests that come within ``GAP_S`` of each other, and after ``GATHER_S`` at most."""
 

@@ -171,7 +171,7 @@ class _Page(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def web() -> Iterator[str]:
     server = http.server.HTTPServer(("127.0.0.1", 0), _Page)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

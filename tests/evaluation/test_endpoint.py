@@ -49,7 +49,7 @@ class Adder(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     monkeypatch.setattr(Adder, "asked", [], raising=False)
     found = ThreadingHTTPServer(("127.0.0.1", 0), Adder)
-    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread = threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield found
     found.shutdown()

@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     server = Endpoint()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -46,6 +46,8 @@ class Running:
 
     def end(self) -> None:
         self.stop.set()
+        if isinstance(self.engine, TableEngine):
+            self.engine.hurry.set()  # nobody waits for what it works on
         self.thread.join(10)
         assert not self.thread.is_alive()
 

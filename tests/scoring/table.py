@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -51,7 +50,7 @@ def greedy(request: Generate) -> Int32:
 
 
 class TableEngine:
-    """Answers one request a step, ``delay_s`` after it began with it."""
+    """Answers one request a step, ``delay_s`` after it began with it, or once ``hurry`` is set."""
 
     def __init__(
         self,
@@ -63,6 +62,7 @@ class TableEngine:
     ) -> None:
         self.limits = Limits("table", VOCABULARY, max_top_k, max_length, capacity)
         self.delay_s, self.poison, self.worked_on, self.asleep = delay_s, poison, 0, False
+        self.hurry = threading.Event()
         self._queue: deque[tuple[int, Score | Generate]] = deque()
 
     def add(self, key: int, request: Score | Generate) -> None:
@@ -75,7 +75,7 @@ class TableEngine:
         assert not self.asleep
         key, request = self._queue.popleft()
         self.worked_on += 1
-        time.sleep(self.delay_s)
+        self.hurry.wait(self.delay_s)
         ids = request.token_ids if isinstance(request, Score) else request.prompt_ids
         if ids[0] == self.poison:
             raise ValueError("poisoned")

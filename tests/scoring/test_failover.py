@@ -79,7 +79,7 @@ def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect:
     assert late.connect(30) == {}
     late.expect(address, 30.0, address)
     futures = [one.submit(a_score(0)) for one in (client, late)]
-    time.sleep(1.5)
+    time.sleep(0.8)
     assert not any(future.done() for future in futures)
     again = serve(port=int(address.rsplit(":", 1)[1]))
     assert all(all_right([future], 25.0) for future in futures)
@@ -90,7 +90,7 @@ def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect:
 
 def test_requests_follow_a_server_to_another_address(serve: Serve, connect: Connect) -> None:
     """Those under way, those that come meanwhile, and those after it has moved once more."""
-    servers = [serve(TableEngine(delay_s=1.0)), serve(), serve()]
+    servers = [serve(TableEngine(delay_s=10.0)), serve(), serve()]
     name, second, third = (running.server.address for running in servers)
     client = connect(name, request_timeout_s=30.0)
     client.connect(30)

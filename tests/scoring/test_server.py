@@ -57,7 +57,7 @@ def assert_same(found: Target, wanted: Target) -> None:
 def test_an_idle_engine_begins_with_all_requests_that_come_together(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gkd.scoring.server, "GAP_S", 0.5)
+    monkeypatch.setattr(gkd.scoring.server, "GAP_S", 0.3)
     monkeypatch.setattr(gkd.scoring.server, "GATHER_S", 60.0)
     queued: list[int] = []
 
@@ -101,14 +101,14 @@ def test_scores_are_the_tables(serve: Serve, connect: Connect, top_k: int) -> No
 def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -> None:
     """What is under way is finished first, and the server goes on saying that it lives."""
     server = serve(TableEngine(0.3)).server
-    client = connect(server.address, top_k=4, heartbeat_s=0.1)
+    client = connect(server.address, top_k=4, heartbeat_s=0.05)
     before = client.submit(a_score(1, 4))
     time.sleep(0.1)
     server.sleep().result(30)
     assert server.counts["answered"] == 1
     assert_same(before.result(30), expected(a_score(1, 4)))
     during = client.submit(a_score(2, 4))
-    time.sleep(1.0)  # ten heartbeats
+    time.sleep(0.5)  # ten heartbeats
     assert not during.done()
     server.wake().result(30)
     assert_same(during.result(30), expected(a_score(2, 4)))
@@ -176,14 +176,15 @@ def test_a_sample_that_cannot_be_scored_is_refused_and_the_server_lives_on(
 
 
 def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect: Connect, dealer: Any) -> None:
-    running = serve(TableEngine(delay_s=2.0))
-    slow = connect(running.server.address, request_timeout_s=5.0).submit(a_score())
+    running = serve(TableEngine(delay_s=60.0))
+    slow = connect(running.server.address, request_timeout_s=60.0).submit(a_score())
     time.sleep(0.2)
     dealer.connect(running.server.address)
     for body, kind in [(wire.Ping(), wire.Pong), (wire.Hello(wire.PROTOCOL), wire.Welcome)]:
         dealer.send(wire.encode(body))
         assert isinstance(wire.decode(dealer.recv())[0], kind)
     assert not slow.done()
+    running.engine.hurry.set()
     slow.result(30)
 
 
@@ -232,6 +233,17 @@ def test_stopping_refuses_what_is_unfinished_and_frees_the_port(serve: Serve, co
         futures[3].result(30)
     again = serve(port=int(running.server.address.rsplit(":", 1)[1]))
     assert again.server.address == running.server.address
+
+
+def test_a_server_whose_clients_have_left_waits_for_nobody(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 600.0)
+    running = serve()
+    client = connect(running.server.address)
+    client.submit(a_score()).result(30)
+    client.close()
+    running.end()
 
 
 def test_a_port_in_use_is_named(serve: Serve) -> None:

@@ -15,7 +15,7 @@ from ray.util import placement_group, remove_placement_group
 from gkd.cluster import gpu, reaper
 from gkd.cluster.placement import place
 from gkd.cluster.reserve import read_nodes
-from gkd.cluster.session import connect
+from gkd.cluster.session import connect, needed_servers_only
 from gkd.config import load
 
 
@@ -36,7 +36,8 @@ def cluster():
         patch.setenv(gpu.SIMULATED, "1")
         patch.delenv(gpu.VISIBLE, raising=False)
         patch.delenv("RAY_ADDRESS", raising=False)
-        made = _four_nodes(directory)
+        with needed_servers_only():
+            made = _four_nodes(directory)
         ray.init(address=made.address, log_to_driver=False, logging_level=logging.ERROR)
         try:
             yield made
@@ -51,7 +52,7 @@ def _four_nodes(directory):
     node = {"num_gpus": 8, "num_cpus": 8}
 
     def start():
-        made = Cluster(True, head_node_args={**node, "include_dashboard": False, "no_monitor": True})
+        made = Cluster(True, head_node_args={**node, "include_dashboard": False})
         for _ in range(3):
             made.add_node(wait=False, **node)
         made.wait_for_nodes()

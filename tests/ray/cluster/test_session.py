@@ -44,6 +44,9 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     first, second = start(), start(RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
     (directory, pids), (other, other_pids) = told(first), told(second)
     assert len(pids) == 3
+    servers = [Path(f"/proc/{pid}/cmdline").read_text() for pid in reaper.processes_of(directory)]
+    unneeded = "dashboard.py", "monitor.py", "log_monitor.py"
+    assert [text for text in servers if any(name in text for name in unneeded)] == []
     for pid in pids:  # a terminal that closes sends it to all of them, and the run needs its workers for a checkpoint
         (blocked,) = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
         assert int(blocked, 16) & 1 << signal.SIGHUP - 1
