@@ -26,11 +26,14 @@ def address(server: socket.socket) -> str:
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_it_is_missed_when_it_is_gone_and_the_run_ends_once(server: socket.socket) -> None:
+def test_it_is_missed_when_it_is_gone_and_the_run_ends_once(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_service, "INTERVAL_S", 0.05)
     where = address(server)
     at_once, patient, grace = (ControlService(where, *s) for s in ((0.0, 0.0), (0.0, 600.0), (600.0, 0.0)))
     try:
-        time.sleep(1.5)
+        time.sleep(0.2)
         at_once.require()
         at_once.require_time()
         assert not at_once.lost

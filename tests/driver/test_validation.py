@@ -144,8 +144,9 @@ def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with
         assert request.scoring == Scoring(5) and request.sampling.temperature == 1.0
 
 
-def test_replicas_are_watched_while_the_teacher_answers() -> None:
+def test_replicas_are_watched_while_the_teacher_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only one, which dies meanwhile, answers once the watch has had it started again."""
+    monkeypatch.setattr("gkd.driver.validation.LOOK_EVERY_S", 0.05)
     answer: Future[Any] = Future()
     attended: list[float] = []
 
