@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from gkd.observability.hardware import Card
+    from gkd.cluster.gpu import Gpu
     from gkd.observability.run_files import RunFiles
 
+GB = 1e9
 LIVE_EVERY_S = 2.0
 FULL = 0.95  # share of a GPU's memory beyond which there is advice
 FIGURES = ("allocated_gb", "reserved_gb", "peak_gb", "alloc_retries", "ooms")
@@ -78,10 +79,10 @@ def view(run: RunFiles | None) -> RenderableType:
     """Lay out everything there is to show now."""
     from rich.console import Group
 
+    from gkd.cluster.gpu import read_gpus
     from gkd.observability import live
-    from gkd.observability.hardware import cards
 
-    present = cards()
+    present = read_gpus()
     parts: list[RenderableType] = [] if run is None else [progress_line(run), ""]
     parts.append(_gpus(present, run) if present else "this machine has no GPU")
     if run is not None:
@@ -91,26 +92,26 @@ def view(run: RunFiles | None) -> RenderableType:
     return Group(*parts)
 
 
-def _gpus(present: Sequence[Card], run: RunFiles | None) -> Table:
+def _gpus(present: Sequence[Gpu], run: RunFiles | None) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for title in ("GPU", "name", "capability", "total", "free", "group", *FIGURES, "advice"):
         table.add_column(title.removesuffix("_gb"), justify="right" if title in FIGURES else "left", no_wrap=True)
     last = {} if run is None else run.last
-    for card in present:
-        groups = [] if run is None else run.groups_on(card.uuid)
+    for gpu in present:
+        groups = [] if run is None else run.groups_on(gpu.uuid)
         reported = [{figure: last.get(f"memory/{group}/{figure}") for figure in FIGURES} for group in groups]
-        row = [str(card.index), card.name, card.capability, f"{card.total_gb:.1f}", f"{card.free_gb:.1f}"]
+        row = [str(gpu.index), gpu.name, gpu.capability, f"{gpu.total / GB:.1f}", f"{gpu.free / GB:.1f}"]
         row.append(", ".join(groups))
         for figure in FIGURES:
             known = [value for one in reported if (value := one[figure]) is not None]
             row.append(f"{sum(known):.1f}" if known and figure.endswith("_gb") else f"{sum(known):g}" if known else "")
-        table.add_row(*row, advice(card, groups, last, "auto" if run is None else run.transfer))
+        table.add_row(*row, advice(gpu, groups, last, "auto" if run is None else run.transfer))
     return table
 
 
-def advice(card: Card, groups: Sequence[str], last: Mapping[str, float], transfer: str = "auto") -> str:
+def advice(gpu: Gpu, groups: Sequence[str], last: Mapping[str, float], transfer: str = "auto") -> str:
     """Name what to change on a GPU that is short of memory; empty where it is not. ``transfer``: the weights' way."""
     from gkd.config import TRANSFERS
 
@@ -120,7 +121,7 @@ def advice(card: Card, groups: Sequence[str], last: Mapping[str, float], transfe
         if transfer != "auto" and not TRANSFERS.load(transfer).expandable_segments:
             return "the allocator had to start over: lower actor.max_tokens_per_micro_batch"
         return "the allocator had to start over: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    if card.free_gb < (1 - FULL) * card.total_gb:
+    if gpu.free < (1 - FULL) * gpu.total:
         engines = [group for group in groups if group in ("rollout", "teacher", "reference")]
         return f"nearly full: lower {engines[0]}.gpu_memory_utilization" if engines else "nearly full"
     return ""
@@ -128,8 +129,6 @@ def advice(card: Card, groups: Sequence[str], last: Mapping[str, float], transfe
 
 def _processes(run: RunFiles) -> Table:
     from rich.table import Table
-
-    from gkd.observability.hardware import host_free_gb, resident_gb
 
     table = Table(box=None, pad_edge=False)
     for title in ("group", "processes here", "memory", "largest at the last step"):
@@ -159,3 +158,22 @@ def progress_line(run: RunFiles) -> str:
     )  # fmt: skip
     parts += [f"{name} {run.last[name]:.4g}" for name in shown if name in run.last]
     return "  ".join(parts)
+
+
+def resident_gb(pid: int) -> float | None:
+    """Return memory of a process and its children on this machine; None where it has ended."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        return float(sum(member.memory_info().rss for member in family) / GB)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def host_free_gb() -> float:
+    """Return memory of this machine that programs can still have."""
+    import psutil
+
+    return float(psutil.virtual_memory().available / GB)

@@ -46,16 +46,58 @@ def nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def handles(library: Any) -> list[Any]:
+def _handles(library: Any) -> list[Any]:
     """Return what an open :func:`nvml` calls this machine's GPUs by, in PCI order; none without a driver."""
     return (
         [] if library is None else [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
     )
 
 
-def text(value: str | bytes) -> str:
+def _text(value: str | bytes) -> str:
     """Return a name as NVML gives it, which is bytes in some versions."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this machine; ``total`` and ``free`` are bytes of its memory."""
+
+    index: int
+    uuid: str
+    name: str
+    capability: str
+    total: int
+    free: int
+
+
+def read_gpus() -> list[Gpu]:
+    """Return this machine's GPUs in PCI order; none where there is no driver. Raises what :func:`nvml` raises."""
+    with nvml() as library:
+        return [_read_gpu(library, index, handle) for index, handle in enumerate(_handles(library))]
+
+
+def _read_gpu(library: Any, index: int, handle: Any) -> Gpu:
+    memory = library.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = library.nvmlDeviceGetCudaComputeCapability(handle)
+    return Gpu(
+        index=index,
+        uuid=_text(library.nvmlDeviceGetUUID(handle)),
+        name=_text(library.nvmlDeviceGetName(handle)),
+        capability=f"{major}.{minor}",
+        total=int(memory.total),
+        free=int(memory.free),
+    )
+
+
+def read_driver() -> tuple[str, int] | None:
+    """Return the driver's version and the newest CUDA that it runs (1000 major + 10 minor); None without a driver.
+
+    Raises what :func:`nvml` raises.
+    """
+    with nvml() as library:
+        if library is None:
+            return None
+        return _text(library.nvmlSystemGetDriverVersion()), int(library.nvmlSystemGetCudaDriverVersion())
 
 
 def nvml_uuids() -> list[str]:
@@ -64,7 +106,7 @@ def nvml_uuids() -> list[str]:
     Raises what :func:`nvml` raises.
     """
     with nvml() as library:
-        return [text(library.nvmlDeviceGetUUID(handle)) for handle in handles(library)]
+        return [_text(library.nvmlDeviceGetUUID(handle)) for handle in _handles(library)]
 
 
 def are_simulated(uuids: Iterable[str]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from gkd.cluster.gpu import handles, nvml, text
+from gkd.cluster.gpu import read_gpus
 from gkd.cluster.layout import idle_nodes, requests_of, solve
 from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
 from gkd.config.top_k import top_k_wanted
@@ -104,12 +104,10 @@ def cpu_hardware(plan: Plan) -> Hardware:
 
 def _gpu_here() -> tuple[str, float] | None:
     """Return the known type of this machine's first GPU, and its memory in GB; None where there is none."""
-    with nvml() as library:
-        if not (there := handles(library)):
-            return None
-        memory = library.nvmlDeviceGetMemoryInfo(there[0]).total
-        name = known_gpu_type(text(library.nvmlDeviceGetName(there[0])), memory / GIB)
-    return None if name is None else (name, memory / GB)
+    for gpu in read_gpus()[:1]:
+        if (name := known_gpu_type(gpu.name, gpu.total / GIB)) is not None:
+            return name, gpu.total / GB
+    return None
 
 
 def known_gpu_type(name: str, gib: float) -> str | None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cli.monitor import advice, main, progress_line
+from gkd.cli.monitor import advice, main, progress_line, resident_gb
+from gkd.cluster.gpu import Gpu
 from gkd.cluster.queues import EngineQueue, QueueFile, Queues
 from gkd.errors import ConfigError
-from gkd.observability.hardware import Card, resident_gb
 from gkd.observability.live import sparkline
 from gkd.observability.run_files import RunFiles
 
-CARD = Card(0, "GPU-1", "a card", "9.0", 80.0, 30.0)
+CARD = Gpu(0, "GPU-1", "a card", "9.0", 80_000_000_000, 30_000_000_000)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_groups_and_their_processes(run: RunFiles) -> None:
     ],
 )
 def test_advice(free: float, last: dict[str, float], said: str) -> None:
-    card = Card(0, "GPU-1", "a card", "9.0", 80.0, free)
+    card = Gpu(0, "GPU-1", "a card", "9.0", 80_000_000_000, round(free * 1e9))
     found = advice(card, ["actor", "rollout"], last)
     assert said in found
     assert bool(said) == bool(found)

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from gkd.cli.doctor.devices import Gpus, read_gpus
 from gkd.cluster import gpu
 from gkd.cluster.gpu import devices_seen, node_indices, real_tokens, uuid_of
 
@@ -73,3 +74,15 @@ def test_without_a_driver_there_are_no_gpus(three_gpus, monkeypatch):
     monkeypatch.setattr(three_gpus, "nvmlInit", fail)
     assert gpu.nvml_uuids() == []
     assert devices_seen("1", "0123456789abcdef").uuids == ["SIM-01234567-1"]
+
+
+def test_a_gpu_is_what_the_driver_says_of_it(three_gpus):
+    three_gpus.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=100 + handle, free=40)
+    three_gpus.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
+    three_gpus.nvmlDeviceGetName = lambda handle: b"NVIDIA H200"
+    three_gpus.nvmlSystemGetDriverVersion, three_gpus.nvmlSystemGetCudaDriverVersion = lambda: b"580.1", lambda: 13000
+    assert gpu.read_gpus()[2] == gpu.Gpu(2, "GPU-bbbb3333", "NVIDIA H200", "9.0", 102, 40)
+    assert gpu.read_driver() == ("580.1", 13000)
+    assert read_gpus() == Gpus("580.1", 13000, ["NVIDIA H200"] * 3, [40] * 3, [100, 101, 102])
+    three_gpus.nvmlInit = lambda: (_ for _ in ()).throw(three_gpus.NVMLError())
+    assert (gpu.read_gpus(), gpu.read_driver(), read_gpus()) == ([], None, None)

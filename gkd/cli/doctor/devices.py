@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from gkd.cli.doctor.finding import GIB, Finding, failed, ok, warning
-from gkd.cluster.gpu import handles, nvml, text
+from gkd.cluster import gpu
 from gkd.errors import ConfigError
 
 IMPORT_TIMEOUT_S = 180.0
@@ -44,20 +44,12 @@ class Gpus:
 def read_gpus() -> Gpus | None:
     """Return what there is; None where there is no driver, or no package to reach it, which another check reports."""
     try:
-        with nvml() as library:
-            if library is None:
-                return None
-            devices = handles(library)
-            memory = [library.nvmlDeviceGetMemoryInfo(handle) for handle in devices]
-            return Gpus(
-                text(library.nvmlSystemGetDriverVersion()),
-                int(library.nvmlSystemGetCudaDriverVersion()),
-                [text(library.nvmlDeviceGetName(handle)) for handle in devices],
-                [int(each.free) for each in memory],
-                [int(each.total) for each in memory],
-            )
+        driver, there = gpu.read_driver(), gpu.read_gpus()
     except ConfigError:
         return None
+    if driver is None:
+        return None
+    return Gpus(*driver, [one.name for one in there], [one.free for one in there], [one.total for one in there])
 
 
 def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:

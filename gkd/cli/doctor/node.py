@@ -18,7 +18,7 @@ from typing import Any
 
 from gkd import errors
 from gkd.cluster import gpu
-from gkd.cluster.gpu import SIMULATED, handles, nvml, text
+from gkd.cluster.gpu import SIMULATED, nvml_uuids, read_driver
 from gkd.errors import ConfigError
 
 SENT = (errors, gpu)
@@ -73,8 +73,7 @@ def _gloo_address() -> str:
 def _gpus() -> tuple[list[str], str]:
     """Return UUIDs of the node's GPUs, and the version of their driver; empty without."""
     try:
-        with nvml() as library:
-            uuids = [text(library.nvmlDeviceGetUUID(handle)) for handle in handles(library)]
-            return uuids, "" if library is None else text(library.nvmlSystemGetDriverVersion())
+        driver = read_driver()
+        return nvml_uuids(), "" if driver is None else driver[0]
     except ConfigError:  # no package to reach the driver
         return [], ""

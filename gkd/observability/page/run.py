@@ -14,10 +14,9 @@ from gkd.config.compose import compose
 from gkd.config.loading import read_yaml
 from gkd.config.overrides import flat
 from gkd.errors import ConfigError
-from gkd.observability.hardware import GB
 from gkd.observability.run_files import RunFiles
 from gkd.planning.colocation import all_memory
-from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
+from gkd.planning.layout import GB, Layout, cpu_hardware, gpu_hardware, models_of
 
 MAX_ROWS = 10_000
 """Steps in a chart; of more, every so many are taken, and all validations."""
