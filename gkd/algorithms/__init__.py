@@ -1,0 +1,1 @@
+"""From scored samples to training samples: advantages, and what each token counts."""

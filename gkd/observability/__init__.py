@@ -1,0 +1,1 @@
+"""What a run writes and shows: metrics, trackers, samples, progress, warnings, timeline, report."""

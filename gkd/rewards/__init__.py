@@ -1,0 +1,1 @@
+"""Rewards, one a file, and the processes that they run in."""

@@ -1,0 +1,1 @@
+"""The workers that sample, and the handing out of prompts to them."""

@@ -1,0 +1,65 @@
+"""The rooms of the project: what each may import, and how large a file may be (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import gkd
+
+PACKAGE = Path(gkd.__file__).parent
+LEVELS = (
+    ("errors", "version"),
+    ("config", "durable", "types"),
+    ("data", "modeling", "rewards"),
+    ("algorithms", "losses", "weights"),
+    ("inference",),
+    ("cluster",),
+    ("planning", "scoring"),
+    ("actor", "rollout"),
+    ("observability",),
+    ("evaluation",),
+    ("driver",),
+    ("cli",),
+)
+"""Rooms, each of which imports those of earlier levels and, within a level, none in a circle."""
+STARTS = (
+    "__init__", "__main__", "doctor", "evaluate", "export", "main", "monitor", "plan", "recipes", "report", "teacher",
+)  # fmt: skip
+"""What is typed or imported from outside."""
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """Yield every import within the project: the room that has it, and the room that it is of."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module == "gkd":
+                names = [f"gkd.{alias.name}" for alias in node.names]
+            for name in names:
+                if name.startswith("gkd.") and name.split(".")[1] != room_of(path):
+                    yield room_of(path), name.split(".")[1]
+
+
+def test_imports_run_one_way() -> None:
+    level = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+    up = {(room, other) for room, other in imports() if room not in STARTS and level[room] < level[other]}
+    assert not up
+
+
+def test_no_rooms_import_each_other() -> None:
+    arrows: dict[str, set[str]] = {}
+    for room, other in imports():
+        arrows.setdefault(room, set()).add(other)
+    TopologicalSorter(arrows).prepare()  # raises CycleError
+
+
+def test_files_have_at_most_400_lines() -> None:
+    assert [str(p) for p in PACKAGE.rglob("*.py") if len(p.read_text(encoding="utf-8").splitlines()) > 400] == []
