@@ -115,12 +115,14 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor gathered from all ranks, as ``dtype`` if it is of floats and that is given. A collective.
 
     The shards are cast first, and moved to where the ranks compute: those that live in the host's memory would go from
-    rank to rank by gloo.
+    rank to rank by gloo. What one rank has alone may be the parameter's own memory.
     """
     if not isinstance(tensor, DTensor):
         return tensor
     local, mesh = tensor.to_local(), tensor.device_mesh
     local = local.to(device=mesh.device_type, dtype=dtype if local.is_floating_point() else None)
+    if mesh.size() == 1:  # nothing is anywhere else
+        return local
     sharded: Tensor = DTensor.from_local(
         local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     ).full_tensor()

@@ -165,9 +165,14 @@ class ActorWorker:
         self.staging.set(kept.applied, kept.rows)
 
     @noted("send weights")
-    def send_weights(self, push: Push, destinations: Sequence[Destination]) -> None:
-        """Send the weights to the engines that this rank sends to, see :meth:`Publisher.send`. A collective."""
-        self._publisher.send(Delivery(push, destinations))
+    def send_weights(self, push: Push, destinations: Sequence[Destination]) -> dict[int, int]:
+        """Send the weights to the engines that this rank sends to, see :meth:`Publisher.send`. A collective.
+
+        Returns the versions that these serve then; engines that died or failed are not among them.
+        """
+        delivery = Delivery(push, destinations)
+        self._publisher.send(delivery)
+        return delivery.served
 
     def new_group(self) -> str:
         """Return the address of a new group for the weights. On rank 0."""

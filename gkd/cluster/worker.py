@@ -126,9 +126,9 @@ class Worker:
         return self._method(method)(*args, **kwargs)
 
     @ray.method(concurrency_group="weights")  # type: ignore[untyped-decorator]
-    def load_piece(self, *args: Any) -> None:
+    def load_piece(self, *args: Any) -> Any:
         """Call the object's ``load_piece``, which waits until a piece of new weights is loaded."""
-        self._method("load_piece")(*args)
+        return self._method("load_piece")(*args)
 
     @ray.method(concurrency_group="stream", num_returns="streaming")  # type: ignore[untyped-decorator]
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -105,8 +105,11 @@ class WeightSync:
             receiving = self._submit("receive", push, what=f"loading {about}")
             served = self._together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
             return dict(zip(self._engines, served, strict=True))
-        self._wait_for(sending, about)
-        return self._call_engines("receive", push, what=f"loading {about}")
+        known = self._wait_for(sending, about)
+        unheard = [engine for engine in self._engines if engine not in known]
+        if unheard:  # they say why
+            known |= self._call_engines("receive", push, what=f"loading {about}", engines=unheard)
+        return {engine: known[engine] for engine in self._engines if engine in known}
 
     def _destinations(self) -> list[list[Destination]]:
         """Return by rank of the actor which engines that are there receive its pieces."""
@@ -114,19 +117,20 @@ class WeightSync:
         for engine in self._engines:
             packing = self._transfer.packing(self.actor.group.reports, self._gpus[engine])
             for rank in (rank for rank, packs in enumerate(packing) if packs):
-                by_rank[rank].append(Destination(self.rollout.group.workers[engine], sum(packing)))
+                by_rank[rank].append(Destination(engine, self.rollout.group.workers[engine], sum(packing)))
         return by_rank
 
-    def _wait_for(self, sending: Pending, about: str) -> None:
+    def _wait_for(self, sending: Pending, about: str) -> dict[int, Any]:
         """Wait until all pieces are loaded, or their engines lost; those that hang at the deadline are.
 
-        The push then has its time again. Raises RunFailed where no engine hangs, but the actor does.
+        Returns the versions that engines serve, by engine, as far as the ranks know. The push has its time again where
+        an engine hung. Raises RunFailed where no engine hangs, but the actor does.
         """
         while True:
             (ranks,) = gather([sending], self._left(), keep_late=True)
             late = [rank for rank in ranks if isinstance(rank, WorkerHangs)]
             if not late:
-                return
+                return {engine: version for served in ranks for engine, version in served.items()}
             limit = self.config.weights.timeout_s
             hanging = {
                 engine: loaded + 1
@@ -153,12 +157,12 @@ class WeightSync:
         """Return the number, from 1, of the piece that the engines are at."""
         return max((arrived or 0 for arrived, _ in self._progress().values()), default=0)
 
-    def _call_engines(self, method: str, *args: Any, what: str) -> dict[int, Any]:
-        """Call ``method`` of the engines' workers; the results by engine, without those that died of it.
+    def _call_engines(self, method: str, *args: Any, what: str, engines: Sequence[int] | None = None) -> dict[int, Any]:
+        """Call ``method`` of the workers of ``engines``, None for all; the results by engine, without those that died.
 
         The push has the time again that was waited for an engine that was lost.
         """
-        began, engines = time.monotonic(), self._engines
+        began, engines = time.monotonic(), self._engines if engines is None else engines
         if not self._left():  # the time is over, and no engine hangs
             raise RunFailed(f"{what}: no time is left (weights.timeout_s={self.config.weights.timeout_s:g})")
         answers = self.rollout.call_engines(method, *args, timeout_s=self._left(), what=what, engines=engines)

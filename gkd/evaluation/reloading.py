@@ -39,7 +39,7 @@ def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weigh
 
     engines, limit = rollout.present, settings.timeout_s
     push = Push(version, version, limit)
-    delivery = Delivery(push, [Destination(rollout.group.workers[engine], 1) for engine in engines])
+    delivery = Delivery(push, [Destination(engine, rollout.group.workers[engine], 1) for engine in engines])
     Publisher(settings, torch.device("cpu"), weights.read).send(delivery)
     what = f"loading the weights of {weights.name}"
     served = rollout.call_engines("receive", push, timeout_s=limit, what=what, engines=engines)

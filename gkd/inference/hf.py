@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gkd.data.tokenizer import load_tokenizer
+from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.modeling.architecture import exact_attention
-from gkd.types import Sample, SampleRequest, Sampling
+from gkd.types import Float32, Int32, Sample, SampleRequest, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,9 +64,14 @@ class _Draw:
     def _sample(self, logprobs: Tensor) -> Tensor:
         import torch
 
+        # torch.multinomial's own way, to the same tokens: one call for all rows where it would be one of each.
         probabilities = logprobs.exp().cpu()
-        drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(probabilities, self.generators, strict=True)]
-        return torch.stack(drawn).to(logprobs.device)
+        if probabilities.sum().isnan():
+            raise RunFailed("the student gives a token no probability: its logits are not finite")
+        noise = torch.empty_like(probabilities)
+        for row, generator in zip(noise.unbind(), self.generators, strict=True):
+            row.exponential_(generator=generator)
+        return (probabilities / noise).argmax(-1, keepdim=True).to(logprobs.device)
 
 
 class _Stops:
@@ -166,26 +172,33 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
             eos_token_id=self.eos_ids or None,
             pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
         )
-        new = sequences[:, longest:]  # [B, T]
-        logprobs = torch.stack(draw.logprobs, 1)  # [B, T]
-        ends = {} if stops is None else stops.ends
-        return [(key, self._finish(r, new[row], logprobs[row], ends.get(row))) for row, (key, r) in enumerate(chosen)]
+        new = sequences[:, longest:].cpu().numpy().astype(np.int32)  # [B, T]
+        logprobs = torch.stack(draw.logprobs, 1).cpu().numpy()  # [B, T]
+        is_end = np.isin(new, self.eos_ids)
+        ends = np.where(is_end.any(1), is_end.argmax(1), -1).tolist()  # of each row; -1: none
+        stopped = {} if stops is None else stops.ends
+        return [
+            (key, self._finish(request, new[row], logprobs[row], ends[row], stopped.get(row)))
+            for row, (key, request) in enumerate(chosen)
+        ]
 
     def _count(self) -> None:
         self.forward_passes += 1
 
-    def _finish(self, request: SampleRequest, tokens: Tensor, logprobs: Tensor, stopped: int | None) -> Sample:
-        """Return what was generated up to the first end token; ``stopped``: tokens up to a text that ends it."""
-        import torch
+    def _finish(
+        self, request: SampleRequest, tokens: Int32, logprobs: Float32, end: int, stopped: int | None
+    ) -> Sample:
+        """Return what was generated up to the first end token, at ``end``, or -1 without one.
 
-        ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device)).nonzero()
-        length = min(int(ends[0]) + 1 if len(ends) else len(tokens), stopped or len(tokens))
+        ``stopped``: tokens up to a text that ends it.
+        """
+        length = min(end + 1 or len(tokens), stopped or len(tokens))
         return Sample.single_turn(
             request,
-            tokens[:length].cpu().numpy().astype(np.int32),
-            logprobs[:length].cpu().numpy().astype(np.float32),
+            tokens[:length],
+            logprobs[:length],
             self.version,
-            "stop" if stopped or len(ends) else "length",
+            "stop" if stopped or end >= 0 else "length",
         )
 
     def sleep(self) -> None:

@@ -70,15 +70,16 @@ class RolloutWorker:
         """
         self._between_steps(self._pause, f"become idle for weights version {version}")
 
-    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> None:
+    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> int:
         """Load the next piece of new weights once the engine computes nothing. Called by ranks of the actor.
 
-        Each of ``n_senders`` sends a part of it; returns when the whole is loaded. From the first piece to the last the
-        engine does not sample. Raises WorkerHangs past the deadline.
+        Each of ``n_senders`` sends a part of it; returns when the whole is loaded, the version that the engine serves
+        then. From the first piece to the last it does not sample. Raises WorkerHangs past the deadline.
         """
         self._arrivals_of(push).load(
             piece, n_senders, lambda whole: self._between_steps(lambda: self._receive(whole), f"load {whole}")
         )
+        return self.engine.version
 
     def receive(self, push: Push) -> int:
         """Wait until all pieces of a push are loaded; returns the version that the engine serves then."""

@@ -31,18 +31,25 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The ``worker`` of an engine, a handle of Ray's, and how many ranks of the actor send it a part of each piece."""
+    """The ``worker`` of engine ``engine``, a handle of Ray's, and how many ranks of the actor send it a part of each
+    piece.
+    """
 
+    engine: int
     worker: Any
     n_senders: int
 
 
 class Delivery:
-    """Sends pieces of one rank to ``destinations``. One that died or failed gets no more; the driver hears of it."""
+    """Sends pieces of one rank to ``destinations``. One that died or failed gets no more; the driver asks it why.
+
+    ``served``: the versions that engines serve, by engine, which have loaded the last piece.
+    """
 
     def __init__(self, push: Push, destinations: Sequence[Destination]) -> None:
         self.push = push
         self._destinations = list(destinations)
+        self.served: dict[int, int] = {}
         self._flying: deque[tuple[Piece, list[tuple[Destination, Any]]]] = deque()
 
     @property
@@ -64,7 +71,9 @@ class Delivery:
             piece, calls = self._flying[0]
             for to, call in calls:
                 try:
-                    ray.get(call, timeout=self.push.limit_s)
+                    served = ray.get(call, timeout=self.push.limit_s)
+                    if piece.last:
+                        self.served[to.engine] = served
                 except GetTimeoutError:
                     raise RunFailed(f"{piece} was not loaded within {self.push.limit_s:g} s") from None
                 except (RayError, RunFailed):  # the driver has it from the engine's own answer

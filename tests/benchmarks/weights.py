@@ -49,7 +49,7 @@ class Sender:
         self.publisher = Publisher(weights, self.device, lambda: iter(self.tensors.items()))
 
     def send(self, push: Push, receiver: Any) -> None:
-        self.publisher.send(Delivery(push, [Destination(receiver, 1)]))
+        self.publisher.send(Delivery(push, [Destination(0, receiver, 1)]))
 
     def new_group(self) -> str:
         return self.publisher.sender.new_group()
