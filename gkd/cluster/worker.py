@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import ray
 
+from gkd.cluster.allocator import allocate_by
 from gkd.cluster.assignment import DeviceReport
 from gkd.cluster.gpu import VISIBLE, devices_seen, smallest_memory
 from gkd.cluster.port import free_port
@@ -79,6 +80,7 @@ class Worker:
         """Set environment variables, e.g. OMP_NUM_THREADS, which Ray sets to 1. Before :meth:`build`."""
         self._require_unbuilt("set_environment")
         os.environ.update(variables)
+        allocate_by(variables)
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def set_visible_devices(self, devices: Sequence[str], on_several_nodes: bool) -> None:

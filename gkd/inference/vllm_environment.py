@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+from gkd.cluster import allocator
 from gkd.errors import ConfigError
 from gkd.inference.engine import Device
 
@@ -19,8 +20,9 @@ WEIGHTS = {".safetensors", ".bin"}
 def environment(device: Device, models: Iterable[str], cpu_threads: int | None = None) -> dict[str, str]:
     """Return variables to set before torch or vLLM is imported in a process whose engine runs on ``device``.
 
-    On a CPU it computes with :func:`compute_threads` of ``models`` and ``cpu_threads``. vLLM logs
-    errors only, unless ``VLLM_LOGGING_LEVEL`` already says otherwise.
+    On a CPU those are among them that :func:`gkd.cluster.allocator.allocate_by` is to be given, and it computes with
+    :func:`compute_threads` of ``models`` and ``cpu_threads``. vLLM logs errors only, unless ``VLLM_LOGGING_LEVEL``
+    already says otherwise.
     """
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; 38 s to start become 5
@@ -46,6 +48,8 @@ def environment(device: Device, models: Iterable[str], cpu_threads: int | None =
         "OMP_NUM_THREADS": str(compute_threads(models, cpu_threads)),
         # All that would be compiled in eager mode is the count behind a token's rank, in 5 to 18 s.
         "TORCHDYNAMO_DISABLE": "1",
+        # What the user has set, processes have read as they started.
+        **{name: str(size) for name, size in allocator.VARIABLES.items() if name not in os.environ},
     }
 
 

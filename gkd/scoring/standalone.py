@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gkd.cluster.allocator import allocate_by
 from gkd.cluster.port import why_taken
 from gkd.cluster.shutdown import ServerStop
 from gkd.config import Config, Teacher
@@ -74,7 +75,9 @@ def _engine_spec(config: Config, teacher: Teacher, directory: str, tokenizer: An
     model = ModelInfo.read(directory, "teacher.model.path", tokenizer)
     model = with_turn_end(model, template_end(tokenizer))
     device = installed_device()
-    os.environ.update(environment(device, [directory], config.cluster.cpu_threads))
+    variables = environment(device, [directory], config.cluster.cpu_threads)
+    os.environ.update(variables)
+    allocate_by(variables)
     return EngineSpec(directory, model, teacher, device, config.model.dtype_on(device))
 
 

@@ -1,0 +1,37 @@
+"""Memory that is freed and soon wanted again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ROUNDS, PIECES, PIECE_BYTES, PAGE_BYTES = 50, 8, 1 << 20, 4096
+FAULTS = f"""
+import resource, sys, torch
+from gkd.cluster.allocator import allocate_by
+from gkd.inference.vllm_environment import environment
+if sys.argv[1] == "kept":
+    allocate_by(environment("cpu", []))
+
+def work(rounds):
+    for _ in range(rounds):
+        pieces = [torch.ones({PIECE_BYTES}, dtype=torch.uint8) for _ in range({PIECES})]
+        del pieces
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+print(-work(2) + work({ROUNDS}))
+"""
+
+
+def faults(kind: str) -> int:
+    command = [sys.executable, "-c", FAULTS, kind]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_memory_that_is_kept_is_not_mapped_again() -> None:
+    mapped = ROUNDS * PIECES * PIECE_BYTES // PAGE_BYTES
+    assert faults("given back") > mapped / 2
+    assert faults("kept") < mapped / 20
