@@ -59,8 +59,17 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
     def add(self, key: int, request: SampleRequest) -> None:
         """Queue a request. Raises ValueError when it is longer than the model takes."""
-        from vllm import SamplingParams, TokensPrompt
         from vllm.exceptions import VLLMValidationError
+
+        try:
+            self._submit(str(key), request, self.version)
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from None
+        self._requests[str(key)] = request
+
+    def _submit(self, name: str, request: SampleRequest, version: int) -> None:
+        """Queue a request that begins under the weights of ``version``."""
+        from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling
@@ -82,13 +91,9 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         )
         prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())
         if self._salted:  # what weights of another version have cached is not this one's prefix
-            prompt["cache_salt"] = str(self.version)
-        try:
-            lora = None if self._adapter is None else self._adapter.request
-            self.engine.add_request(str(key), prompt, params, lora_request=lora)
-        except VLLMValidationError as error:
-            raise ValueError(str(error)) from None
-        self._requests[str(key)] = request
+            prompt["cache_salt"] = str(version)
+        lora = None if self._adapter is None else self._adapter.request
+        self.engine.add_request(name, prompt, params, lora_request=lora)
 
     def busy(self) -> bool:
         """Return whether requests are unfinished."""
@@ -127,8 +132,20 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
     def _resume(self, piece: Piece) -> None:
         if piece.last and self._paused:
+            if self._salted:
+                self._queue_again(piece.version)
             self.engine.wake_up(["scheduling"])
             self._paused = False
+
+    def _queue_again(self, version: int) -> None:
+        """Queue requests anew that have not begun: they would read what older weights have cached of their prompts."""
+        names = self.engine.output_processor.request_states
+        waiting = self.engine.engine_core.engine_core.scheduler.waiting
+        # Those that were preempted have begun, and go on with what they have.
+        not_begun = [names[its.request_id].external_req_id for its in waiting if its.status.name == "WAITING"]
+        self.engine.abort_request(not_begun)
+        for name in not_begun:
+            self._submit(name, self._requests[name], version)
 
     def sleep(self) -> None:
         """Move the weights to the host and forget the cache, while idle."""

@@ -7,8 +7,9 @@ reference and a reward model where one of these is among ``--groups`` (grpo). Ev
 ``--groups``, at a moment drawn at random; the run goes on after each and ends by itself. ``actor`` and ``ray`` (the
 control service of the run's own Ray) are those after which the program begins again from its newest checkpoint.
 Printed: samples trained against steps x batch x n, each once; the largest age of a sample against
-schedule.max_staleness; how long each worker was away; the exit code. Exit code 1 where one of them is not what it must
-be.
+schedule.max_staleness; how long each worker was away; from the kill of an engine until it samples again; the longest
+that a batch waited for its last score after a replica's death; the exit code. Exit code 1 where one of them is not what
+it must be.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,20 @@ SMALL = [
     "data.val_limit=16", f"trainer.batch_size={BATCH}", f"rollout.n={N}", f"trainer.n_logged_samples={BATCH * N}",
     "trainer.n_logged_tokens=0", "trainer.val_every=100000", "cluster.cpu_threads=1", "rollout.engine=hf",
     "rollout.n_gpus_per_node=2", "cluster.simulate_gpus=5", "cluster.worker_restarts=1000", "trainer.restarts=1000",
-    "trainer.save_every=10",
+    "trainer.save_every=10", "trainer.n_timeline_steps=100000",
 ]  # fmt: skip
 FATAL = ("actor", "ray")
 """What the run begins again without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill: of whom, when (``time.time``), and the newest step that was logged then."""
+
+    group: str
+    rank: int
+    time: float
+    step: int
 
 
 def recipe(groups: list[str], directory: Path) -> list[str]:
@@ -87,6 +100,33 @@ def away_s(events: list[dict[str, Any]]) -> list[float]:
     return away
 
 
+def samples_again_s(kills: Sequence[Kill], timeline: Path) -> list[float]:
+    """Seconds from each kill of an engine until its new process samples; without those killed again before."""
+    events = json.loads(timeline.read_text())["traceEvents"]
+    lanes = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    found = []
+    for kill in (kill for kill in kills if kill.group == "rollout"):
+        began = [
+            event["ts"] / 1e6
+            for event in events
+            if event["ph"] == "X" and event["name"] == "sample" and lanes[event["pid"]] == f"rollout {kill.rank}"
+        ]
+        again = min((at for at in began if at > kill.time), default=None)
+        later = [other.time for other in kills if (other.group, other.rank) == ("rollout", kill.rank)]
+        if again is not None and not any(kill.time < at < again for at in later):
+            found.append(again - kill.time)
+    return found
+
+
+def late_scores_s(kills: Sequence[Kill], metrics: Sequence[dict[str, Any]], staleness: int) -> list[float]:
+    """Seconds from a batch's last sample to its last score, of the batches that each kill of a replica may concern."""
+    found = []
+    for kill in (kill for kill in kills if kill.group == "teacher"):
+        concerned = range(kill.step + 1, kill.step + 4 + staleness)
+        found.append(max((row.get("timing_s/score", 0.0) for row in metrics if row["step"] in concerned), default=0.0))
+    return found
+
+
 def victims(run: subprocess.Popen[bytes], output: Path, groups: list[str]) -> dict[tuple[str, int], int]:
     """Process ids by group and rank, of the workers of ``groups`` whose process is there, and of Ray's service."""
     workers = json.loads((output / "placement.json").read_text())
@@ -122,11 +162,9 @@ def main() -> int:
                 run.wait(60)
 
 
-def kill(
-    run: subprocess.Popen[bytes], output: Path, options: argparse.Namespace, draw: random.Random
-) -> list[tuple[str, int]]:
-    """Kill a worker up to a second after each of some steps; returns whom."""
-    killed: list[tuple[str, int]] = []
+def kill(run: subprocess.Popen[bytes], output: Path, options: argparse.Namespace, draw: random.Random) -> list[Kill]:
+    """Kill a worker up to a second after each of some steps."""
+    killed: list[Kill] = []
     for step in sorted(draw.choices(range(1, options.steps - 5), k=options.kills)):
         while run.poll() is None and newest(output) < step:
             time.sleep(0.1)
@@ -136,9 +174,9 @@ def kill(
         if run.poll() is not None:
             break
         who, (before, _) = draw.choice(sorted(there)), begun(output)
+        killed.append(Kill(*who, time.time(), newest(output)))
         os.kill(there[who], signal.SIGKILL)
-        killed.append(who)
-        print(f"kill {len(killed):3} after step {newest(output):4}: {who[0]} rank {who[1]}", flush=True)
+        print(f"kill {len(killed):3} after step {killed[-1].step:4}: {who[0]} rank {who[1]}", flush=True)
         # One that loses so much before it has trained a step again ends, as it is to.
         while who[0] in FATAL and run.poll() is None:
             n, first = begun(output)
@@ -148,20 +186,29 @@ def kill(
     return killed
 
 
-def count(output: Path, options: argparse.Namespace, killed: list[tuple[str, int]], code: int) -> int:
+def seconds(found: Sequence[float]) -> str:
+    """Return them for a line of text."""
+    return ", ".join(f"{each:.1f}" for each in sorted(found)) + " s" if found else "never"
+
+
+def count(output: Path, options: argparse.Namespace, killed: list[Kill], code: int) -> int:
     """Print what came of it; returns the exit code."""
-    steps = [row["step"] for row in rows(output / "metrics.jsonl")]
+    metrics = rows(output / "metrics.jsonl")
+    steps = [row["step"] for row in metrics]
     trained = Counter((row["step"], row["prompt_id"], row["index"]) for row in rows(output / "samples.jsonl"))
     wanted, times = options.steps * BATCH * N, sum(trained.values())
-    stale = max(row.get("staleness/max", 0.0) for row in rows(output / "metrics.jsonl"))
+    stale = max(row.get("staleness/max", 0.0) for row in metrics)
     away = away_s(rows(output / "events.jsonl"))
-    print(
-        f"killed {len(killed)}: {dict(Counter(group for group, _ in killed))}, in {steps[-1]} of {options.steps} steps"
-    )
+    groups = dict(Counter(kill.group for kill in killed))
+    print(f"killed {len(killed)}: {groups}, in {steps[-1]} of {options.steps} steps")
     print(f"samples trained {times}, steps x batch x n {wanted}, more than once {times - len(trained)}")
     print(f"largest staleness {stale:g}, schedule.max_staleness={options.staleness}")
     print(f"the run began again {begun(output)[0] - 1} times")
     print(f"came back: {len(away)} times, after {min(away):.1f} to {max(away):.1f} s" if away else "came back: never")
+    again = samples_again_s(killed, output / "timeline.json")
+    print(f"from an engine's death until it samples again: {seconds(again)}")
+    waits = late_scores_s(killed, metrics, options.staleness)
+    print(f"the last score of a batch after a replica's death: {seconds(waits)} after its last sample")
     print(f"exit code {code}")
     right = (
         len(killed) == options.kills

@@ -7,9 +7,12 @@ takes lognormal times for its responses, a scorer and an actor that sleep. So th
     python tests/benchmarks/overlap.py [--steps 8] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
         [--in-flight] [--val-every 4]
 
-``--val-every`` validates, on as many prompts as a step has; the last column, seconds of the whole run, beside that of a
-run without says what that costs. ``--timelines DIR`` keeps each run's timeline.json there, for
-tests/benchmarks/draw_timeline.py.
+A step's longest stage is the longest, on average, of sampling a batch (by an engine that has nothing else: as measured
+at staleness 0 without streaming, in a run of its own where that is not among ``--staleness``), scoring it and learning
+from it. ``drain``: seconds a step that the actor waited for engines to finish before new weights; ``between``: what is
+left of a step without waiting, updating, draining and pushing. ``--val-every`` validates, on as many prompts as a step
+has; the last column, seconds of the whole run, beside that of a run without says what that costs. ``--timelines DIR``
+keeps each run's timeline.json there, for tests/benchmarks/draw_timeline.py.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ import argparse
 import heapq
 import itertools
 import json
+import queue
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +51,7 @@ from gkd.driver.saving import Checkpoints
 from gkd.driver.trainer import train
 from gkd.driver.validation import Validation
 from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.requests import Score
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
 from gkd.planning.simulated_run import Sampling, SimulatedRun, Step, Updating
@@ -54,11 +60,12 @@ from gkd.planning.simulation import long_run, simulate
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.group import RolloutGroup
-from gkd.types import Prompt, Sample, SampleRequest, Scoring, TrainingSample, seed_of
+from gkd.types import Prompt, Sample, SampleRequest, TrainingSample, seed_of
 from tests.weights.reports import reports
 
 SAMPLES, SLOTS, SIGMA, CHUNKS = 64, 32, 0.5, 8
 MEAN_TOKENS = 100
+WITHOUT_OVERLAP = 4  # steps that are measured for the longest stage alone
 
 
 @dataclass(frozen=True)
@@ -111,24 +118,39 @@ class SleepingEngine(InferenceEngine[SampleRequest, Sample]):
         return done
 
 
+class SleepingScorer:
+    """Has each sample scored after its time, one after the other."""
+
+    def __init__(self) -> None:
+        self.second_a_token, self.free = 0.0, 0.0
+        self.queue: queue.Queue[tuple[float, Future[Any]]] = queue.Queue()
+        threading.Thread(target=self.score, daemon=True).start()
+
+    def submit(self, score: Score) -> Future[Any]:
+        self.free = max(self.free, time.monotonic()) + len(score.token_ids) * self.second_a_token
+        scored = Future[Any]()
+        self.queue.put((self.free, scored))
+        return scored
+
+    def score(self) -> None:
+        while True:
+            at, scored = self.queue.get()
+            time.sleep(max(0.0, at - time.monotonic()))
+            scored.set_result(None)
+
+
 class Rollout(rollout_worker.RolloutWorker):
-    """The real worker, whose samples are scored one after the other."""
+    """The real worker, whose scorer and engine sleep."""
 
     def __init__(self, config: Config, rank: int) -> None:
         pipeline.load_tokenizer = lambda *_: None
         super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
-        deliver, self.second_a_token, self.free = self.pipeline.submit, 0.0, 0.0
-
-        def submit(sample: Sample) -> None:
-            sample = replace(sample, request=replace(sample.request, scoring=Scoring()))  # by nobody but this sleep
-            self.free = max(self.free, time.monotonic()) + len(sample.token_ids) * self.second_a_token
-            threading.Timer(self.free - time.monotonic(), deliver, [sample]).start()
-
-        self.pipeline.submit = submit  # type: ignore[method-assign]
+        self.scorer: Any = SleepingScorer()
+        self.pipeline._clients["teacher"] = self.scorer
 
     def impose(self, times: Times) -> None:
         self.engine.second_a_token = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
-        self.second_a_token = times.score / (SAMPLES * (MEAN_TOKENS + 1))
+        self.scorer.second_a_token = times.score / (SAMPLES * (MEAN_TOKENS + 1))
 
     def load(self, version: int) -> None:
         self._between_steps(lambda: None if self.config.schedule.in_flight else self._become_idle(), "load")
@@ -245,38 +267,67 @@ def main() -> None:
         }
     )
     actor = group_of("actor", "tests.benchmarks.overlap:Actor")
-    print(f"{'bound by':10} {'streaming':10} {'staleness':>10} {'s/step':>8} {'simulated':>10} {'ratio':>6}"
-          f" {'over its longest stage':>24} {'whole run':>10}")  # fmt: skip
-    generate = 0.0  # without overlap; where staleness 0 is left out not known
-    for bound, staleness, streaming in itertools.product(options.bound, options.staleness, (False, True)):
+    print(f"{'bound by':9} {'streaming':9} {'staleness':>9} {'s/step':>7} {'simulated':>9} {'ratio':>6} "
+          f"{'longest stage':>13} {'s/step over it':>14} {'drain':>6} {'between':>7} {'whole run':>9}")  # fmt: skip
+    for bound in options.bound:
         times = Times(*(options.scale * seconds for seconds in astuple(BOUND[bound])))
-        schedule = base.schedule.model_copy(
-            update={
-                "streaming": streaming,
-                "max_staleness": staleness,
-                "in_flight": options.in_flight and staleness > 0,
-            }
-        )
-        total = long_run(staleness) + options.steps + 1 + staleness
-        trainer = base.trainer.model_copy(update={"total_steps": total})
-        config = base.model_copy(update={"schedule": schedule, "trainer": trainer})
-        rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
-        name = f"{bound}_{'streaming' if streaming else 'whole'}_{staleness}.json"
-        kept = options.timelines / name if options.timelines else None
-        began = time.monotonic()
-        first, last = measured(config)
-        rows = run(rollout, actor, config, times, kept)[first:last]
-        whole = time.monotonic() - began
-        step = statistics.fmean(row["timing_s/step"] for row in rows)
-        if not streaming and not staleness:  # where nothing overlaps but scoring
-            generate = statistics.fmean(row["timing_s/generate"] for row in rows)
-        tokens = 1 + statistics.fmean(n for step in range(first + 1, last + 1) for n in lengths_of(config, step))
-        longest = max(generate, max(times.score, times.update) * tokens / (MEAN_TOKENS + 1))
-        expected = simulated(config, times, statistics.median(row["timing_s/sync"] for row in rows)).seconds
-        print(f"{bound:10} {streaming!s:10} {staleness:10} {step:8.2f} {expected:10.2f} {expected / step:6.3f} "
-              f"{step / longest:24.2f} {whole:10.1f}", flush=True)  # fmt: skip
-        ray.kill(rollout.workers[0])
+        generate: float | None = None
+        if 0 not in options.staleness:
+            alone = setting(base, 0, False, False, WITHOUT_OVERLAP)
+            generate = mean(measured_rows(actor, alone, times)[0], "generate")
+        for staleness, streaming in itertools.product(sorted(options.staleness), (False, True)):
+            config = setting(base, staleness, streaming, options.in_flight and staleness > 0, options.steps)
+            name = f"{bound}_{'streaming' if streaming else 'whole'}_{staleness}.json"
+            kept = options.timelines / name if options.timelines else None
+            rows, whole = measured_rows(actor, config, times, kept)
+            if not streaming and not staleness:  # where nothing overlaps but scoring
+                generate = mean(rows, "generate")
+            assert generate is not None, "staleness 0 without streaming comes first"
+            print_row(bound, config, times, rows, whole, generate)
     ray.shutdown()
+
+
+def setting(base: Config, staleness: int, streaming: bool, in_flight: bool, steps: int) -> Config:
+    """Return the configuration of a run in which so many steps are measured."""
+    schedule = {"streaming": streaming, "max_staleness": staleness, "in_flight": in_flight}
+    total = long_run(staleness) + steps + 1 + staleness
+    return base.model_copy(
+        update={
+            "schedule": base.schedule.model_copy(update=schedule),
+            "trainer": base.trainer.model_copy(update={"total_steps": total}),
+        }
+    )
+
+
+def measured_rows(
+    actor: Group, config: Config, times: Times, kept: Path | None = None
+) -> tuple[list[dict[str, float]], float]:
+    """Return the rows of the steps that are measured, and the seconds of the whole run."""
+    rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
+    began = time.monotonic()
+    first, last = measured(config)
+    rows = [row for row in run(rollout, actor, config, times, kept) if first < row["step"] <= last]
+    ray.kill(rollout.workers[0])
+    return rows, time.monotonic() - began
+
+
+def mean(rows: Sequence[dict[str, float]], name: str) -> float:
+    """Return the mean of timing_s/NAME."""
+    return statistics.fmean(row.get(f"timing_s/{name}", 0.0) for row in rows)
+
+
+def print_row(
+    bound: str, config: Config, times: Times, rows: Sequence[dict[str, float]], whole: float, generate: float
+) -> None:
+    """Print one line of the table."""
+    tokens = 1 + statistics.fmean(n for row in rows for n in lengths_of(config, int(row["step"])))
+    longest = max(generate, max(times.score, times.update) * tokens / (MEAN_TOKENS + 1))
+    step, drain = mean(rows, "step"), mean(rows, "drain")
+    between = step - drain - sum(mean(rows, name) for name in ("wait", "validation", "update", "sync"))
+    expected = simulated(config, times, statistics.median(row["timing_s/sync"] for row in rows)).seconds
+    print(f"{bound:9} {config.schedule.streaming!s:9} {config.schedule.max_staleness:9} {step:7.2f} {expected:9.2f} "
+          f"{expected / step:6.3f} {longest:13.2f} {step / longest:14.3f} {drain:6.2f} {between:7.3f} "
+          f"{whole:9.1f}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     engine.pause()  # as the first piece does after a call by itself
     assert not engine.step()
     load_in_pieces(engine, make(tied=False, seed=seed).state_dict().items(), version)
+    waiting = engine.engine.engine_core.engine_core.scheduler.waiting
+    not_begun = [request for request in waiting if request.status.name == "WAITING"]
+    assert len(not_begun) >= len(queued)
+    assert {request.cache_salt for request in not_begun} == {str(version) if engine._salted else None}
     found: dict[int, Sample] = {}
     while engine.busy():
         found |= dict(engine.step())
