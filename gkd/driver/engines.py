@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.cluster.engines import Engines
@@ -43,12 +43,19 @@ class RolloutEngines:
         return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)
 
     def again(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> StartAgain:
-        """Return how one that died is started again, and reaches the scorers that are there."""
+        """Return how one that died is started again, and reaches the scorers that are there. After the build.
+
+        On its GPU its cache has the size of before: what is free there, while others use it, says nothing.
+        """
+        limit = self.config.cluster.start_timeout_s
+        caches = self.engines.leaders.control("cache_bytes", timeout_s=limit, what="saying how large caches are")
 
         def start(engine: int) -> Group:
-            limit = self.config.cluster.start_timeout_s
             worker = self.engines.start_again(self.placement, engine)
-            built_of = (*self._arguments(engine, self.engines.leaders), None)
+            config, spec = self._arguments(engine, self.engines.leaders)
+            if worker.reports[0].gpu_uuids == self.engines.leaders.reports[engine].gpu_uuids:
+                spec = replace(spec, cache_bytes=caches[engine])
+            built_of = (config, spec, None)
             gather([worker.submit_build(WORKER, [built_of], environment=self._environment)], limit)
             absent = [expected.name for expected in scorers.absent()]
             reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}

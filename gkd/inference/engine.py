@@ -49,7 +49,8 @@ class EngineSpec:
     ``weights`` is the section of that name, None for an engine whose weights never change. ``span``: which part
     of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
     engine's own rule. ``keeps_cache``: requests that weights are changed under go on with what older ones cached.
-    ``lora``: pushes bring an adapter of this kind alone, None for whole weights.
+    ``lora``: pushes bring an adapter of this kind alone, None for whole weights. ``cache_bytes``: the size of the
+    cache on each GPU, where ``settings`` give none; None: what a share of the GPU leaves.
     """
 
     model_path: str
@@ -66,6 +67,7 @@ class EngineSpec:
     max_num_batched_tokens: int | None = None
     keeps_cache: bool = False
     lora: Lora | None = None
+    cache_bytes: int | None = None
 
     @staticmethod
     def for_rollout(
@@ -154,6 +156,10 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     def has_lost_process(self) -> bool:
         """Return whether a process of the engine's has died, which is then why it failed."""
         return False
+
+    def cache_bytes(self) -> int | None:
+        """Return the size that the engine measured for its cache, on each GPU; None where it measures nothing."""
+        return None
 
     def sleep(self) -> None:
         """Free the GPU's memory while idle."""

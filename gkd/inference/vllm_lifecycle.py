@@ -73,6 +73,8 @@ def engine_arguments(
         arguments["attention_backend"] = "CPU_MLA"
     if on_cpu or settings.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = settings.cpu_cache_gb * GIB
+    elif spec.cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = spec.cache_bytes
     return arguments
 
 
@@ -82,6 +84,17 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
 
     compile_apart(device)
     return LLM(**arguments)
+
+
+def cache_bytes(llm_engine: Any) -> int | None:
+    """Return the size of the cache on each GPU, as vLLM measured what was left for it; None where it did not."""
+    found = [size for size in llm_engine.collective_rpc(_measured_cache) if size is not None]
+    return min(found, default=None)
+
+
+def _measured_cache(worker: Any) -> int | None:
+    size = getattr(worker, "available_kv_cache_memory_bytes", None)
+    return None if size is None else int(size)
 
 
 class Follower:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.inference.vllm_lifecycle import Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
+from gkd.inference.vllm_lifecycle import (
+    Follower,
+    cache_bytes,
+    engine_arguments,
+    has_lost_process,
+    sleep,
+    start_llm,
+    wake,
+)
 from gkd.inference.vllm_logits import SetShape, Shape
 from gkd.types import Sample, SampleRequest, VersionSpan
 
@@ -146,6 +154,10 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         self.engine.abort_request(not_begun)
         for name in not_begun:
             self._submit(name, self._requests[name], version)
+
+    def cache_bytes(self) -> int | None:
+        """Return the size of the cache on each GPU, where vLLM measured it."""
+        return cache_bytes(self.engine)
 
     def sleep(self) -> None:
         """Move the weights to the host and forget the cache, while idle."""

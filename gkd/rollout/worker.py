@@ -36,6 +36,7 @@ class RolloutWorker:
     def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
         self.config, self.rank, self.device = config, spec.rank, spec.device
         self.engine: InferenceEngine[SampleRequest, Sample] = config.rollout.engine_class(replace(spec, span=span))
+        self._cache_bytes: int | None = self.engine.cache_bytes()
         self._receiver = _receiver(config.weights)
         self._eos_ids = spec.model.eos_ids
         self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank)
@@ -56,6 +57,10 @@ class RolloutWorker:
     def expect_scorer(self, scorer: str, name: str, within_s: float, address: str) -> None:
         """Wait for a server that is being started; as :meth:`gkd.rollout.pipeline.ScoringPipeline.expect_scorer`."""
         self.pipeline.expect_scorer(scorer, name, within_s, address)
+
+    def cache_bytes(self) -> int | None:
+        """Return the size that the engine measured for its cache when it started, see :class:`InferenceEngine`."""
+        return self._cache_bytes
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Hand over requests; their samples come out of :meth:`finished`.
