@@ -56,7 +56,7 @@ from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
 from gkd.planning.simulated_run import Sampling, SimulatedRun, Step, Updating
 from gkd.planning.simulated_run import Scoring as ScoringGroup
-from gkd.planning.simulation import long_run, simulate
+from gkd.planning.simulation import WARM_UP, simulate
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.group import RolloutGroup
@@ -238,13 +238,23 @@ def simulated(config: Config, times: Times, sync_s: float) -> Step:
 
 
 def measured(config: Config) -> tuple[int, int]:
-    """Return the steps after which measuring begins and ends: in the long run, while later ones are sampled ahead."""
-    return long_run(config.schedule.max_staleness), config.trainer.total_steps - 1 - config.schedule.max_staleness
+    """Return the steps after which measuring begins and ends: once settled, while later ones are sampled ahead."""
+    return settled(config.schedule.max_staleness), config.trainer.total_steps - 1 - config.schedule.max_staleness
+
+
+def settled(max_staleness: int) -> int:
+    """Return after how many steps the lead is used up that groups behind the engines have at first.
+
+    It is as many batches as may be ahead, at most: all of them are drained before the first update, and whatever keeps
+    engines or actor lets it grow again. Where drained engines take nearly as long as the slowest of these groups, a
+    step uses up a tenth of a batch.
+    """
+    return WARM_UP + 10 * max_staleness
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="that are measured, after those until the long run")
+    parser.add_argument("--steps", type=int, default=8, help="that are measured, once a run has settled")
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--scale", type=float, default=1.0, help="of all imposed times; the longer, the less messages")
@@ -290,7 +300,7 @@ def main() -> None:
 def setting(base: Config, staleness: int, streaming: bool, in_flight: bool, steps: int) -> Config:
     """Return the configuration of a run in which so many steps are measured."""
     schedule = {"streaming": streaming, "max_staleness": staleness, "in_flight": in_flight}
-    total = long_run(staleness) + steps + 1 + staleness
+    total = settled(staleness) + steps + 1 + staleness
     return base.model_copy(
         update={
             "schedule": base.schedule.model_copy(update=schedule),
