@@ -97,14 +97,14 @@ class Replica:
         """Greet or ping when it is time. False when the replica is to be put out."""
         if self._connected != self.address:
             return False
+        if self.welcome and not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            return False  # the connection is gone, as with the server's process
         if now < self._next_beat:
             return True
         self._missed = 0 if self._heard else self._missed + 1
         if self._missed >= MISSED_BEATS:
             return False
         sent = self.send(wire.encode(wire.Ping() if self.welcome else wire.Hello(wire.PROTOCOL)))
-        if not sent and self.welcome:
-            return False  # the connection is gone
         # While there is no connection nothing is missed; ZeroMQ keeps trying.
         self._heard = not sent
         self._next_beat = now + (self._heartbeat_s if sent else RETRY_S)

@@ -118,10 +118,18 @@ def samples_again_s(kills: Sequence[Kill], timeline: Path) -> list[float]:
     return found
 
 
-def late_scores_s(kills: Sequence[Kill], metrics: Sequence[dict[str, Any]], staleness: int) -> list[float]:
-    """Seconds from a batch's last sample to its last score, of the batches that each kill of a replica may concern."""
-    found = []
+def late_scores_s(kills: Sequence[Kill], output: Path, staleness: int) -> list[float]:
+    """Seconds from a batch's last sample to its last score, of the batches that a replica's death may concern.
+
+    Without deaths that left no other replica.
+    """
+    found, metrics = [], rows(output / "metrics.jsonl")
+    deaths = [event for event in rows(output / "events.jsonl") if event["kind"] == "death"]
     for kill in (kill for kill in kills if kill.group == "teacher"):
+        its = (death for death in deaths if death["text"].startswith(f"teacher rank {kill.rank} "))
+        death = next((death for death in its if death["time"] > kill.time), None)
+        if death is None or "others of teacher go on" not in death["text"]:
+            continue
         concerned = range(kill.step + 1, kill.step + 4 + staleness)
         found.append(max((row.get("timing_s/score", 0.0) for row in metrics if row["step"] in concerned), default=0.0))
     return found
@@ -207,8 +215,8 @@ def count(output: Path, options: argparse.Namespace, killed: list[Kill], code: i
     print(f"came back: {len(away)} times, after {min(away):.1f} to {max(away):.1f} s" if away else "came back: never")
     again = samples_again_s(killed, output / "timeline.json")
     print(f"from an engine's death until it samples again: {seconds(again)}")
-    waits = late_scores_s(killed, metrics, options.staleness)
-    print(f"the last score of a batch after a replica's death: {seconds(waits)} after its last sample")
+    waits = late_scores_s(killed, output, options.staleness)
+    print(f"with another replica there, the last score of a batch came {seconds(waits)} after its last sample")
     print(f"exit code {code}")
     right = (
         len(killed) == options.kills

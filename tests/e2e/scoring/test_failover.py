@@ -25,6 +25,17 @@ def test_what_a_lost_replica_had_goes_to_the_other(spawn: Spawn, serve: Serve, c
     assert client.counts["lost"] == 1 and client.counts["retried"] >= 1
 
 
+def test_a_replica_that_is_killed_is_missed_at_once(spawn: Spawn, serve: Serve, connect: Connect) -> None:
+    """Before any heartbeat is due."""
+    lost, other = spawn(delay_s=600.0), serve()
+    client = connect(lost.address, other.server.address, request_timeout_s=600.0, heartbeat_s=600.0)
+    client.connect(30)
+    futures = [client.submit(a_score(i)) for i in range(10)]
+    wait_for(lambda: all(future.done() for future in futures[1::2]))
+    lost.kill()
+    assert all_right(futures, 60.0)
+
+
 def test_a_server_that_comes_back_on_its_port_is_used_again(spawn: Spawn, connect: Connect) -> None:
     first = spawn(delay_s=0.2)
     client = connect(first.address, request_timeout_s=60.0)

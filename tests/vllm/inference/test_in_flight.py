@@ -94,3 +94,8 @@ def test_a_cache_that_vllm_does_not_reset_is_no_success(engine: Any) -> None:
         load_in_pieces(engine, make(tied=False, seed=3).state_dict().items(), 3)
     while engine.busy():
         engine.step()
+
+
+def test_on_a_cpu_nothing_is_measured_for_the_cache(engine: Any) -> None:
+    """On a GPU vLLM's worker has the attribute that is looked for."""
+    assert engine.cache_bytes() is None
