@@ -97,7 +97,7 @@ class Replica:
         """Greet or ping when it is time. False when the replica is to be put out."""
         if self._connected != self.address:
             return False
-        if self.welcome and not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+        if self.welcome and not self.socket.poll(0, zmq.POLLOUT):
             return False  # the connection is gone, as with the server's process
         if now < self._next_beat:
             return True
