@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, PrivateAttr, create_model, model_validator
@@ -13,13 +14,13 @@ from gkd.config.open import OpenSections
 from gkd.config.registry import Registry, absolute, short
 
 OWN_PARAMETERS = (
-    "data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions",
-    "data_sources", "solution_strs", "ground_truths", "extra_infos",
+    "data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions", "completion_ids",
+    "trainer_state", "log_extra", "log_metric", "data_sources", "solution_strs", "ground_truths", "extra_infos",
 )  # fmt: skip
 """What a plain function of verl's or TRL's kind is given; :mod:`gkd.rewards.adapters` says when."""
 
-GROUP_PARAMETERS = frozenset(("group", "completions", "solution_strs"))
-"""By one of these a reward takes all samples of a prompt together: gkd's, TRL's and verl's name."""
+GROUP_PARAMETERS = frozenset(("group", "completions", "completion_ids", "solution_strs"))
+"""By one of these a reward takes all samples of a prompt together: gkd's, TRL's and verl's names."""
 
 
 class _Rewards(Registry):
@@ -72,6 +73,9 @@ class Reward(OpenSections):
         description=f"any of {', '.join(REWARDS.names())}, or your own as package.module:name or FILE.py:name (TRL's "
         "reward_funcs, verl's custom_reward_function); the settings of each are in reward.NAME",
     )
+    of_sets: list[str] = Field(
+        [], description="filled in: rewards of evaluate.sets and data.val_sets, whose settings are in reward.NAME as well"
+    )
     weights: list[float] | None = Field(
         None, description="how much each function counts (TRL's reward_weights); null: 1 each"
     )
@@ -111,6 +115,16 @@ class Reward(OpenSections):
                 self._of_groups.append(name)
         return self
 
+    def chosen(self) -> list[str]:
+        """Return every function that has its settings here."""
+        return list(dict.fromkeys([*self.functions, *self.of_sets]))
+
+    def of_functions(self, functions: list[str]) -> dict[str, Any]:
+        """Return the section with other functions, and the settings of these alone."""
+        kept = {*type(self).model_fields, *REWARDS.names(), *map(short, functions)}
+        section = {name: value for name, value in self.model_dump().items() if name in kept}
+        return {**section, "functions": functions, "weights": None, "of_sets": []}
+
     def weight_of(self) -> dict[str, float]:
         """Return weight of every function."""
         return dict(zip(self.functions, self.weights or [1.0] * len(self.functions), strict=True))
@@ -143,6 +157,24 @@ class Reward(OpenSections):
     def scored_by(self, group: str | None) -> list[str]:
         """Return the functions that the group of workers ``group`` gives; None: those computed beside the engines."""
         return [name for name in self.functions if self._group_of[name] == group]
+
+
+def rewards_of_sets(tree: Mapping[str, Any]) -> list[str]:
+    """Return the rewards that sets of a composed tree name. Raises ConfigError for one that cannot be imported."""
+    found: list[str] = []
+    for section, key in (("evaluate", "sets"), ("data", "val_sets")):
+        for name, own in _section(_section(tree, section), key).items():
+            rewards = _section({name: own}, name).get("rewards")
+            for reward in map(str, rewards if isinstance(rewards, list) else []):
+                replace(REWARDS, setting=f"{section}.{key}.{name}.rewards").load(reward)
+                found.append(absolute(reward))
+    return list(dict.fromkeys(found))
+
+
+def _section(tree: Mapping[str, Any], name: Any) -> Mapping[str, Any]:
+    """Return a part of a tree; nothing where it is no section, which is refused when its settings are checked."""
+    part = tree.get(name)
+    return part if isinstance(part, Mapping) else {}
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:

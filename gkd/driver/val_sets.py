@@ -67,10 +67,16 @@ class ValSets:
         settings, n = questions.settings, questions.settings.samples
         length = sampling_of(self.config.rollout, settings).max_tokens
         jobs = _jobs(questions)
-        answers = [self._answer_of(sample) for sample in self.rollout.fetch(samples)]
+        fetched = self.rollout.fetch(samples)
+        answers = [self._answer_of(sample) for sample in fetched]
         rewards: list[dict[str, float]] = [{} for _ in answers]
         if (functions := reward_settings(self.config, questions)) is not None:
-            rewards = rate(functions, [RatedAnswer(q, a, length) for (q, _), a in zip(jobs, answers, strict=True)])
+            steps = self.config.trainer.total_steps
+            rated = [
+                RatedAnswer(q, answer, length, tuple(own.sample.sampled_ids.tolist()), sample.version, steps)
+                for (q, _), answer, own, sample in zip(jobs, answers, fetched, samples, strict=True)
+            ]
+            rewards = rate(functions, rated)
         sampled = [
             Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
             for own, given in zip(answers, rewards, strict=True)

@@ -42,12 +42,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Questions of the set ``name`` that fit, and how many were left out because they were too long."""
+    """Questions of the set ``name`` that fit, and how many were left out because they were too long.
+
+    ``section``: where its settings are, such as ``evaluate.sets.NAME``.
+    """
 
     name: str
     settings: EvalSet
     questions: Sequence[Question]
     n_too_long: int
+    section: str = ""
 
 
 def sampling_of(rollout: Rollout, settings: EvalSet) -> Sampling:
@@ -96,7 +100,7 @@ def load_questions(
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
         questions.append(Question(key, prompt, row.values, difficulty))
-    return Questions(name, settings, questions, loaded.n_too_long)
+    return Questions(name, settings, questions, loaded.n_too_long, f"{section}.{name}")
 
 
 def _data(name: str, settings: EvalSet, longest: int) -> Data:

@@ -16,11 +16,17 @@ from gkd.rewards.process import RewardError
 
 @dataclass(frozen=True, slots=True)
 class RatedAnswer:
-    """An answer to be rated: ``max_tokens`` is what it could have had."""
+    """An answer to be rated: ``max_tokens`` is what it could have had, ``token_ids`` what it is as TRL's rewards see it.
+
+    ``step`` and ``total_steps`` as of :class:`gkd.rewards.completion.Completion`.
+    """
 
     question: Question
     answered: Answered
     max_tokens: int
+    token_ids: tuple[int, ...] | None = None
+    step: int = 0
+    total_steps: int = 0
 
 
 def reward_settings(config: Config, questions: Questions) -> Reward | None:
@@ -31,18 +37,20 @@ def reward_settings(config: Config, questions: Questions) -> Reward | None:
     names = questions.settings.rewards
     if not names:
         return None
-    given = {**config.reward.model_dump(), "functions": names, "weights": None}
+    setting = f"{questions.section}.rewards"
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{setting} names one twice: {', '.join(names)}")
     try:
-        settings = Reward.model_validate(given)
+        settings = Reward.model_validate(config.reward.of_functions(names))
     except ValueError as error:
         text = str(error.errors()[0]["msg"]) if hasattr(error, "errors") else str(error)
-        raise ConfigError(f"{questions.name}: rewards={names}: {text.removeprefix('Value error, ')}") from None
+        raise ConfigError(f"{setting}: {text.removeprefix('Value error, ')}") from None
     if not questions.questions[0].prompt.answers and (needing := settings.needing_answers()):
         raise ConfigError(
-            f"{questions.name}: rewards: {needing[0]} needs reference answers, and there are none (answer_key)"
+            f"{setting}: {needing[0]} needs reference answers, and there are none ({questions.section}.answer_key)"
         )
     if len(settings.scored_by(None)) < len(names):
-        raise ConfigError(f"{questions.name}: rewards={names}: a reward model's reward is given in training alone")
+        raise ConfigError(f"{setting}: a reward model's reward is given in training alone")
     return settings
 
 
@@ -81,4 +89,7 @@ def _completion(own: RatedAnswer) -> Completion:
         other_answers=own.question.prompt.other_answers,
         columns=own.question.row,
         messages=own.question.prompt.messages,
+        token_ids=own.token_ids,
+        step=own.step,
+        total_steps=own.total_steps,
     )

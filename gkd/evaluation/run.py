@@ -197,7 +197,11 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
     answers = [log.answers[measurement.key(job, config.trainer.seed)] for job in jobs]
     rewards: list[dict[str, float]] = [{} for _ in jobs]
     if (functions := reward_settings(config, questions)) is not None:
-        rated = [RatedAnswer(job.question, own, sampling.max_tokens) for job, own in zip(jobs, answers, strict=True)]
+        steps = config.trainer.total_steps  # a model that is evaluated has them behind it
+        rated = [
+            RatedAnswer(job.question, own, sampling.max_tokens, _token_ids(measurement, own.text), steps, steps)
+            for job, own in zip(jobs, answers, strict=True)
+        ]
         rewards = rate(functions, rated)
     of_question: dict[str, list[Sampled]] = {question.key: [] for question in questions.questions}
     for job, own, given in zip(jobs, answers, rewards, strict=True):
@@ -228,6 +232,13 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         seconds=seconds,
         tokens_per_second=sum(own.n_tokens for own in answers) / seconds if seconds else None,
     )
+
+
+def _token_ids(measurement: Measurement, text: str) -> tuple[int, ...] | None:
+    """Return the tokens of an answer, of which the text is kept; None of a model whose tokenizer is not known."""
+    if isinstance(measurement.model, EndpointModel):
+        return None
+    return tuple(measurement.model.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _versions() -> dict[str, str]:

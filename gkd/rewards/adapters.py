@@ -9,7 +9,7 @@ Of all samples of a prompt together, giving a list of as many:
 
 - gkd: ``f(group)``, a list of completions.
 - verl, batched: ``compute_score(data_sources, solution_strs, ground_truths, extra_infos)``.
-- TRL: ``reward_func(prompts, completions, **columns)``.
+- TRL: ``reward_func(prompts, completions, completion_ids, trainer_state, **columns)``, any of these.
 
 Further parameters with defaults are settings, in ``reward.NAME`` (:mod:`gkd.config.rewards`). Any of them may be async.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gkd.config.rewards import REWARDS, Reward, parameters_of
@@ -27,6 +28,14 @@ from gkd.rewards.completion import Completion, Mark
 
 Arguments: TypeAlias = Callable[[Any], dict[str, Any]]
 """Of a completion or a group of them, what a function of another system is given for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What TRL's rewards read of ``transformers.TrainerState``: optimizer steps done, and those of the whole run."""
+
+    global_step: int
+    max_steps: int
 
 
 def resolve(name: str, settings: Reward) -> Mark:
@@ -47,7 +56,7 @@ def adapted(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
     ``settings`` are its further parameters.
     """
     names = parameters_of(reward)
-    if "completions" in names:
+    if "completions" in names or "completion_ids" in names:
         return _of(reward, settings, _trl_arguments, list)
     if "solution_strs" in names:
         return _of(reward, settings, _verl_arguments_of_group, lambda results: [_score(result) for result in results])
@@ -95,11 +104,19 @@ def _trl_arguments(group: Sequence[Completion]) -> dict[str, Any]:
     columns = {
         name: [completion.columns[name] for completion in group]
         for name in group[0].columns
-        if name not in ("prompt", "completion")
+        if name not in ("prompt", "completion", "completion_ids")
     }
     prompts = [c.prompt if c.messages is None else [dict(message) for message in c.messages] for c in group]
     responses = [c.response if c.messages is None else [{"role": "assistant", "content": c.response}] for c in group]
-    return {**columns, "prompts": prompts, "completions": responses}
+    given = {"prompts": prompts, "completions": responses, "log_extra": _dropped, "log_metric": _dropped}
+    if all(c.token_ids is not None for c in group):
+        given["completion_ids"] = [list(c.token_ids or ()) for c in group]
+    state = TrainerState(min(c.step for c in group), group[0].total_steps)
+    return {**columns, **given, "trainer_state": state}
+
+
+def _dropped(name: str, value: Any) -> None:
+    """Take what TRL would log of a reward: rewards are computed in processes that log nothing."""
 
 
 def _score(result: Any) -> float:

@@ -16,6 +16,8 @@ class Completion:
     ``prompt`` is what the data file held, ``answer`` its reference answer (None where it has none), ``other_answers``
     those that are as right; ``n_tokens`` of at most ``max_tokens`` count the end token; ``truncated``: the limit ended
     it; ``columns``: all of its row, where a reward looks at them; ``messages``: what went through the chat template.
+    ``token_ids``: what was sampled, the end token included; None where only a text came. ``step`` of ``total_steps``
+    optimizer steps had been done by the weights that sampled it.
     """
 
     prompt: str
@@ -27,6 +29,9 @@ class Completion:
     other_answers: tuple[str, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    step: int = 0
+    total_steps: int = 0
 
 
 Mark: TypeAlias = Callable[[Any], float | Sequence[float | None] | Awaitable[float | Sequence[float | None]]]

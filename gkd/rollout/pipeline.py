@@ -161,6 +161,9 @@ class ScoringPipeline:
             n_tokens=len(ids),
             max_tokens=sample.request.sampling.max_tokens,
             truncated=sample.finish_reason == "length",
+            token_ids=tuple(ids.tolist()),
+            step=min(span.version for span in sample.versions),
+            total_steps=self._config.trainer.total_steps,
         )
         pending.rewards |= self._rewards.submit(pending.completion)
 

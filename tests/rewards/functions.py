@@ -84,6 +84,15 @@ async def trl_later(prompts, completions):  # type: ignore[no-untyped-def]
     return [None if text == "none" else float(set(prompts) == {"2 + 2 ="}) for text in completions]
 
 
+def trl_of_ids(completion_ids, trainer_state, log_metric, log_extra=None, **kwargs):  # type: ignore[no-untyped-def]
+    """TRL's kind, of token ids and of how far the run is; shows what it does."""
+    log_metric("longest", max(map(len, completion_ids)))
+    if log_extra:
+        log_extra("level", kwargs["level"])
+    share = trainer_state.global_step / trainer_state.max_steps
+    return [len(ids) * share if isinstance(ids, list) else None for ids in completion_ids]
+
+
 def optional(completion: Completion, wanted: int = 4) -> float:
     return float(completion.columns["level"] == wanted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ def test_trl() -> None:
     assert value("trl", [judged("four", MESSAGES), judged("2 + 2", MESSAGES)]) == [7.0, 8.0]
     assert value("trl", [judged("four", MESSAGES)], bonus=0.5) == [7.5]
     assert asyncio.run(value("trl_later", [judged("four"), judged("none")])) == [1.0, None]
+
+
+def test_trl_of_token_ids_and_the_trainers_state() -> None:
+    """The first example of TRL's documentation has no other parameter; what it would log is dropped."""
+    group = [replace(judged(""), token_ids=ids, step=5, total_steps=10) for ids in ((7, 8, 9), (7,))]
+    assert value("trl_of_ids", group) == [1.5, 0.5]
+    settings = settings_of("trl_of_ids")
+    assert settings.of_groups() == [HERE + "trl_of_ids"] and "trl_of_ids" not in settings.model_dump()
+    with pytest.raises(TypeError, match="completion_ids"):  # of an endpoint's answer, which is a text alone
+        value("trl_of_ids", [judged("")])
 
 
 def test_verl_batched() -> None:

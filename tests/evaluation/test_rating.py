@@ -1,0 +1,64 @@
+"""Rewards of sets: whose settings they take, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.config import Config, load
+from gkd.errors import ConfigError
+from gkd.evaluation.questions import load_questions
+from gkd.evaluation.rating import reward_settings
+from tests.data.models import word_tokenizer
+
+HERE = "tests.rewards.functions:"
+
+
+def with_rewards(tmp_path: Path, rewards: list[str], answer_key: str | None = "answer", **reward: Any) -> Config:
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    own = {"files": [str(file)], "answer_key": answer_key, "rewards": rewards}
+    return load(
+        {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "data": {"val_sets": {"own": own}}, "reward": reward}
+    )
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    questions = load_questions("own", config.data.val_sets["own"], word_tokenizer(), 8, section="data.val_sets")
+    settings = reward_settings(config, questions)
+    assert settings is not None
+    return settings.model_dump()
+
+
+def test_a_reward_of_a_set_alone_has_its_settings_in_the_section_of_rewards(tmp_path: Path) -> None:
+    """Its defaults too; what training learns from is another matter, and its settings are not in the way."""
+    given = {"functions": [HERE + "ranked"], "ranked": {"best": 2.0}, "optional": {"wanted": 3}, "weights": [0.5]}
+    config = with_rewards(tmp_path, [HERE + "optional", HERE + "trl"], **given)
+    own = settings_of(config)
+    assert own["functions"] == [HERE + "optional", HERE + "trl"] and own["weights"] is None
+    assert (own["optional"], own["trl"], own.get("ranked")) == ({"wanted": 3}, {"bonus": 0.0}, None)
+    assert config.reward.functions == [HERE + "ranked"] and config.reward.model_dump()["ranked"] == {"best": 2.0}
+    assert load(config.model_dump()) == config  # as config.yaml has it
+
+
+@pytest.mark.parametrize(
+    ("rewards", "further", "message"),
+    [
+        (["nosuch"], {}, "data.val_sets.own.rewards=nosuch: no such choice"),
+        ([HERE + "nosuch"], {}, f"data.val_sets.own.rewards: {HERE}nosuch cannot be imported"),
+        (["format", "format"], {}, "data.val_sets.own.rewards names one twice"),
+        (["reward_model"], {}, "data.val_sets.own.rewards: a reward model's reward"),
+        (["accuracy"], {"answer_key": None}, "data.val_sets.own.rewards: accuracy needs reference answers"),
+        ([HERE + "optional"], {"optional": {"wnated": 3}}, "unknown setting reward.optional.wnated"),
+        (["judge"], {}, "reward.judge"),
+    ],
+)
+def test_a_wrong_reward_is_refused_by_the_setting_that_names_it(
+    rewards: list[str], further: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings_of(with_rewards(tmp_path, rewards, functions=["length"], **further))
+    assert message in str(refused.value) and "reward.functions" not in str(refused.value)
