@@ -2,7 +2,7 @@
 
 The runs go one after the other, each in a process and a directory of its own; at the end their validations are in one
 table, each run is compared with the first one as ``gkd compare`` does, and their curves are over each other in one
-report. All settings are checked before the first run begins.
+report. Before the first run begins all settings are checked, and that the models and the data of each run are there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.cli.compare import show as show_comparison
+from gkd.cli.train import require_no_run
 from gkd.config import Config, quoted, user_path
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import compare_all, read_all
@@ -31,6 +32,8 @@ from gkd.observability.run_files import RunFiles
 MAX_RUNS = 1_000
 MAX_COMPARED = 32
 """Runs that are compared with the first at the end."""
+INPUTS = {"model", "teacher", "reference", "reward_model", "data"}
+"""Sections that name models and data: runs with the same of these have the same files."""
 MAX_NAME = 200
 """Characters of a run's directory."""
 
@@ -44,7 +47,7 @@ class SweptRun:
 
 
 def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]) -> int:
-    """Do all runs; returns the exit code: 1 where one has failed, after the others were done.
+    """Do all runs; returns the exit code: 2 where one could not begin, else 1 where one has failed, after the others.
 
     ``configure`` composes and checks the configuration of one.
 
@@ -53,13 +56,29 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     runs = list(expand(overrides))
     configs = [configure(run.overrides) for run in runs]
     directory = _directory(configs[0])
+    for run, config in zip(runs, configs, strict=True):
+        require_no_run(directory / run.name, config.trainer.resume)
+    _require_files(configs)
     out = console()
     codes: list[int] = []
     for number, (run, config) in enumerate(zip(runs, configs, strict=True), 1):
         out.print(f"\nrun {number} of {len(runs)}: {run.name}", soft_wrap=True)
         codes.append(_run(run, config, directory))
     show(runs, codes, directory, out)
-    return 1 if any(codes) else 0
+    return 2 if 2 in codes else int(any(codes))
+
+
+def _require_files(configs: Sequence[Config]) -> None:
+    """Raise ConfigError where one of the runs would not find its models or data."""
+    from gkd.driver.inputs import require_files  # imports what a machine that submits jobs may lack
+    from gkd.observability.trackers.tracker import require_trackers
+
+    seen: set[str] = set()
+    for config in configs:
+        require_trackers(config)
+        if (inputs := config.model_dump_json(include=INPUTS)) not in seen:
+            require_files(config)
+        seen.add(inputs)
 
 
 def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:

@@ -176,16 +176,21 @@ def _output_dir(config: Config) -> Path:
     if not config.trainer.output_dir.strip():
         raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
     path = user_path(config.trainer.output_dir).absolute()
-    held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
     if config.trainer.resume and not path.is_dir():
         raise ConfigError(f"trainer.resume=true: there is no run in {path}")
-    if held and not config.trainer.resume:
-        raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
+    require_no_run(path, config.trainer.resume)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
     return path
+
+
+def require_no_run(path: Path, resume: bool) -> None:
+    """Raise ConfigError for the directory of a run, unless that is to go on."""
+    held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
+    if held and not resume:
+        raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
 
 
 def _require_writable(path: Path) -> None:

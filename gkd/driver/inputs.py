@@ -13,6 +13,7 @@ from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
+from gkd.data.reader import read_rows
 from gkd.data.task import require_teacher, task_of
 from gkd.data.tokenizer import (
     check_causal_lm,
@@ -238,6 +239,25 @@ def find_files(config: Config, say: Callable[[str], None]) -> tuple[str, dict[st
     for teacher in scorers.values():
         check_same_tokenizer(student, teacher)
     return student, scorers, config.data.train_files, config.data.val_files
+
+
+def require_files(config: Config) -> None:
+    """Raise ConfigError for a model or a file of data that a run of ``config`` would not find; a task makes its own.
+
+    Of files the first row is read: :func:`find_inputs` looks at all of them.
+    """
+    _require_known(config)
+    files = [file for own in config.data.val_sets.values() for file in own.files]
+    if not config.uses_task:
+        files += [*config.data.train_files, *config.data.val_files]
+    for file in files:
+        next(read_rows(file))
+    if not config.uses_task:
+        student = find_files(config, log.info)[0]
+        if config.asks_reference:
+            _reference(config, student)
+    if config.asks_reward_model and config.reward_model.model.path is not None:
+        check_reward_model(config.reward_model.model.path, "reward_model.model.path")
 
 
 def _require_answers(config: Config, train: PromptSet) -> None:

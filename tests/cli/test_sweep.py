@@ -20,6 +20,9 @@ from gkd.observability.page.run import wilson
 from tests.observability.runs import make_run
 
 
+OWN = ["+recipe=grpo", "model.path=/nowhere", "data.val_files=[a.jsonl]", "reward.functions=[length]"]
+
+
 def test_a_run_for_each_combination() -> None:
     runs = list(expand(["+recipe=grpo,gspo", "actor.lr=1e-5,1e-4", "data.train_files=['a,b']", "rollout.n=4"]))
     assert [run.name for run in runs] == [
@@ -38,15 +41,37 @@ def test_a_run_for_each_combination() -> None:
         (["+recipe=grpo", "actor.lr=1e-5,1e-4", "trainer.total_step=1"], "did you mean trainer.total_steps"),
         (["+recipe=grpo", "trainer.seed=range(0,2000)"], "2,000 runs are more than 1,000"),
         (["actor.lr=1,2", "a b=[1"], "cannot read the overrides"),
+        (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=."], "seed=0 already holds a run (metrics.jsonl)"),
+        ([*OWN, "data.train_files=[a.jsonl],[nowhere.jsonl]"], "data file nowhere.jsonl does not exist"),
+        ([*OWN, "data.train_files=[a.jsonl]", "model.path=.,/nowhere"], "model.path"),
+        (["+recipe=grpo", "trainer.seed=0,1", "data.val_sets.x.files=[gone.jsonl]"], "data file gone.jsonl does not"),
     ],
 )
 def test_a_sweep_of_which_one_run_cannot_begin_is_refused(
-    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    overrides: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("gkd.cluster.shutdown.exit_on_signals", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "trainer.seed=0").mkdir()
+    (tmp_path / "trainer.seed=0" / "metrics.jsonl").touch()
     assert main([*overrides[:1], "-m", *overrides[1:]]) == 2  # and no process was started, which would fail here
     (line,) = capfd.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(("codes", "code"), [([0, 0], 0), ([1, 0], 1), ([1, 2], 2), ([0, 143], 1)])
+def test_the_worst_of_the_runs_says_how_a_sweep_ended(
+    codes: list[int], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(codes)
+    monkeypatch.setattr(sweep, "_run", lambda run, config, directory: next(left))
+    monkeypatch.setattr(sweep, "show", lambda *arguments: None)
+    assert sweep.sweep(["+recipe=grpo", "actor.lr=0.1,0.2", f"trainer.output_dir={tmp_path}"], configure) == code
 
 
 def test_an_interrupted_sweep_goes_on_with_the_runs_that_there_are(
