@@ -10,6 +10,7 @@ ends or Ctrl-C; elsewhere, and with --once, it prints once.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,10 +46,12 @@ def main(arguments: Sequence[str]) -> int:
 
     run = None if options.run is None else RunFiles(options.run)
     out = console()
-    every = options.every or (LIVE_EVERY_S if out.is_terminal and run is not None else None)
-    if options.once or every is None or (run is not None and run.finished):
+    # Colours may be forced upon a file, and a terminal need not be able to rewrite lines.
+    rewrites = out.is_interactive and sys.stdout.isatty()
+    every = options.every or (LIVE_EVERY_S if rewrites and run is not None else None)
+    if options.once or every is None or (run is not None and run.ended):
         out.print(view(run))
-    elif out.is_terminal:
+    elif rewrites:
         _follow(run, every, out)
     else:
         _print_again(run, every, out)
@@ -60,7 +63,7 @@ def _follow(run: RunFiles | None, every: float, out: Console) -> None:
 
     # On a screen of its own, so that a view which is higher than the window leaves no copies of itself behind.
     with Live(view(run), console=out, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
-        while run is None or not run.finished:
+        while run is None or not run.ended:
             time.sleep(every)
             live.update(view(run), refresh=True)
     out.print(view(run))
@@ -68,11 +71,13 @@ def _follow(run: RunFiles | None, every: float, out: Console) -> None:
 
 def _print_again(run: RunFiles | None, every: float, out: Console) -> None:
     """Print the whole view again and again, where lines cannot be rewritten."""
-    out.print(view(run))
-    while run is None or not run.finished:
-        time.sleep(every)
-        out.print()
+    ended = False
+    while not ended:
+        ended = run is not None and run.ended  # before the view, so that the last one is of the end
         out.print(view(run))
+        if not ended:
+            time.sleep(every)
+            out.print()
 
 
 def view(run: RunFiles | None) -> RenderableType:
@@ -148,6 +153,8 @@ def progress_line(run: RunFiles) -> str:
 
     if run.finished:
         return f"{run.path}: finished, {run.step} steps"
+    if (failure := run.failure) is not None:
+        return f"{run.path}: step {run.step}/{run.total_steps}  {failure}"
     parts = [f"{run.path}: step {run.step}/{run.total_steps}"]
     if "timing_s/step" in run.last:
         parts.append(f"{run.last['timing_s/step']:.2f} s/step")

@@ -74,7 +74,8 @@ class Reward(OpenSections):
         "reward_funcs, verl's custom_reward_function); the settings of each are in reward.NAME",
     )
     of_sets: list[str] = Field(
-        [], description="filled in: rewards of evaluate.sets and data.val_sets, whose settings are in reward.NAME as well"
+        [],
+        description="filled in: rewards of evaluate.sets and data.val_sets, whose settings are in reward.NAME as well",
     )
     weights: list[float] | None = Field(
         None, description="how much each function counts (TRL's reward_weights); null: 1 each"

@@ -16,9 +16,9 @@ from gkd.rewards.process import RewardError
 
 @dataclass(frozen=True, slots=True)
 class RatedAnswer:
-    """An answer to be rated: ``max_tokens`` is what it could have had, ``token_ids`` what it is as TRL's rewards see it.
+    """An answer to be rated: ``max_tokens`` is what it could have had.
 
-    ``step`` and ``total_steps`` as of :class:`gkd.rewards.completion.Completion`.
+    ``token_ids``, ``step`` and ``total_steps`` as of :class:`gkd.rewards.completion.Completion`.
     """
 
     question: Question

@@ -67,7 +67,7 @@ class Progress:
 
     def __init__(self, out: Console, total_steps: int) -> None:
         self.out, self.total = out, total_steps
-        self._status: Status | None = out.status("") if out.is_terminal else None
+        self._status: Status | None = out.status("") if out.is_interactive else None
         self._first: tuple[int, float] | None = None  # the first step logged, and when
         self._every = LINE_EVERY_S if self._status is None else STAYS_EVERY_S
         self._printed = -math.inf

@@ -59,14 +59,16 @@ def steps_done(output_dir: Path) -> int | None:
 
 
 def show(summary: Summary, output_dir: Path, page: Path | None, following: str, out: Console) -> None:
-    """Print before, after and teacher side by side, where the run and its ``page`` are, and the command to try next."""
+    """Print figures before and after, and a teacher's, where the run and its ``page`` are, and the next command."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for heading in ("before", "after", "teacher"):
+    columns = {"before": summary.before, "after": summary.after}
+    if summary.teacher:
+        columns["teacher"] = summary.teacher
+    for heading in columns:
         table.add_column(heading, justify="right")
-    for name in dict.fromkeys([*summary.before, *summary.after, *summary.teacher]):
-        cells = (f"{v[name]:.4f}" if name in v else "" for v in (summary.before, summary.after, summary.teacher))
-        table.add_row(name, *cells)
+    for name in dict.fromkeys(name for values in columns.values() for name in values):
+        table.add_row(name, *(f"{values[name]:.4f}" if name in values else "" for values in columns.values()))
     out.print()
     out.print(table)
     out.print(f"\n{summary.steps} steps in {summary.wall_s:.0f} s; the run is in {output_dir}")

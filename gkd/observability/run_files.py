@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from gkd.cluster.queues import EngineQueue, Queues
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError, one_line
+
+AGAIN_S = 60.0
+"""Time after which a run that failed has not begun again by itself (trainer.restarts)."""
 
 
 class RunFiles:
@@ -29,6 +33,19 @@ class RunFiles:
     def finished(self) -> bool:
         """Return whether the run has come to its end."""
         return (self.path / "summary.json").exists()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the run has finished, or has failed and has had time to begin again by itself."""
+        return self.finished or (self.failure is not None and time.time() - self.events[-1]["time"] > AGAIN_S)
+
+    @property
+    def failure(self) -> str | None:
+        """Return how the run failed; None of one that goes on, has finished, or was killed before it could say it."""
+        events = self.events
+        if self.finished or not events or events[-1]["kind"] != "end" or not events[-1].get("failed", False):
+            return None
+        return str(events[-1]["text"])
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -143,6 +143,19 @@ def test_a_run_that_has_just_begun_has_nothing_more(run: RunFiles, capfd: pytest
     assert "step 0/10" in text_of(run, capfd)
 
 
+def test_a_run_that_failed_is_not_waited_for(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once it has had time to begin again by itself."""
+    end = {"time": time.time() - 30, "kind": "end", "text": "WorkerDied: rollout 0 after 9 s", "failed": True}
+    (run.path / "events.jsonl").write_text(json.dumps(end) + "\n")
+    assert not run.ended
+    (run.path / "events.jsonl").write_text(json.dumps(end | {"time": time.time() - 90}) + "\n")
+    assert run.ended
+    assert "step 1/10  WorkerDied: rollout 0" in text_of(run, capfd, "--every", "600")
+    with (run.path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), "kind": "resume", "text": "from step 1"}) + "\n")
+    assert not run.ended
+
+
 @pytest.mark.parametrize("n", [1, 7, 40, 1000])
 def test_a_curve_goes_from_the_lowest_to_the_highest(n: int) -> None:
     curve = sparkline([float(i) for i in range(n)])

@@ -19,7 +19,6 @@ from gkd.driver.final_scores import write_scores
 from gkd.observability.page.run import wilson
 from tests.observability.runs import make_run
 
-
 OWN = ["+recipe=grpo", "model.path=/nowhere", "data.val_files=[a.jsonl]", "reward.functions=[length]"]
 
 
@@ -42,9 +41,9 @@ def test_a_run_for_each_combination() -> None:
         (["+recipe=grpo", "trainer.seed=range(0,2000)"], "2,000 runs are more than 1,000"),
         (["actor.lr=1,2", "a b=[1"], "cannot read the overrides"),
         (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=."], "seed=0 already holds a run (metrics.jsonl)"),
-        ([*OWN, "data.train_files=[a.jsonl],[nowhere.jsonl]"], "data file nowhere.jsonl does not exist"),
+        ([*OWN, "data.train_files=[nowhere.jsonl],[a.jsonl]"], "data file nowhere.jsonl does not exist"),
         ([*OWN, "data.train_files=[a.jsonl]", "model.path=.,/nowhere"], "model.path"),
-        (["+recipe=grpo", "trainer.seed=0,1", "data.val_sets.x.files=[gone.jsonl]"], "data file gone.jsonl does not"),
+        (["+recipe=grpo", "data.val_sets.x.files=[a.jsonl],[gone.jsonl]"], "data file gone.jsonl does not"),
     ],
 )
 def test_a_sweep_of_which_one_run_cannot_begin_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -10,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gkd.cli.report import main
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.observability.page import samples as chosen
-from gkd.observability.page.run import differences, spans, thinned, wilson
+from gkd.observability.page.run import differences, intervals, spans, thinned, wilson
 from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.page.write import at_the_end, page
+from gkd.observability.report import Summary, show
 from gkd.observability.run_files import RunFiles
 from tests.observability.runs import NASTY, lines, make_run, row, sample
 
@@ -57,7 +60,7 @@ def test_many_steps_are_thinned_evenly_with_all_validations() -> None:
     kept = [row["step"] for row in thinned(rows)]
     assert len(kept) < 10_000 and kept[0] == 0 and kept[-1] == 24_999
     assert set(range(0, 25_000, 1001)) <= set(kept)
-    assert thinned(rows[:9_000]) == rows[:9_000]
+    assert thinned(rows[:10_001]) == rows[:10_001]  # step 0 and 10,000 more
 
 
 def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +156,21 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_wilson_at_the_ends() -> None:
     assert wilson(0.0, 10)[0] == pytest.approx(0.0)
     assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+
+
+def test_intervals_of_sets_are_of_their_standard_errors() -> None:
+    values = {"val/accuracy": 0.45, "val/hard/accuracy": 0.5, "val/hard/stderr": 0.1, "val/one/accuracy": 1.0}
+    found = intervals({"n_val": 100, "before": {}, "after": values, "teacher": {}})
+    assert set(found) == {"val/accuracy", "val/hard/accuracy"}  # one question alone has no standard error
+    assert found["val/hard/accuracy"]["after"] == pytest.approx((0.304, 0.696), abs=1e-3)
+    assert set(intervals({"before": {}, "after": values})) == {"val/hard/accuracy"}
+
+
+@pytest.mark.parametrize("teacher", [{}, {"val/accuracy": 1.0}])
+def test_the_table_at_the_end_has_a_column_for_a_teacher_where_there_is_one(teacher: dict[str, float]) -> None:
+    file = io.StringIO()
+    summary = Summary({"val/accuracy": 0.25}, {"val/accuracy": 0.5}, teacher, 3, 4.0)
+    show(summary, Path("run"), None, "gkd evaluate run", Console(file=file, width=100))
+    head, row = (line.split() for line in file.getvalue().splitlines()[1:3])
+    assert head == ["before", "after", *["teacher"] * len(teacher)]
+    assert row == ["val/accuracy", "0.2500", "0.5000", *["1.0000"] * len(teacher)]

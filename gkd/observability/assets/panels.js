@@ -30,7 +30,7 @@ const Panels = (() => {
     ['time', 'waits, share of a step', /^perf\/waits/],
     ['time', null, /^perf\//],
   ];
-  const SKIPPED = /^(memory|timing_s)\/|^(epoch)$/; // drawn by panels of their own
+  const SKIPPED = /^(memory|timing_s)\/|^(epoch)$|^val\/.+\/stderr$/; // drawn by panels of their own, or as bands
   const STAGES = ['generate', 'score', 'reward', 'update', 'sync'];
 
   const names = runs => [...new Set(runs.flatMap(run => Object.keys(run.metrics)))];
@@ -44,13 +44,18 @@ const Panels = (() => {
     }];
   }));
 
-  // Ends of the 95 % interval (Wilson) of shares of n answers.
+  // Ends of the 95 % interval: Wilson's of val/accuracy, a share of n answers; of a set's that of its standard error.
   const interval = (run, metric) => {
-    const n = run.n_val, values = run.metrics[metric], z2 = 1.959964 ** 2;
-    const end = sign => values.map(p => p === null ? null
-      : (p + z2 / (2 * n) + sign * Math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n)))) / (1 + z2 / n));
+    const n = run.n_val, values = run.metrics[metric], z = 1.959964, z2 = z ** 2;
+    const errors = run.metrics[metric.replace(/accuracy$/, 'stderr')];
+    const wilson = (p, sign) => (p + z2 / (2 * n) + sign * Math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n)))) / (1 + z2 / n);
+    const end = sign => values.map((p, i) => p === null || (errors && errors[i] === null) ? null
+      : errors ? p + sign * z * errors[i] : wilson(p, sign));
     return [1, -1].map(sign => ({ label: '', metric: null, steps: run.steps, values: end(sign), colour: 0, dash: 0, edge: true }));
   };
+
+  const hasInterval = (run, metric) => metric === 'val/accuracy' ? run.n_val > 0
+    : /^val\/.+\/accuracy$/.test(metric) && metric.replace(/accuracy$/, 'stderr') in run.metrics;
 
   const KINDS = { warning: 'warn', death: 'bad', restart: 'bad' };
   const marks = (runs, metrics) => runs.flatMap(run => run.events
@@ -65,7 +70,7 @@ const Panels = (() => {
       const groups = title === null ? found.map(name => [name, [name]]) : found.length ? [[title, found]] : [];
       for (const [heading, metrics] of groups) {
         const drawn = lines(runs, metrics);
-        if (heading === 'val/accuracy' && runs.length === 1 && runs[0].n_val) drawn.push(...interval(runs[0], heading));
+        if (runs.length === 1 && hasInterval(runs[0], heading)) drawn.push(...interval(runs[0], heading));
         Charts.draw(places[panel], heading, drawn, marks(runs, panel === 'health' ? null : metrics));
       }
     }

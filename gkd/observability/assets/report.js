@@ -16,21 +16,23 @@ const share = value => value === undefined || value === null ? '' : figure(value
 const outcome = run => {
   const summary = run.summary;
   if (!summary) return null;
-  const names = [...new Set(['before', 'after', 'teacher'].flatMap(when => Object.keys(summary[when] || {})))];
+  const names = [...new Set(['before', 'after', 'teacher'].flatMap(when => Object.keys(summary[when] || {})))]
+    .filter(name => !/^val\/.+\/stderr$/.test(name)); // they are in the intervals
+  const hasTeacher = Object.keys(summary.teacher || {}).length > 0;
   if (!names.length) return null;
   const cell = (values, name) => {
     const value = (values || {})[name], range = (run.intervals[name] || {})[values === summary.before ? 'before' : values === summary.after ? 'after' : 'teacher'];
-    return el('td', { class: 'n', title: range ? '95 % interval, Wilson' : null }, share(value),
+    return el('td', { class: 'n', title: range ? `95 % interval, ${name === 'val/accuracy' ? 'Wilson' : 'over questions'}` : null }, share(value),
       range && value !== undefined ? el('span', { class: 'muted' }, ` [${range.map(figure).join(', ')}]`) : null);
   };
   return el('div', { class: 'scroll' }, el('table', { class: 'outcome' },
-    el('tr', {}, ...['', 'before', 'after', 'change', 'teacher'].map((name, i) => el('th', { class: i ? 'n' : null }, name))),
+    el('tr', {}, ...['', 'before', 'after', 'change', ...(hasTeacher ? ['teacher'] : [])].map((name, i) => el('th', { class: i ? 'n' : null }, name))),
     ...names.map(name => {
       const [before, after] = [summary.before[name], summary.after[name]];
       const change = before === undefined || after === undefined ? null : after - before;
       return el('tr', {}, el('td', { class: 'mono' }, name), cell(summary.before, name), cell(summary.after, name),
         el('td', { class: 'n' }, change === null ? '' : `${change > 0 ? '+' : ''}${figure(change)}`),
-        cell(summary.teacher, name));
+        hasTeacher ? cell(summary.teacher, name) : null);
     })));
 };
 

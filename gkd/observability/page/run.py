@@ -22,6 +22,7 @@ MAX_ROWS = 10_000
 """Steps in a chart; of more, every so many are taken, and all validations."""
 MAX_SPANS = 5_000
 DIGITS = 7
+Z_95 = 1.959964
 PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb")
 """Settings that a run decides where they are null."""
 OF_THE_RUN = ("trainer.output_dir", "trainer.resume", "trainer.run_name", "trainer.run_group", "data.cache_dir")
@@ -30,7 +31,8 @@ OF_THE_RUN = ("trainer.output_dir", "trainer.resume", "trainer.run_name", "train
 
 def describe(files: RunFiles) -> dict[str, Any]:
     """Return everything but the samples. Raises ConfigError for a file that cannot be read."""
-    tree, rows = read_yaml(files.path / "config.yaml"), thinned(files.rows)
+    tree, all_rows = read_yaml(files.path / "config.yaml"), files.rows
+    rows = thinned(all_rows)
     config, summary = _config(tree), files.summary()
     return {
         "name": files.path.absolute().name,
@@ -39,6 +41,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "version": _version(files.path / "config.yaml"),
         "total_steps": files.total_steps,
         "steps": [row["step"] for row in rows],
+        "thinned": len(rows) < len(all_rows),
         "metrics": columns(rows),
         "events": files.events,
         "summary": summary,
@@ -55,9 +58,9 @@ def describe(files: RunFiles) -> dict[str, Any]:
 
 
 def thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return at most :data:`MAX_ROWS` of the rows, evenly, and all with a validation."""
-    every = -(-len(rows) // MAX_ROWS) or 1
-    last = len(rows) - 1
+    """Return the rows of at most :data:`MAX_ROWS` steps, evenly, and all with a validation."""
+    last = len(rows) - 1  # the first is of step 0
+    every = -(-last // MAX_ROWS) or 1
     return [
         row
         for number, row in enumerate(rows)
@@ -76,18 +79,25 @@ def _short(value: Any) -> float | None:
 
 
 def intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return 95 % intervals of accuracies before, after and of the teacher, where the number of questions is known."""
+    """Return 95 % intervals of accuracies before, after and of the teacher: Wilson's of ``val/accuracy``.
+
+    Those of ``val/NAME/accuracy`` are of its standard error, as an answer of a set may be a mean over samples.
+    """
     n, bounds = int(summary.get("n_val", 0)), dict[str, dict[str, tuple[float, float]]]()
-    for when in ("before", "after", "teacher") if n else ():
-        for name, value in summary.get(when, {}).items():
-            if name == "val/accuracy" and 0 <= value <= 1:
+    for when in ("before", "after", "teacher"):
+        values = summary.get(when, {})
+        for name, value in values.items():
+            stderr = values.get(f"{name.removesuffix('accuracy')}stderr") if name.endswith("/accuracy") else None
+            if name == "val/accuracy" and n and 0 <= value <= 1:
                 bounds.setdefault(name, {})[when] = wilson(value, n)
+            elif stderr is not None:
+                bounds.setdefault(name, {})[when] = (value - Z_95 * stderr, value + Z_95 * stderr)
     return bounds
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
     """Return the 95 % interval of a share of ``n`` answers (Wilson 1927, equation 3)."""
-    z = 1.959964
+    z = Z_95
     middle, width = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
 

@@ -39,7 +39,7 @@ def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
         samples = read_samples(files.path / "samples.jsonl", texts, len(runs))
         described.append(describe(files) | {"samples": samples})
     _name_apart(described)
-    notes = [f"steps are thinned to {MAX_ROWS:,}"] if any(len(run["steps"]) >= MAX_ROWS for run in described) else []
+    notes = [f"steps are thinned to {MAX_ROWS:,}"] if any(run["thinned"] for run in described) else []
     data = {"written": time.time(), "notes": notes, "texts": texts.all(), "runs": described}
     parts = {
         "REFRESH": "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s:g}">',

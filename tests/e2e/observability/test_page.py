@@ -13,26 +13,41 @@ from typing import Any
 
 import pytest
 
+from gkd.config import load
 from gkd.observability.page.write import write_page
 from gkd.observability.run_files import RunFiles
-from tests.observability.runs import NASTY, make_run, row, sample
+from gkd.planning.colocation import all_memory
+from gkd.planning.layout import Layout, cpu_hardware, models_of
+from tests.observability.runs import NASTY, lines, make_run, row, sample
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
 
 PROBE = """<script>addEventListener('load', () => setTimeout(() => {
   const box = document.querySelector('.tokens span[data-gap]');
-  box.focus();
+  if (box) box.focus();
+  const column = name => {
+    const heads = [...document.querySelectorAll('.samples th')];
+    const at = heads.findIndex(head => head.textContent === name);
+    if (at < 0) return [];
+    heads[at].querySelector('button').click();
+    return [...document.querySelectorAll('.samples tbody > tr')]
+      .filter(row => row.childElementCount === heads.length).map(row => row.children[at].textContent);
+  };
+  const tip = (document.querySelector('.tip') || document.body).innerText, text = document.body.innerText;
+  const cards = document.querySelectorAll('#samples .grid .card').length;
+  const gaps = [...document.querySelectorAll('.tokens span')]
+    .map(span => [span.dataset.gap, span.style.backgroundColor]);
+  const sorted = ['tokens', 'tokens', 'step', 'response'].map(column);
   parent.document.body.append(el('pre', { id: 'probe' }, JSON.stringify({
     title: document.title, scripts: document.scripts.length, images: document.images.length,
     lines: Charts.drawn.flatMap(({ plot, lines }) => lines.map((line, i) => [
       line.metric, line.label, Array.from(plot.data[0]), Array.from(plot.data[i + 1], v => v ?? null)])),
     pixels: Charts.drawn.map(({ plot }) => plot.width), width: innerWidth,
     over: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    back: getComputedStyle(document.body).backgroundColor, tip: document.querySelector('.tip').innerText,
-    gaps: [...document.querySelectorAll('.tokens span')].map(span => [span.dataset.gap, span.style.backgroundColor]),
-    cards: document.querySelectorAll('#samples .grid .card').length,
-    text: document.body.innerText,
+    back: getComputedStyle(document.body).backgroundColor, tip, gaps, cards, text, sorted,
+    drawn: Number(document.documentElement.dataset.drawn),
+    verdict: [...document.querySelectorAll('.outcome tr')].map(row => [...row.children].map(cell => cell.innerText)),
   })));
 }))</script>"""
 
@@ -47,13 +62,18 @@ class Seen:
 
 def see(runs: list[Path], tmp_path: Path, *flags: str, width: int = 1600) -> Seen:
     """Open the page of ``runs`` from the disk."""
-    assert BROWSER is not None
     file = tmp_path / "seen.html"
     write_page([RunFiles(run) for run in runs], file)
     text = file.read_text(encoding="utf-8").replace("</body>", PROBE + "</body>")
     if width < 500:  # which is as narrow as Chromium's window gets
         text = f'<iframe width="{width}" height="800" style="border: 0" srcdoc="{html.escape(text)}"></iframe>'
     file.write_text(text, encoding="utf-8")
+    return open_in_browser(file, tmp_path, *flags, width=width)
+
+
+def open_in_browser(file: Path, tmp_path: Path, *flags: str, width: int) -> Seen:
+    """Open a page that has the probe."""
+    assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
@@ -68,6 +88,7 @@ def see(runs: list[Path], tmp_path: Path, *flags: str, width: int = 1600) -> See
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples = [sample(step, index) for step in (1, 10, 20) for index in range(2)]
+    samples += [sample(15, 0, n=11), sample(16, 0, n=9)]
     return make_run(tmp_path_factory.mktemp("page") / "run", samples=samples)
 
 
@@ -119,3 +140,61 @@ def test_it_fits_a_telephone_and_the_dark(
     assert (seen.console, seen.page["width"], seen.page["back"]) == ([], width, back)
     assert seen.page["over"] <= 0
     assert all(200 <= drawn <= width for drawn in seen.page["pixels"])
+
+
+def test_samples_sort_by_number_and_by_text_both_ways(run: Path, tmp_path: Path) -> None:
+    most, fewest, newest, first = see([run], tmp_path).page["sorted"]
+    assert (most, fewest) == (["11", "9", *["4"] * 6], [*["4"] * 6, "9", "11"])  # as numbers, not as texts
+    assert newest == ["20", "20", "16", "15", "10", "10", "1", "1"]
+    assert first == sorted(first)
+
+
+def test_the_verdict_has_a_column_for_a_teacher_where_there_is_one(run: Path, tmp_path: Path) -> None:
+    (head, accuracy) = see([run], tmp_path).page["verdict"]
+    assert head == ["", "before", "after", "change"]
+    assert accuracy == ["val/accuracy", "0.25 [0.1755, 0.343]", "0.45 [0.3561, 0.5476]", "+0.2"]
+    taught = make_run(tmp_path / "taught")
+    summary = json.loads((taught / "summary.json").read_text()) | {"teacher": {"val/accuracy": 1.0}}
+    (taught / "summary.json").write_text(json.dumps(summary))
+    (head, accuracy) = see([taught], tmp_path).page["verdict"]
+    assert (head[-1], accuracy[-1]) == ("teacher", "1 [0.963, 1]")
+
+
+def test_a_set_has_its_interval_and_its_band(tmp_path: Path) -> None:
+    """Of its standard error over questions, which is no row and no chart of its own."""
+    run = make_run(tmp_path / "run", 2)
+    at = [{"val/hard/accuracy": 0.5, "val/hard/stderr": 0.05}, {}, {"val/hard/accuracy": 0.75, "val/hard/stderr": 0.1}]
+    (run / "metrics.jsonl").write_text(lines([row(step) | own for step, own in enumerate(at)]))
+    summary = json.loads((run / "summary.json").read_text()) | {"before": at[0], "after": at[2]}
+    (run / "summary.json").write_text(json.dumps(summary))
+    seen = see([run], tmp_path)
+    assert seen.console == []
+    assert seen.page["verdict"][1:] == [["val/hard/accuracy", "0.5 [0.402, 0.598]", "0.75 [0.554, 0.946]", "+0.25"]]
+    assert not any(metric == "val/hard/stderr" for metric, *_ in seen.page["lines"])
+    bands = [values for metric, label, _, values in seen.page["lines"] if (metric, label) == (None, "")]
+    (upper, lower) = bands[-2:]
+    assert (upper[2], lower[2]) == pytest.approx((0.946, 0.554), abs=1e-3) and lower[1] is None
+
+
+def test_memory_lies_beside_what_was_planned(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    own = {"model": {"size": "0.5b"}, "data": {"train_files": ["a"], "val_files": ["b"]}}
+    tree = (
+        json.loads((run / "config.yaml").read_text().partition("\n")[2]) | own | {"reward": {"functions": ["length"]}}
+    )
+    (run / "config.yaml").write_text(json.dumps(tree))
+    seen = see([run], tmp_path)
+    (planned,) = (values for metric, label, _, values in seen.page["lines"] if label == "planned")
+    assert seen.console == [] and "actor: GB of its largest worker" in seen.page["text"]
+    groups = all_memory(Layout(load(tree), models_of(load(tree)), cpu_hardware(load(tree).plan)))
+    (total,) = (group.total for group in groups if group.group == "actor")
+    assert planned == [pytest.approx(total / 1e9)] * 21
+
+
+def test_a_long_run_is_drawn_in_two_seconds(tmp_path: Path) -> None:
+    """10,000 steps and 2,000 samples of 50 tokens, from the start of navigation to the end of drawing."""
+    samples = [sample(5 * step, index, n=50, text="word") for step in range(1, 501) for index in range(4)]
+    seen = see([make_run(tmp_path / "run", 10_000, samples)], tmp_path)
+    assert seen.console == [] and "of 2000 samples" in seen.page["text"]
+    assert all(len(steps) == 10_001 for _, _, steps, _ in seen.page["lines"])
+    assert 0 < seen.page["drawn"] < 2_000

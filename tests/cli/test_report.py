@@ -1,0 +1,54 @@
+"""``gkd report --watch``: the page is written again while runs go on, and once more when they have ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from gkd.cli.report import main
+from tests.observability.runs import make_run, row
+
+REFRESH = 'http-equiv="refresh" content="0.5"'
+
+
+def test_the_page_is_written_until_all_runs_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done, run = make_run(tmp_path / "done"), make_run(tmp_path / "run", 5)
+    summary = (run / "summary.json").read_text()
+    (run / "summary.json").unlink()
+    pages: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        """Play the run: a step while the program waits, and the end after the third."""
+        assert seconds == 0.5
+        pages.append((tmp_path / "page.html").read_text())
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row(5 + len(pages))) + "\n")
+        if len(pages) == 3:
+            (run / "summary.json").write_text(summary)
+
+    monkeypatch.setattr("gkd.cli.report.time.sleep", sleep)
+    assert main([str(done), str(run), "--watch", "--every", "0.5", "--output", str(tmp_path / "page.html")]) == 0
+    pages.append((tmp_path / "page.html").read_text())
+    assert [REFRESH in page for page in pages] == [True, True, True, False]  # at the end it stays as it is
+    assert [
+        "own/metric" in page and f'"steps":[{steps}]' in page for page, steps in zip(pages, STEPS, strict=True)
+    ] == [True] * 4
+    assert capfd.readouterr().out.splitlines()[-1].endswith("page.html")
+
+
+STEPS = [",".join(map(str, range(last + 1))) for last in (5, 6, 7, 8)]
+
+
+def test_a_run_that_failed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").unlink()
+    end = {"time": time.time() - 90, "kind": "end", "step": 20, "text": "RunFailed: it died", "failed": True}
+    (run / "events.jsonl").write_text(json.dumps(end) + "\n")
+    monkeypatch.setattr("gkd.cli.report.time.sleep", lambda seconds: pytest.fail("it waits"))
+    assert main([str(run), "--watch"]) == 0
+    assert "RunFailed: it died" in (run / "report.html").read_text()
