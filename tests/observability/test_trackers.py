@@ -63,6 +63,25 @@ def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == ROWS
 
 
+@pytest.mark.parametrize(
+    ("output", "names", "place"),
+    [
+        ("run", {"run_name": "warm/up"}, "run/tensorboard/warm_up"),
+        ("run", {"run_name": "..", "run_group": "lr"}, "run/tensorboard/lr/_"),
+        (
+            "lr/run",
+            {"run_group": "lr", "run_name": "run"},
+            "lr/run/tensorboard",
+        ),  # which says it already, as of a sweep
+    ],
+)
+def test_tensorboard_has_a_runs_group_and_name(output: str, names: dict[str, str], place: str, tmp_path: Path) -> None:
+    (tmp_path / output).mkdir(parents=True)
+    write(load({"trainer": {"trackers": ["tensorboard"], **names}}), tmp_path / output, ROWS)
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    assert file.parent == tmp_path / place
+
+
 def test_tensorboard_has_samples_as_a_table(tmp_path: Path) -> None:
     write(config("tensorboard"), tmp_path, [*ROWS, {"step": 2}])
     ((step, text),) = texts(tmp_path / "tensorboard")  # of the first step, and of none without a validation
