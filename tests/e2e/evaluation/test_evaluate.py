@@ -7,9 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gkd.config.compose import compose
+from gkd.data.task import TaskInputs, task_of
 from tests.e2e.conftest import SMALL
 
 SETS = {"first": 24, "second": 8, "third": 4}
@@ -19,20 +24,30 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, cache: Path, variables: dict[str, str]) -> None:
-    from gkd.config.compose import compose
-    from gkd.data.task import task_of
+ENGINE = ["rollout.engine=hf", "rollout.max_num_seqs=8", "rollout.max_response_length=12", "cluster.cpu_threads=1"]
+REWARDS = '''
+async def shorter(completion_ids, completions, trainer_state, answer, **kwargs):
+    """TRL's kind, async: among the samples of a question, the share that is not shorter."""
+    assert trainer_state.global_step == trainer_state.max_steps and set(answer) == {answer[0]}
+    lengths = [len(ids) for ids in completion_ids]
+    assert all(len(text.split()) == n for text, n in zip(completions, lengths, strict=True))
+    return [sum(other >= own for other in lengths) / len(lengths) for own in lengths]
 
-    config = compose(["+recipe=on_policy_distill", *SMALL, f"data.cache_dir={cache}"])
-    made = task_of(config).make(print)
+
+def size(group, factor=1.0):
+    return [factor * len(group)] * len(group)
+'''
+
+
+@pytest.fixture
+def made(cache: Path) -> TaskInputs:
+    """The small task's models and data."""
+    return task_of(compose(["+recipe=on_policy_distill", *SMALL, f"data.cache_dir={cache}"])).make(print)
+
+
+def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, made: TaskInputs, variables: dict[str, str]) -> None:
     command = [sys.executable, "-m", "gkd.evaluate", f"models.base={made.student}", f"models.teacher={made.teacher}"]
-    command += [
-        "rollout.engine=hf",
-        "rollout.max_num_seqs=8",
-        "rollout.max_response_length=12",
-        "cluster.cpu_threads=1",
-    ]
-    command += [f"evaluate.output_dir={tmp_path}/out", "evaluate.strategies=[plain,self_consistency]"]
+    command += [*ENGINE, f"evaluate.output_dir={tmp_path}/out", "evaluate.strategies=[plain,self_consistency]"]
     for name, limit in SETS.items():
         values = f"{{files: {made.val_files}, answer_key: answer, limit: {limit}, samples: 3, temperature: 1.0}}"
         command.append(f"evaluate.sets.{name}={values}".replace("'", ""))
@@ -75,3 +90,46 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, cache: Path, vari
     assert abs(teacher["accuracy"]["value"] - sum(right) / len(right)) < 1e-9
     assert base["pass@3"]["value"] >= base["accuracy"]["value"]
     assert "first: teacher has a higher accuracy than base" in second.stdout
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system for some fifty answers."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", path]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only root can make a small file system")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_an_evaluation_that_filled_the_disk_goes_on_and_groups_are_rewarded(
+    small_disk: Path, tmp_path: Path, made: TaskInputs, variables: dict[str, str]
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    command = [sys.executable, "-m", "gkd.evaluate", f"models.base={made.student}", *ENGINE]
+    command += [f"evaluate.output_dir={small_disk}", f"evaluate.sets.own.files=[{made.val_files[0]}]"]
+    own = {"answer_key": "answer", "limit": 24, "samples": 4, "temperature": 1.0}
+    command += [f"evaluate.sets.own.{name}={value}" for name, value in own.items()]
+    command += ["evaluate.sets.own.rewards=[mine.py:shorter,mine.py:size]", "reward.size.factor=0.5"]
+
+    def evaluate() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240, check=False
+        )
+
+    first = evaluate()
+    answers = small_disk / "answers.jsonl"
+    assert (first.returncode, first.stderr) == (1, f"failed: No space left on device: {answers}\n"), first.stdout
+    kept = answers.read_bytes()
+    n_kept = kept.count(b"\n")
+    assert 0 < n_kept < 96
+    subprocess.run(["mount", "-o", "remount,size=1m", small_disk], check=True)
+    second = evaluate()
+    assert second.returncode == 0, second.stderr
+    assert f"{n_kept} of 96 answers are there already" in second.stdout
+    assert answers.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1]) and len(rows(answers)) == 96
+    scores = json.loads((small_disk / "results" / "base_own_24.json").read_text())["scores"]
+    assert scores["reward/size"]["value"] == 2.0  # half of four
+    assert 0.5 < scores["reward/shorter"]["value"] < 1
