@@ -20,7 +20,7 @@ STAYS_EVERY_S = 60.0
 def console() -> Console:
     """Return standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
     plain = Console(highlight=False, markup=False)
-    return plain if plain.is_terminal else Console(highlight=False, markup=False, width=200, soft_wrap=True)
+    return plain if plain.file.isatty() else Console(highlight=False, markup=False, width=200, soft_wrap=True)
 
 
 def log_to(out: Console) -> None:

@@ -27,10 +27,15 @@ def on_a_terminal(run: Path, **variables: str) -> str:
     """What the program writes to a terminal beside a run that then ends."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (60, 100))
-    command = [sys.executable, "-m", "gkd.monitor", str(run), "--every", "0.2"]
+    command = [sys.executable, "-m", "gkd.monitor", ".", "--every", "0.2"]
     plain = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")}
     with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**plain, "TERM": "xterm-256color", **variables}
+        command,
+        cwd=run,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**plain, "TERM": "xterm-256color", **variables},
     ) as process:
         os.close(theirs)
         written = b""
@@ -61,8 +66,8 @@ def test_a_terminal_that_rewrites_nothing_has_one_view_after_the_other(run: Path
 
 
 def test_colours_forced_upon_a_pipe_make_no_terminal_of_it(run: Path) -> None:
-    command = [sys.executable, "-m", "gkd.monitor", str(run)]
+    command = [sys.executable, "-m", "gkd.monitor", "."]
     variables = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables, check=True, cwd=run)
     assert done.stderr == ""  # once, and not until the run ends
     assert done.stdout.count("step 1/10") == 1 and "\x1b[?1049h" not in done.stdout
