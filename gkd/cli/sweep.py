@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.cli.compare import show as show_comparison
-from gkd.cli.train import require_no_run
+from gkd.cli.train import make_directory, require_no_run, require_writable
 from gkd.config import Config, quoted, user_path
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import compare_all, read_all
@@ -59,6 +59,8 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     for run, config in zip(runs, configs, strict=True):
         require_no_run(directory / run.name, config.trainer.resume)
     _require_files(configs)
+    make_directory(directory)
+    require_writable(directory)
     out = console()
     codes: list[int] = []
     for number, (run, config) in enumerate(zip(runs, configs, strict=True), 1):

@@ -101,7 +101,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     claim = _claim(output)
     private, saved = False, None
     try:
-        _require_writable(output)
+        require_writable(output)
         if config.trainer.resume and (text := finished(config, output)) is not None:
             out.print(text)
             return output
@@ -179,11 +179,16 @@ def _output_dir(config: Config) -> Path:
     if config.trainer.resume and not path.is_dir():
         raise ConfigError(f"trainer.resume=true: there is no run in {path}")
     require_no_run(path, config.trainer.resume)
+    make_directory(path)
+    return path
+
+
+def make_directory(path: Path) -> None:
+    """Make an output directory, where it is not there. Raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
-    return path
 
 
 def require_no_run(path: Path, resume: bool) -> None:
@@ -193,7 +198,7 @@ def require_no_run(path: Path, resume: bool) -> None:
         raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
 
 
-def _require_writable(path: Path) -> None:
+def require_writable(path: Path) -> None:
     """Raise ConfigError where no file can be made: now, and not when the first one is to be written."""
     try:
         with tempfile.TemporaryFile(dir=path) as probe:

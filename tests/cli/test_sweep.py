@@ -41,6 +41,7 @@ def test_a_run_for_each_combination() -> None:
         (["+recipe=grpo", "trainer.seed=range(0,2000)"], "2,000 runs are more than 1,000"),
         (["actor.lr=1,2", "a b=[1"], "cannot read the overrides"),
         (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=."], "seed=0 already holds a run (metrics.jsonl)"),
+        (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=a.jsonl/x"], "trainer.output_dir=/"),
         ([*OWN, "data.train_files=[nowhere.jsonl],[a.jsonl]"], "data file nowhere.jsonl does not exist"),
         ([*OWN, "data.train_files=[a.jsonl]", "model.path=.,/nowhere"], "model.path"),
         (["+recipe=grpo", "data.val_sets.x.files=[a.jsonl],[gone.jsonl]"], "data file gone.jsonl does not"),
