@@ -39,7 +39,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class JobAnswer:
     """What came of a job, with all that was sampled for it. ``seconds`` as in :class:`Answered`."""
 
     job: Job
@@ -54,7 +54,7 @@ class Asking:
 
     def __init__(self, source: Source, job: Job, sampling: Sampling, seed: int) -> None:
         self._source, self._job, self._sampling, self._seed = source, job, sampling, seed
-        self._n_asked = self.n_tokens = 0
+        self._n_replies = self.n_tokens = 0
         self.truncated = False
 
     @property
@@ -76,8 +76,8 @@ class Asking:
             sampling = replace(sampling, temperature=temperature)
         if max_response_length is not None:
             sampling = replace(sampling, max_tokens=max_response_length)
-        seed = seed_in_set(self._seed, self._job.question.key, self._job.index, self._n_asked)
-        self._n_asked += 1
+        seed = seed_in_set(self._seed, self._job.question.key, self._job.index, self._n_replies)
+        self._n_replies += 1
         reply = await self._source.reply(self._job.question, prompt, sampling, seed)
         self.n_tokens += reply.n_tokens
         self.truncated = reply.truncated
@@ -90,7 +90,7 @@ def seed_in_set(seed: int, question: str, *place: int) -> int:
 
 
 def answer_all(
-    source: Source, jobs: Iterable[Job], strategy: Any, sampling: Sampling, seed: int, done: Callable[[Asked], None]
+    source: Source, jobs: Iterable[Job], strategy: Any, sampling: Sampling, seed: int, done: Callable[[JobAnswer], None]
 ) -> None:
     """Answer every job with ``strategy`` and hand each answer to ``done`` as it comes.
 
@@ -105,7 +105,7 @@ def answer_all(
                 ask = Asking(source, job, sampling, seed)
                 answer = await _answer(strategy, ask, job)
                 now = time.monotonic()
-                done(Asked(job, answer, ask.n_tokens, ask.truncated, now - last[0]))
+                done(JobAnswer(job, answer, ask.n_tokens, ask.truncated, now - last[0]))
                 last[0] = now
 
         async with asyncio.TaskGroup() as group:

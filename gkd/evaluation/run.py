@@ -19,7 +19,7 @@ from gkd.cluster.session import Session, connect
 from gkd.config import Config
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import Answered, AnswerLog
-from gkd.evaluation.asking import Asked, Source, answer_all
+from gkd.evaluation.asking import JobAnswer, Source, answer_all
 from gkd.evaluation.endpoint import EndpointModel, EndpointReplies
 from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
 from gkd.evaluation.modes import gpus_here, same_pool, with_engines
@@ -160,14 +160,14 @@ class _Lines:
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.started = self.said = time.monotonic()
+        self.started = self.printed = time.monotonic()
 
     def add(self, n_tokens: int) -> None:
         """Count an answer, and print a line every ten seconds and at the end."""
         self.done, self.tokens, now = self.done + 1, self.tokens + n_tokens, time.monotonic()
-        if self.done < self.n and now - self.said < LINE_EVERY_S:
+        if self.done < self.n and now - self.printed < LINE_EVERY_S:
             return
-        self.said, passed = now, max(now - self.started, 1e-6)
+        self.printed, passed = now, max(now - self.started, 1e-6)
         left = f"  {clock(passed / self.done * (self.n - self.done))} left" if self.done < self.n else ""
         self.out.print(f"{self.what}  {self.done:,}/{self.n:,} answers  tok/s {self.tokens / passed:,.0f}{left}")
 
@@ -178,14 +178,14 @@ def _ask(config: Config, source: Source, measurement: Measurement, log: AnswerLo
     name = measurement.model.name + (f" {measurement.label}" if measurement.label != PLAIN else "")
     lines = _Lines(out, f"{name} on {measurement.questions.name}", len(jobs))
 
-    def done(asked: Asked) -> None:
-        answer = asked.answer
+    def done(result: JobAnswer) -> None:
+        answer = result.answer
         answered = Answered(
-            answer.text, float(answer.cost), int(answer.iterations), asked.n_tokens, asked.truncated, asked.seconds
+            answer.text, float(answer.cost), int(answer.iterations), result.n_tokens, result.truncated, result.seconds
         )
-        beside = {"model": measurement.model.name, "answer": asked.job.question.prompt.answer}
-        log.add(measurement.key(asked.job, seed), answered, beside)
-        lines.add(asked.n_tokens)
+        beside = {"model": measurement.model.name, "answer": result.job.question.prompt.answer}
+        log.add(measurement.key(result.job, seed), answered, beside)
+        lines.add(result.n_tokens)
 
     answer_all(source, jobs, strategy_of(config, measurement.strategy), measurement.sampling, seed, done)
 

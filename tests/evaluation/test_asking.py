@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import RunFailed
-from gkd.evaluation.asking import Asked, Job, answer_all
+from gkd.evaluation.asking import Job, JobAnswer, answer_all
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Answer, Ask, Columns, Messages, Reply, plain
 from gkd.types import Prompt, Sampling
@@ -50,8 +50,8 @@ def jobs(n: int, samples: int = 1) -> list[Job]:
     return [Job(question, index) for index in range(samples) for question in questions]
 
 
-def ask(source: Any, wanted: list[Job], strategy: Any = plain) -> list[Asked]:
-    found: list[Asked] = []
+def ask(source: Any, wanted: list[Job], strategy: Any = plain) -> list[JobAnswer]:
+    found: list[JobAnswer] = []
     answer_all(source, wanted, strategy, SAMPLING, 0, found.append)
     return found
 
@@ -88,14 +88,14 @@ def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
 
 
 def test_questions_are_put_where_a_loop_runs_already_as_in_a_notebook() -> None:
-    async def cell() -> list[Asked]:
+    async def cell() -> list[JobAnswer]:
         return ask(Echo(), jobs(3), plain)
 
     assert len(asyncio.run(cell())) == 3
 
 
 def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> None:
-    found: list[Asked] = []
+    found: list[JobAnswer] = []
     with pytest.raises(RunFailed, match="no engine is left"):
         answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, found.append)
     assert len(found) == 3
