@@ -103,13 +103,7 @@ def _drive(
         system = start(config, inputs, placement)
         system.parts.rollout.queue_file = QueueFile(output / "engines.json")
         files = output / "metrics.jsonl", output / "samples.jsonl"
-        first = 0
-        if saved is not None:
-            first = saved.state.step
-            cut(files[0], saved.state.logged)
-            cut(files[1], first)
-            for file in (output / "summary.json", *output.glob("results/*.json")):
-                file.unlink(missing_ok=True)  # of an end that is not the end any more
+        first = 0 if saved is None else _forget_after(saved, output, *files)
         with MetricsLog(files[0], trackers, events, on_step) as metrics, JsonLines(files[1]) as sampled:
             samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
@@ -121,11 +115,8 @@ def _drive(
                 state, end = _train_and_save(config, system.parts, run_log, saved, output / "model")
             finally:
                 timeline.write()
-            if pace := timeline.summary():
-                progress.say(pace)
             on_gpus = placement.groups["actor"].reports[0].device == "cuda"  # whose times depend on the split
-            if pace and on_gpus and (split := faster_split(config, output, requested.rollout)):
-                progress.say(split)
+            _say_pace(config, output, run_log, requested if on_gpus else None)
             if stop.reason is not None:
                 progress.say(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
@@ -137,6 +128,24 @@ def _drive(
     summary = report.Summary(state.before, end.validated, state.teacher, end.step, wall_s, n_val)
     report.write(summary, output)
     return summary, checkpoints
+
+
+def _forget_after(saved: Saved, output: Path, metrics: Path, samples: Path) -> int:
+    """Forget what the run's files say of steps after a checkpoint, and of its end; returns the checkpoint's step."""
+    cut(metrics, saved.state.logged)
+    cut(samples, saved.state.step)
+    for file in (output / "summary.json", *output.glob("results/*.json")):
+        file.unlink(missing_ok=True)  # of an end that is not the end any more
+    return saved.state.step
+
+
+def _say_pace(config: Config, output: Path, log: RunLog, requested: Config | None) -> None:
+    """Say where the time went and, with the configuration as it was ``requested``, which split would be faster."""
+    pace = log.timeline.summary()
+    split = faster_split(config, output, requested.rollout) if pace and requested is not None else ""
+    for text in (pace, split):
+        if text:
+            log.progress.say(text)
 
 
 def _write(config: Config, output: Path) -> None:
