@@ -6,6 +6,7 @@ Shapes: P tokens of a prompt, L of a whole trajectory, N of them sampled, K cand
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -256,6 +257,22 @@ class TrainingSample:
     slot: int = 0
     advantage: float = 0.0
     in_loss: bool = True
+
+    @staticmethod
+    def of(sample: Sample, worker: int, generated_s: float) -> TrainingSample:
+        """Describe ``sample``, whose scoring ends now."""
+        return TrainingSample(
+            key=sample.request.key,
+            prompt_id=sample.request.prompt.id,
+            index=sample.request.index,
+            n_tokens=len(sample.token_ids),
+            n_sampled=int(sample.sampled.sum()),
+            finish_reason=sample.finish_reason,
+            versions=sample.versions,
+            worker=worker,
+            generated_s=generated_s,
+            scored_s=time.time(),
+        )
 
     @property
     def version(self) -> int:

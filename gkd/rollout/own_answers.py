@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,13 @@ class OwnAnswers:
         for key, request in zip(keys, requests, strict=True):
             if request.prompt.answer_ids is None:
                 raise RunFailed(f"prompt {request.prompt.id} has no answer to learn from")
-            self._samples[key] = own_answer(request, request.prompt.answer_ids, self.eos_ids, max(0, order - 1))
+            keyed = replace(request, key=key)
+            self._samples[key] = own_answer(keyed, request.prompt.answer_ids, self.eos_ids, max(0, order - 1))
         return keys
 
     def in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
         """Yield the samples of ``keys``; nothing is waited for, whatever ``timeout_s``."""
-        yield _stored(keys, [self._samples.pop(key) for key in keys])
+        yield _store([self._samples.pop(key) for key in keys])
 
     def of_prompts(self, prompts: Sequence[Prompt]) -> list[TrainingSample]:
         """Return the answers to prompts that have one as samples, for validation."""
@@ -54,23 +56,7 @@ class OwnAnswers:
         return [sample for samples in self.in_order(self.submit(requests), 0.0) for sample in samples]
 
 
-def _stored(keys: Sequence[int], samples: Sequence[Sample]) -> list[TrainingSample]:
+def _store(samples: Sequence[Sample]) -> list[TrainingSample]:
     ref: Any = ray.put([ScoredSample(sample) for sample in samples])
     now = time.time()
-    return [
-        TrainingSample(
-            key=key,
-            prompt_id=sample.request.prompt.id,
-            index=sample.request.index,
-            n_tokens=len(sample.token_ids),
-            n_sampled=int(sample.sampled.sum()),
-            finish_reason=sample.finish_reason,
-            versions=sample.versions,
-            worker=0,
-            generated_s=now,
-            scored_s=now,
-            ref=ref,
-            slot=slot,
-        )
-        for slot, (key, sample) in enumerate(zip(keys, samples, strict=True))
-    ]
+    return [replace(TrainingSample.of(sample, 0, now), ref=ref, slot=slot) for slot, sample in enumerate(samples)]

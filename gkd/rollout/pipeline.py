@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -187,21 +187,12 @@ class ScoringPipeline:
         self.scored.put(failures[0] if failures else [self._scored(own) for own in group])
 
     def _scored(self, pending: _Pending) -> Scored:
-        sample, request = pending.sample, pending.sample.request
+        sample = pending.sample
         targets = {name: future.result() for name, future in pending.models.items()}
         rewards = {name: _reward(future) for name, future in pending.rewards.items()}
         reference = targets["reference"].token_logprobs if "reference" in targets else None
-        training = TrainingSample(
-            key=request.key,
-            prompt_id=request.prompt.id,
-            index=request.index,
-            n_tokens=len(sample.token_ids),
-            n_sampled=int(sample.sampled.sum()),
-            finish_reason=sample.finish_reason,
-            versions=sample.versions,
-            worker=self.rank,
-            generated_s=pending.generated_s,
-            scored_s=time.time(),
+        training = replace(
+            TrainingSample.of(sample, self.rank, pending.generated_s),
             rewards={name: reward if isinstance(reward, str) else reward[0] for name, reward in rewards.items()},
             reward_s={name: reward[1] for name, reward in rewards.items() if not isinstance(reward, str)},
             kl_reference=None if reference is None else float((sample.sampled_logprobs - reference).sum()),
