@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.engine import EngineSpec, ModuleEngine
 from gkd.inference.requests import Limits, Rate
 from gkd.types import Int32
 
 
-class Classifier(InferenceEngine[Rate, float]):
+class Classifier(ModuleEngine[Rate, float]):
     """Answers requests to rate, ``settings.max_num_seqs`` at a time."""
 
     can_rate = True
@@ -50,18 +50,6 @@ class Classifier(InferenceEngine[Rate, float]):
         self._waiting.clear()
         values = self.rate([request.token_ids for _, request in batch])
         yield from zip((key for key, _ in batch), values, strict=True)
-
-    def sleep(self) -> None:
-        """Move the model to the host."""
-        import torch
-
-        self.model.to("cpu")
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
-
-    def wake(self, weights_only: bool = False) -> None:
-        """Move it back. There is nothing but weights."""
-        self.model.to(self.device)
 
     def rate(self, sequences: list[Int32]) -> list[float]:
         """Return the model's output for each sequence of token ids [L]."""

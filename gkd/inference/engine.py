@@ -188,3 +188,22 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
 
     def close(self) -> None:
         """Free memory and end processes."""
+
+
+class ModuleEngine(InferenceEngine[RequestT, AnswerT]):
+    """An engine whose memory is that of a torch module, ``model`` on ``device``, which sleeps on the host."""
+
+    model: Any
+    device: Device
+
+    def sleep(self) -> None:
+        """Move the model to the host."""
+        import torch
+
+        self.model.to("cpu")
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Move it back. There is nothing but weights."""
+        self.model.to(self.device)

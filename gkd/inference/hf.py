@@ -10,7 +10,7 @@ import numpy as np
 
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.engine import EngineSpec, ModuleEngine
 from gkd.modeling.architecture import exact_attention
 from gkd.types import Float32, Int32, Sample, SampleRequest, Sampling
 
@@ -97,7 +97,7 @@ class _Stops:
         return torch.tensor(done, device=input_ids.device)
 
 
-class HFSampler(InferenceEngine[SampleRequest, Sample]):
+class HFSampler(ModuleEngine[SampleRequest, Sample]):
     """Batches of requests with equal sampling settings, one ``generate`` call each, on one GPU."""
 
     can_sample = True
@@ -200,18 +200,6 @@ class HFSampler(InferenceEngine[SampleRequest, Sample]):
             self.version,
             "stop" if stopped or end >= 0 else "length",
         )
-
-    def sleep(self) -> None:
-        """Move the model to the host."""
-        import torch
-
-        self.model.to("cpu")
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
-
-    def wake(self, weights_only: bool = False) -> None:
-        """Move it back. There is nothing but weights."""
-        self.model.to(self.device)
 
     def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
         """Collect the pieces of the weights, and with the last one copy them into the model.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gkd.errors import RunFailed, one_line
-from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.engine import EngineSpec, ModuleEngine
 from gkd.inference.requests import Generate, Limits, Refused, Score
 from gkd.types import Int32, Target
 
@@ -74,7 +74,7 @@ class _Pass:
             yield scored.key, scored.target()
 
 
-class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
+class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
     """Scores and continues token sequences on one GPU or the CPU; what waits is scored in one forward pass.
 
     Requests of any temperature, vocabulary and K share a pass. On a GPU the next pass is given to the device before the
@@ -86,12 +86,12 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
 
     def __init__(self, spec: EngineSpec) -> None:
         spec.require_positions()
-        self._device, self._stop_ids = spec.device, spec.model.eos_ids
+        self.device, self._stop_ids = spec.device, spec.model.eos_ids
         self._n_tokens = spec.max_num_batched_tokens or PASS_TOKENS[spec.device]
-        self._lm = _load(spec)
+        self.model = _load(spec)
         from gkd.modeling.head import Head
 
-        self._head = Head(self._lm)
+        self._head = Head(self.model)
         self.limits = Limits(
             model=spec.model_path,
             vocabulary=spec.model.vocabulary,
@@ -119,18 +119,6 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
         if prompts := self._next_prompts():
             yield from self._continue(prompts)
 
-    def sleep(self) -> None:
-        """Move the model to the host."""
-        import torch
-
-        self._lm.to("cpu")
-        if self._device == "cuda":
-            torch.cuda.empty_cache()
-
-    def wake(self, weights_only: bool = False) -> None:
-        """Move it back. There is nothing but weights."""
-        self._lm.to(self._device)
-
     def _next_scores(self) -> list[tuple[int, Score]]:
         """Take the sequences of the next pass, the one that has waited longest first."""
         chosen: list[tuple[int, Score]] = []
@@ -148,7 +136,7 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
     def _joins(self, request: Score, first: Score, n_tokens: int) -> bool:
         if n_tokens + len(request.token_ids) > self._n_tokens:
             return False
-        return self._device == "cuda" or self._padded_length(request) == self._padded_length(first)
+        return self.device == "cuda" or self._padded_length(request) == self._padded_length(first)
 
     def _padded_length(self, request: Score) -> int:
         """Return the positions that attention on a CPU is over, by the length of ``request`` alone."""
@@ -162,7 +150,7 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
 
         with torch.inference_mode():
             scored = self._score(chosen)
-            if self._device != "cuda":
+            if self.device != "cuda":
                 return _Pass(scored)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
@@ -179,11 +167,11 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         ids = self._on_device(np.concatenate([request.token_ids for request in requests]).astype(np.int64))
         hidden = hidden_states(
-            self._lm,
+            self.model,
             ids,
             self._on_device(np.concatenate([np.arange(n) for n in lengths])),
             self._on_device(starts),
-            max(lengths) if self._device == "cuda" else max(map(self._padded_length, requests)),
+            max(lengths) if self.device == "cuda" else max(map(self._padded_length, requests)),
         )
         by_shape: dict[RowShape, list[int]] = {}
         for i, request in enumerate(requests):
@@ -193,7 +181,7 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
         for shape, members in by_shape.items():
             places = [np.concatenate([np.arange(*span) for span in requests[i].spans]) + starts[i] for i in members]
             at = self._on_device(np.concatenate(places))
-            rows = score_rows(self._head, hidden[at - 1], ids[at], shape, LOGIT_BYTES[self._device])
+            rows = score_rows(self._head, hidden[at - 1], ids[at], shape, LOGIT_BYTES[self.device])
             ends = np.cumsum([len(own) for own in places]).tolist()
             for i, own, end in zip(members, places, ends, strict=True):
                 scored.append(_Scored(*chosen[i], rows, end - len(own), end))
@@ -202,7 +190,7 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
     def _on_device(self, array: Any) -> Tensor:
         import torch
 
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _next_prompts(self) -> list[tuple[int, Generate]]:
         """Take the prompts that are continued together: all that wait once nothing is to be scored."""
@@ -225,10 +213,10 @@ class TorchScorer(InferenceEngine[Score | Generate, Target | Int32]):
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, longest - len(prompt) :] = 1
-        with torch.inference_mode(), padded_rows(self._lm):
-            sequences = self._lm.generate(
-                ids.to(self._device),
-                attention_mask=mask.to(self._device),
+        with torch.inference_mode(), padded_rows(self.model):
+            sequences = self.model.generate(
+                ids.to(self.device),
+                attention_mask=mask.to(self.device),
                 max_new_tokens=max(request.max_tokens for _, request in chosen),
                 do_sample=False,
                 eos_token_id=self._stop_ids or None,

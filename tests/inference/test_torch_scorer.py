@@ -76,7 +76,7 @@ def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     for request, target in zip(requests, run(engine, requests), strict=True):
         check(request, target, model)
     assert engine.forward_passes < len(requests)
-    assert is_packed(engine._lm) == (family not in PADDED)
+    assert is_packed(engine.model) == (family not in PADDED)
 
 
 def test_tails_are_those_of_the_whole_row_however_small(engine: TorchScorer, llama: tuple[Path, Any]) -> None:
@@ -103,7 +103,7 @@ def same(a: Target, b: Target) -> bool:
 def test_a_sequence_scores_the_same_bits_whatever_is_scored_beside_it(llama: tuple[Path, Any]) -> None:
     """What comes first differs from run to run, and runs repeat all the same."""
     engine, requests = TorchScorer(spec_of(llama[0])), mixed()
-    assert any(isinstance(module, PackedLinear) for module in engine._lm.modules())
+    assert any(isinstance(module, PackedLinear) for module in engine.model.modules())
     alone = [run(engine, [request])[0] for request in requests]
     together = run(engine, requests)
     again = run(engine, requests[::-1])[::-1]

@@ -101,7 +101,7 @@ def test_a_teacher_in_torch_is_near_the_measured_peak(
     info = ModelInfo.read(str(tmp_path), "teacher.model.path")
     engine = TorchScorer(EngineSpec(str(tmp_path), info, config.teacher, "cpu", "float32"))
     with TensorBytes() as measured:
-        measured.count(engine._lm.parameters())
+        measured.count(engine.model.parameters())
         for i in range(n):
             engine.add(i, Score(np.full(length, 1 + i, np.int32), ((length // 2, length),), k))
         answers = list(engine.step())
