@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from gkd.cluster import allocator
 from gkd.errors import ConfigError
+from gkd.inference import allocator
 from gkd.inference.engine import Device
 
 BYTES_PER_THREAD = 4 << 20
@@ -20,7 +20,7 @@ WEIGHTS = {".safetensors", ".bin"}
 def environment(device: Device, models: Iterable[str], cpu_threads: int | None = None) -> dict[str, str]:
     """Return variables to set before torch or vLLM is imported in a process whose engine runs on ``device``.
 
-    On a CPU those are among them that :func:`gkd.cluster.allocator.allocate_by` is to be given, and it computes with
+    On a CPU those are among them that :func:`gkd.inference.allocator.allocate_by` is to be given, and it computes with
     :func:`compute_threads` of ``models`` and ``cpu_threads``. vLLM logs errors only, unless ``VLLM_LOGGING_LEVEL``
     already says otherwise.
     """

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.allocator import allocate_by
 from gkd.cluster.port import why_taken
 from gkd.cluster.shutdown import ServerStop
 from gkd.config import Config, Teacher
@@ -16,6 +15,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.data.rendering import Rendering
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
+from gkd.inference.allocator import allocate_by
 from gkd.inference.choice import scoring_engine
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.vllm_environment import environment, installed_device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gkd.cluster.allocator import VARIABLES
+from gkd.inference.allocator import VARIABLES
 from gkd.inference.vllm_environment import environment
 
 
