@@ -35,8 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.evaluation.comparison import compare_all, read_all
     from gkd.observability.progress import console
 
-    rows = compare_all(read_all(options.files), options.score, options.baseline)
-    show(rows, console())
+    out = console()
+    rows = compare_all(read_all(options.files), options.score, options.baseline, out.print)
+    show(rows, out)
     if options.json is not None:
         try:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")

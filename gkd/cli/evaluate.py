@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
     exit_on_signals()
     from gkd.cli.compare import show as show_comparisons
-    from gkd.evaluation.comparison import compare_all
+    from gkd.evaluation.comparison import by_score, compare_all
     from gkd.evaluation.run import evaluate
     from gkd.evaluation.table import show
     from gkd.observability.progress import console, log_to
@@ -52,10 +52,12 @@ def main(arguments: Sequence[str]) -> int:
     results = evaluate(config, out, options.quick, further)
     out.print()
     show(sorted(results, key=lambda one: list(config.evaluate.sets).index(one.set)), out)
-    if len({one.name for one in results}) > 1 and all(one.n > 1 for one in results):
+    for score, measured in by_score(results).items():
         out.print()
-        score = "accuracy" if all("accuracy" in one.scores for one in results) else next(iter(results[0].scores))
-        show_comparisons(compare_all(results, score), out)
+        try:
+            show_comparisons(compare_all(measured, score, say=out.print), out)
+        except ConfigError as error:  # what was measured is written, whatever can be said of it
+            out.print(f"not compared: {error}")
     out.print(f"\n{config.evaluate.output_dir}: results/ has these scores, answers.jsonl every answer", soft_wrap=True)
     return 0
 

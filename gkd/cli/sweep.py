@@ -178,7 +178,7 @@ def _compare(runs: Sequence[Path], out: Console) -> None:
         scores = [name for name in results[0].scores if all(name in own.scores for own in results)] if results else []
         if not scores or len({own.name for own in results}) < 2:
             return
-        rows = compare_all(results, "accuracy" if "accuracy" in scores else scores[0])
+        rows = compare_all(results, "accuracy" if "accuracy" in scores else scores[0], say=out.print)
     except ConfigError as error:  # the runs are done, whatever can be said of them
         out.print(f"\nthe runs are not compared: {error}", soft_wrap=True)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,21 +52,47 @@ def _above(file: Path) -> str:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    if files := sorted((path / "results").glob("*.json")):
+    if files := _sorted((path / "results").glob("*.json")):
         return files
     if (path / "config.yaml").exists():
         raise ConfigError(f"{path} is a run without results/: it has not ended, or could measure no scores")
-    files = sorted(path.glob("*.json")) or sorted(path.glob("*/results/*.json"))
+    files = _sorted(path.glob("*.json")) or _sorted(path.glob("*/results/*.json"))
     if not files:
         raise ConfigError(f"{path} holds no files of results (MODEL_SET_N.json)")
     return files
 
 
-def compare_all(results: Sequence[Results], score: str = "accuracy", baseline: str | None = None) -> list[Comparison]:
+def _sorted(files: Iterable[Path]) -> list[Path]:
+    """Return files by name, those of a model's plain answers before those of its strategies (MODEL.STRATEGY_SET_N)."""
+    return sorted(files, key=lambda file: str(file).replace(".", "~"))
+
+
+def by_score(results: Sequence[Results]) -> dict[str, list[Results]]:
+    """Return the results of sets that several models have, by what they are compared by.
+
+    That is accuracy, or, of a set without reference answers, the first score that its models have in common.
+    """
+    sets: dict[str, list[Results]] = {}
+    for result in results:
+        sets.setdefault(result.set, []).append(result)
+    found: dict[str, list[Results]] = {}
+    for own in sets.values():
+        common = [name for name in own[0].scores if all(name in other.scores for other in own)]
+        if common and len({result.name for result in own}) > 1:
+            found.setdefault("accuracy" if "accuracy" in common else common[0], []).extend(own)
+    return found
+
+
+def compare_all(
+    results: Sequence[Results],
+    score: str = "accuracy",
+    baseline: str | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> list[Comparison]:
     """Compare every model with ``baseline``, by default the first, on each set that both have.
 
-    Raises ConfigError where nothing can be compared: no second model, no set or no question in common, or no such
-    score.
+    ``say`` is called with why two models are not compared on a set, where others are. Raises ConfigError where nothing
+    can be compared: no second model, no set or no question in common, or no such score.
     """
     names = list(dict.fromkeys(result.name for result in results))
     first = names[0] if baseline is None else baseline
@@ -80,13 +106,22 @@ def compare_all(results: Sequence[Results], score: str = "accuracy", baseline: s
         if place in by_place:
             raise ConfigError(f"two files hold results of {result.name} on {result.set}: name one of them")
         by_place[place] = result
-    rows = [
-        _compare(by_place[one, first], result, score)
-        for (one, name), result in by_place.items()
-        if name != first and (one, first) in by_place
-    ]
+    rows: list[Comparison] = []
+    failed: list[ConfigError] = []
+    for (one, name), result in by_place.items():
+        if name != first and (one, first) in by_place:
+            try:
+                rows.append(_compare(by_place[one, first], result, score))
+            except ConfigError as error:
+                failed.append(error)
+    if not rows and failed:
+        raise failed[0]
     if not rows:
         raise ConfigError(f"no other model has results on a set of {first}: a comparison needs the same questions")
+    for why in failed:
+        say(f"not compared: {why}")
+    sets = list(dict.fromkeys(result.set for result in results))
+    rows.sort(key=lambda row: sets.index(row.set))
     corrected = holm([row.paired.p for row in rows])
     return [replace(row, holm_p=p) for row, p in zip(rows, corrected, strict=True)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cli.compare import main
+from gkd.evaluation.comparison import by_score, read_all
 from gkd.evaluation.results import Results, read_results
 from gkd.evaluation.statistics import estimate
 
@@ -46,6 +47,26 @@ def test_p_values_are_corrected_for_the_number_of_sets(tmp_path: Path, capsys: p
     assert main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("cannot be told apart with 6 questions (p = 0.0625)") == 2  # 2 / 64 twice
+
+
+def test_a_set_that_cannot_be_compared_does_not_keep_others_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model, value in (("base", 0.0), ("student", 1.0)):
+        write(tmp_path, model, [value], "one")
+        write(tmp_path, model, [value] * 9)
+        rewards = {f"q{i}": {"reward/own": value, "cost": 3.0} for i in range(9)}
+        Results(model, "rewarded", 9, 1, {"reward/own": estimate([value] * 9)}, rewards).write(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("not compared: base and student have 1 questions of one with accuracy in common")
+    assert lines[1].startswith("not compared: --score accuracy: base on rewarded has reward/own")
+    assert lines[-1].startswith("sums: student has a higher accuracy than base")
+    results = by_score(read_all([tmp_path]))
+    assert {score: {own.set for own in found} for score, found in results.items()} == {
+        "accuracy": {"one", "sums"},
+        "reward/own": {"rewarded"},
+    }
 
 
 def test_strategies_of_one_model_are_compared_as_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

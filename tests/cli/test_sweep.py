@@ -139,7 +139,7 @@ def test_runs_are_compared_with_the_first_question_by_question(
     assert "val: lr=2 has a higher accuracy than lr=1 (p < 0.0001, 40 questions)" in text
     assert "val: lr=3 and lr=1 cannot be told apart with 40 questions" in text
     write_scores([("val", 1, {f"other{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
-    assert "the runs are not compared: lr=1 and lr=2 have 0 questions of val with accuracy in common" in shown()
+    assert "\nnot compared: lr=1 and lr=2 have 0 questions of val with accuracy in common" in shown()
     assert main_compare([str(tmp_path / name) for name in names[::2]]) == 0
     capfd.readouterr()
     write_scores([("val", 1, {f"q{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
