@@ -128,13 +128,15 @@ def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -
 
     ``with_sets``: on its own questions, those of ``data.val_files`` as the set ``val`` and ``data.val_sets``.
     """
-    rollout, sets = config.rollout, dict[str, Any]()
+    rollout, sets, reward = config.rollout, dict[str, Any](), dict[str, Any]()
     if with_sets:
         data = config.data
         shared = {name: getattr(data, name) for name in PROMPT_SETTINGS if getattr(data, name) is not None}
-        sets["val"] = {**shared, "files": find_files(config, log.info)[3], "limit": data.val_limit}
+        sets["val"] = {**shared, "files": find_files(config, log.debug)[3], "limit": data.val_limit}
         for name, one in data.val_sets.items():
             sets[name] = one.model_dump(exclude_defaults=True, exclude={"every"})
+        reward = config.reward.of_functions(config.reward.of_sets)
+        reward = {name: value for name, value in reward.items() if name not in ("functions", "weights", "of_sets")}
     return {
         f"models.{START}": models.base,
         "model.dtype": config.model.dtype,
@@ -145,4 +147,5 @@ def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -
         "rollout.stop": rollout.stop,
         "evaluate.output_dir": run / "evaluate",
         **({"evaluate.sets": sets} if sets else {}),
+        **({"reward": reward} if reward else {}),
     }

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from gkd.cli.evaluate import compose_evaluation
 from gkd.config import Config, load
+from gkd.config.overrides import overrides_of
+from gkd.driver import run_models
+from gkd.driver.run_models import RunModels
 from gkd.errors import ConfigError
 from gkd.evaluation.questions import load_questions
 from gkd.evaluation.rating import reward_settings
@@ -42,6 +46,21 @@ def test_a_reward_of_a_set_alone_has_its_settings_in_the_section_of_rewards(tmp_
     assert (own["optional"], own["trl"], own.get("ranked")) == ({"wanted": 3}, {"bonus": 0.0}, None)
     assert config.reward.functions == [HERE + "ranked"] and config.reward.model_dump()["ranked"] == {"best": 2.0}
     assert load(config.model_dump()) == config  # as config.yaml has it
+
+
+def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its settings of rewards, and from another directory."""
+    (tmp_path / "mine.py").write_text("def own(completion, factor=1.0):\n    return factor\n")
+    monkeypatch.chdir(tmp_path)
+    config = with_rewards(tmp_path, ["mine.py:own", "format"], own={"factor": 0.5}, functions=["length"], timeout_s=3.0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(run_models, "find_files", lambda *_: ("", {}, [], ["x.jsonl"]))
+    settings = run_models.settings_of(config, RunModels("base", ()), tmp_path, True)
+    again = compose_evaluation(overrides_of({"models.student": "m", **settings}))
+    assert again.evaluate.sets["own"].rewards == [f"{tmp_path}/mine.py:own", "format"]
+    kept = again.reward.model_dump()
+    assert (kept["own"], kept["timeout_s"], kept["functions"]) == ({"factor": 0.5}, 3.0, [])
 
 
 @pytest.mark.parametrize(
