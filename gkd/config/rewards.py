@@ -19,7 +19,10 @@ OWN_PARAMETERS = (
 )  # fmt: skip
 """What a plain function of verl's or TRL's kind is given; :mod:`gkd.rewards.adapters` says when."""
 
-GROUP_PARAMETERS = frozenset(("group", "completions", "completion_ids", "solution_strs"))
+TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
+"""One of these a function of TRL's kind has."""
+
+GROUP_PARAMETERS = frozenset(("group", *TRL_PARAMETERS, "solution_strs"))
 """By one of these a reward takes all samples of a prompt together: gkd's, TRL's and verl's names."""
 
 
@@ -111,8 +114,7 @@ class Reward(OpenSections):
             call = getattr(reward, "__call__", reward) if isinstance(reward, type) else reward  # noqa: B004
             if inspect.iscoroutinefunction(call):
                 self._asynchronous.add(name)
-            required = {key for key, one in parameters_of(call).items() if one.default is inspect.Parameter.empty}
-            if not GROUP_PARAMETERS.isdisjoint(required):  # with a default it is a setting
+            if not GROUP_PARAMETERS.isdisjoint(required_of(call)):  # with a default it is a setting
                 self._of_groups.append(name)
         return self
 
@@ -184,6 +186,11 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin
         return {}
+
+
+def required_of(function: Any) -> set[str]:
+    """Return the parameters of a callable that have no defaults."""
+    return {name for name, one in parameters_of(function).items() if one.default is inspect.Parameter.empty}
 
 
 def _makes_callables(kind: type) -> bool:

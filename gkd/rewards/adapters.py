@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gkd.config.rewards import REWARDS, Reward, parameters_of
+from gkd.config.rewards import REWARDS, TRL_PARAMETERS, Reward, parameters_of, required_of
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.row import Row
 from gkd.rewards.completion import Completion, Mark
@@ -56,7 +56,7 @@ def adapted(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
     ``settings`` are its further parameters.
     """
     names = parameters_of(reward)
-    if "completions" in names or "completion_ids" in names:
+    if not required_of(reward).isdisjoint(TRL_PARAMETERS):
         return _of(reward, settings, _trl_arguments, list)
     if "solution_strs" in names:
         return _of(reward, settings, _verl_arguments_of_group, lambda results: [_score(result) for result in results])

@@ -93,6 +93,11 @@ def trl_of_ids(completion_ids, trainer_state, log_metric, log_extra=None, **kwar
     return [len(ids) * share if isinstance(ids, list) else None for ids in completion_ids]
 
 
+def trl_of_prompts(prompts, **kwargs):  # type: ignore[no-untyped-def]
+    """TRL's kind, which finds the rest among its keyword arguments."""
+    return [len(p) + len(c) for p, c in zip(prompts, kwargs["completions"], strict=True)]
+
+
 def optional(completion: Completion, wanted: int = 4) -> float:
     return float(completion.columns["level"] == wanted)
 

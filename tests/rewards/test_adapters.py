@@ -57,6 +57,8 @@ def test_trl_of_token_ids_and_the_trainers_state() -> None:
     assert value("trl_of_ids", group) == [1.5, 0.5]
     settings = settings_of("trl_of_ids")
     assert settings.of_groups() == [HERE + "trl_of_ids"] and "trl_of_ids" not in settings.model_dump()
+    assert value("trl_of_prompts", [judged("a"), judged("ab")]) == [8, 9]
+    assert settings_of("trl_of_prompts").of_groups() == [HERE + "trl_of_prompts"]
     with pytest.raises(TypeError, match="completion_ids"):  # of an endpoint's answer, which is a text alone
         value("trl_of_ids", [judged("")])
 

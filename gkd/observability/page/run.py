@@ -25,8 +25,15 @@ DIGITS = 7
 Z_95 = 1.959964
 PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb")
 """Settings that a run decides where they are null."""
-OF_THE_RUN = ("trainer.output_dir", "trainer.resume", "trainer.run_name", "trainer.run_group", "data.cache_dir")
-"""Settings that say what a run is called and where it is."""
+OF_THE_RUN = (
+    "trainer.output_dir",
+    "trainer.resume",
+    "trainer.run_name",
+    "trainer.run_group",
+    "data.cache_dir",
+    "reward.of_sets",
+)
+"""Settings that say what a run is called and where it is, and what is filled in."""
 
 
 def describe(files: RunFiles) -> dict[str, Any]:
