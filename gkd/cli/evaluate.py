@@ -88,13 +88,13 @@ def _of_run(named: str, overrides: Sequence[str]) -> tuple[Config, tuple[Further
     from gkd.config import user_path
     from gkd.config.compose import compose
     from gkd.config.overrides import overrides_of
-    from gkd.driver.run_models import models_of, settings_of
+    from gkd.driver.run_models import models_of_run, settings_of
 
     run = user_path(named).absolute()
     if not (run / "config.yaml").exists():
         raise ConfigError(f"{named}: no run is there (its config.yaml); models.NAME=DIR measures a model by itself")
     config = compose([str(run / "config.yaml")])
-    models = models_of(run, config)
+    models = models_of_run(run, config)
     with_sets = not any(override.lstrip("+").startswith(("sets=", "evaluate.sets")) for override in overrides)
     own = overrides_of(settings_of(config, models, run, with_sets))
     return compose_evaluation([*own, *overrides]), models.further

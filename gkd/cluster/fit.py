@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gkd.cluster.layout import GroupRequest, Node, requests_of, solve
+from gkd.cluster.layout import GroupRequest, Node, group_requests, solve
 from gkd.config import Config, Engine, load, parse_gpus
 from gkd.config.loading import CONF_DIR, read_yaml
 from gkd.errors import ConfigError
@@ -90,9 +90,9 @@ def _misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float)
 def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
     if solve(requests, idle, 0.0) is not None:  # only the CPUs are short
         return f"nearest that fits: {_cpu_override(requests, idle)}"
-    closest = nearest(requests, idle, cpus)
+    closest = nearest_layout(requests, idle, cpus)
     words = [] if closest is None else _overrides(requests, closest)
-    if closest is None and (closest := nearest(requests, idle, 0.0)) is not None:
+    if closest is None and (closest := nearest_layout(requests, idle, 0.0)) is not None:
         words = [*_overrides(requests, closest), _cpu_override(closest, idle)]
     if closest is None:
         external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(requests) else ""
@@ -139,7 +139,7 @@ def _overrides(requests: Sequence[GroupRequest], closest: Sequence[GroupRequest]
     return words
 
 
-def nearest(
+def nearest_layout(
     requests: Sequence[GroupRequest], nodes: Sequence[Node], cpus_per_worker: float
 ) -> list[GroupRequest] | None:
     """Return the layout that fits and gives up least: GPUs first, then exact ranges, then nodes; None without one.
@@ -211,7 +211,7 @@ def share_gpus(config: Config, nodes: Sequence[Node]) -> Config:
 
 def fits(config: Config, nodes: Sequence[Node]) -> bool:
     """Return whether its groups have room on these nodes with nobody on them."""
-    return solve(requests_of(config), [node.idle() for node in nodes], 0.0) is not None
+    return solve(group_requests(config), [node.idle() for node in nodes], 0.0) is not None
 
 
 def may_share(config: Config) -> bool:

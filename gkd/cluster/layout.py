@@ -139,7 +139,7 @@ def idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
     return [Node(str(i), str(i), tuple(range(n)), 0.0).idle() for i, n in enumerate(gpus_of_nodes)]
 
 
-def requests_of(config: Config) -> list[GroupRequest]:
+def group_requests(config: Config) -> list[GroupRequest]:
     """Return what the groups need, in the order GPUs are handed out; colocated ones with their hosts."""
     hosts, pools = config.hosts(), config.groups()
     return [

@@ -14,7 +14,7 @@ from gkd.cluster.assignment import Report, faults
 from gkd.cluster.failure import NodeLeft
 from gkd.cluster.fit import fits, gpus_text, may_share, share_gpus
 from gkd.cluster.group import Group
-from gkd.cluster.layout import GroupRequest, requests_of
+from gkd.cluster.layout import GroupRequest, group_requests
 from gkd.cluster.reserve import Claim, NodeGone, NoRoom, read_nodes, reserve, start_workers
 from gkd.cluster.session import Session
 from gkd.config import Cluster, Config
@@ -127,7 +127,7 @@ def place(config: Config, session: Session, nodes_come: bool = False) -> Placeme
     Raises ConfigError for a layout that fits nowhere, unless further ``nodes_come``, in place of one that left;
     RunFailed when it does not get free in time or a worker does not start, PlacementFault when the check fails.
     """
-    claims, names = reserve(session, requests_of(config), config.cluster, nodes_come)
+    claims, names = reserve(session, group_requests(config), config.cluster, nodes_come)
     groups = {group: _group(group, claims[group], names, session) for group in config.groups()}
     ranges = {group: pool.ranges() for group, pool in config.groups().items()}
     exact = frozenset(group for group, wanted in ranges.items() if wanted is not None)

@@ -24,7 +24,7 @@ from gkd.cluster import gpu, local, reaper
 from gkd.cluster.address import require_cluster
 from gkd.cluster.control_service import SETTING, VARIABLE, ControlService, finish_s
 from gkd.cluster.fit import require_fit, share_gpus
-from gkd.cluster.layout import Node, requests_of
+from gkd.cluster.layout import Node, group_requests
 from gkd.cluster.shutdown import (
     abandon,
     ignoring_signals,
@@ -187,7 +187,7 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
         n_gpus, simulated = cluster.simulate_gpus, True
     if not for_layout:
         config = share_gpus(config, [_this_machine(n_gpus, 0, simulated, uuids)])
-    requests = requests_of(config)
+    requests = group_requests(config)
     named = [index for request in requests for one in request.ranges for index in one]
     wanted = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
     if for_layout:

@@ -38,7 +38,7 @@ class RunModels:
     further: tuple[FurtherWeights, ...]
 
 
-def models_of(run: Path, config: Config) -> RunModels:
+def models_of_run(run: Path, config: Config) -> RunModels:
     """Find the models of the run with ``config`` in the directory ``run``; damaged checkpoints are warned of.
 
     Raises ConfigError where nothing was trained yet, or the model that was trained is not where it was.

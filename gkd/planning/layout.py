@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from gkd.cluster.gpu import read_gpus
-from gkd.cluster.layout import idle_nodes, requests_of, solve
+from gkd.cluster.layout import group_requests, idle_nodes, solve
 from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
 from gkd.config.top_k import top_k_wanted
 from gkd.data.task import require_teacher, task_of
@@ -218,7 +218,7 @@ def nodes_of(config: Config) -> tuple[int, ...] | None:
 
 def has_room(config: Config, nodes: Sequence[int]) -> bool:
     """Say whether idle nodes with so many GPUs each have room for all groups."""
-    requests = requests_of(config)
+    requests = group_requests(config)
     most = sum(request.nnodes for request in requests)  # of nodes of one size more are of no use
     enough = [size for size, count in Counter(nodes).items() for _ in range(min(count, most))]
     return solve(requests, idle_nodes(enough), 0.0) is not None

@@ -8,7 +8,7 @@ import pytest
 
 from gkd.cluster import session
 from gkd.cluster.fit import share_gpus
-from gkd.cluster.layout import Node, idle_nodes, requests_of, solve
+from gkd.cluster.layout import Node, group_requests, idle_nodes, solve
 from gkd.cluster.session import _plan_private
 from gkd.config import Config
 from gkd.config.compose import compose
@@ -55,7 +55,7 @@ def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, na
     assert placed(result) == placed(layout)
     assert result.hosts() == layout.hosts()
     assert result.rollout.gpu_memory_utilization == layout.rollout.gpu_memory_utilization
-    assert solve(requests_of(result), nodes, 0.0) is not None
+    assert solve(group_requests(result), nodes, 0.0) is not None
     assert share_gpus(result, nodes) is result  # a run that is resumed from its own config.yaml
 
 

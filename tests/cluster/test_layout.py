@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.cluster.fit import nearest, require_fit
-from gkd.cluster.layout import GroupRequest, Node, choose_devices, requests_of, solve
+from gkd.cluster.fit import nearest_layout, require_fit
+from gkd.cluster.layout import GroupRequest, Node, choose_devices, group_requests, solve
 from gkd.config import GROUP_OF
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
@@ -112,7 +112,7 @@ def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_dev
 
 @given(small_asks(), small_nodes)
 def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(requests, nodes):
-    found = nearest(requests, nodes, 0.0)
+    found = nearest_layout(requests, nodes, 0.0)
     smaller = [
         [pool(a.group, n, k) for n in range(1, a.n_gpus + 1) for k in range(1, a.nnodes + 1)]
         + ([pool(a.group, a.n_gpus, k, a.gpus) for k in range(1, a.nnodes + 1)] if a.gpus else [])
@@ -326,9 +326,9 @@ def test_every_placement_puts_the_groups_where_its_file_says(placement):
 def test_where_groups_are_more_than_gpus_the_placement_that_shares_them_is_named(n_gpus):
     nodes = [node("a", n_gpus)]
     with pytest.raises(ConfigError, match="no layout of 5 groups fits") as caught:
-        require_fit(requests_of(compose([*ALL, "placement=auto"])), nodes, 1.0)
+        require_fit(group_requests(compose([*ALL, "placement=auto"])), nodes, 1.0)
     named = re.search(r"placement=\w+", str(caught.value))[0]
-    require_fit(requests_of(compose([*ALL, named])), nodes, 1.0)
+    require_fit(group_requests(compose([*ALL, named])), nodes, 1.0)
 
 
 @pytest.mark.parametrize("placement", ["8gpu", "8gpu_two_actors", "2x8gpu", "4x8gpu"])
@@ -339,7 +339,7 @@ def test_reference_and_reward_model_fit_in_the_place_of_a_teacher(placement):
 def _devices(config, machines):
     """Machine and index of every worker in rank order, by group."""
     nodes = [node("abcd"[i], n) for i, n in enumerate(machines)]
-    requests = requests_of(config)
+    requests = group_requests(config)
     slots = solve(requests, nodes, 1.0)
     chosen = choose_devices(slots, {n.id: n.gpus for n in nodes})
     found = {}

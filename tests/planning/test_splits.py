@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gkd.cluster.layout import Node, requests_of, solve
+from gkd.cluster.layout import Node, group_requests, solve
 from gkd.config import Config, Rollout
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
@@ -51,7 +51,7 @@ def test_what_is_offered_fits_and_can_be_placed_as_it_is_pasted(n_gpus: int) -> 
         assert all(group.fits for group in all_memory(again))
         assert simulate_layout(again, 0).seconds == pytest.approx(split.step.seconds)
         nodes = [Node(str(i), str(i), tuple(range(8)), 0.0).idle() for i in range(n_gpus // 8)]
-        assert solve(requests_of(pasted), nodes, 0.0) is not None
+        assert solve(group_requests(pasted), nodes, 0.0) is not None
 
 
 RATED = ("+recipe=grpo", "model.size=0.5b", "reward.functions=[reward_model]", "algorithm.kl.coef=0.1")
