@@ -54,8 +54,7 @@ from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.requests import Score
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
-from gkd.planning.simulated_run import Sampling, SimulatedRun, Step, Updating
-from gkd.planning.simulated_run import Scoring as ScoringGroup
+from gkd.planning.simulated_run import SamplingGroup, ScoringGroup, SimulatedRun, Step, TrainingGroup
 from gkd.planning.simulation import WARM_UP, simulate
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
@@ -229,8 +228,9 @@ def simulated(config: Config, times: Times, sync_s: float) -> Step:
     token_s = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
     chunk = config.actor.max_tokens_per_micro_batch if config.schedule.streaming else None
     run = SimulatedRun(
-        SAMPLES, 1, 1.0, MEAN_TOKENS + 1, partial(lengths_of, config), Sampling(1, SLOTS, SLOTS, lambda n: token_s),
-        {"teacher": ScoringGroup(1, times.score / SAMPLES)}, Updating(times.update, 0.0, sync_s, chunk),
+        SAMPLES, 1, 1.0, MEAN_TOKENS + 1, partial(lengths_of, config),
+        SamplingGroup(1, SLOTS, SLOTS, lambda n: token_s),
+        {"teacher": ScoringGroup(1, times.score / SAMPLES)}, TrainingGroup(times.update, 0.0, sync_s, chunk),
         config.schedule.max_staleness, config.schedule.in_flight,
     )  # fmt: skip
     first, last = measured(config)
