@@ -149,6 +149,10 @@ class Reward(OpenSections):
         """Return functions that look at the columns of a row: those that say so, and users' own that say nothing."""
         return list(self._needing_columns)
 
+    def of_users(self) -> list[str]:
+        """Return functions that are no built-in ones, and so may look at all that there is of a completion."""
+        return [name for name in self.functions if name not in REWARDS.names()]
+
     def is_async(self, name: str) -> bool:
         """Return whether a function is asked about several samples at the same time."""
         return name in self._asynchronous

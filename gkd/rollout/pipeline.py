@@ -161,7 +161,7 @@ class ScoringPipeline:
             n_tokens=len(ids),
             max_tokens=sample.request.sampling.max_tokens,
             truncated=sample.finish_reason == "length",
-            token_ids=tuple(ids.tolist()),
+            token_ids=tuple(ids.tolist()) if self._config.reward.of_users() else None,
             step=min(span.version for span in sample.versions),
             total_steps=self._config.trainer.total_steps,
         )

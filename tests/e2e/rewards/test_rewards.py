@@ -105,23 +105,26 @@ def test_samples_that_are_judged_together_come_out_together(tmp_path: Path) -> N
     """By their index, whichever was sampled first, each with its own reward; other groups do not wait for them."""
     word_tokenizer().save_pretrained(tmp_path)
     name = f"{MODULE}:sizes"
-    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 3}, "reward": {"functions": [name, "length"]}})
+    rewards = [name, "length", trl := f"{MODULE}:trl_of_ids"]
+    settings = {"algorithm": {"name": "grpo"}, "rollout": {"n": 3}, "trainer": {"total_steps": 8}}
+    config = load({**settings, "reward": {"functions": rewards}})
     pipeline = ScoringPipeline(config, str(tmp_path), rank=0)
     try:
         finished = [(0, 2, 4), (3, 0, 1), (3, 2, 3), (0, 0, 2), (3, 1, 2), (0, 1, 3)]  # group, index, tokens
         for first, index, n_tokens in finished:
             request = SampleRequest(
-                Prompt(first, np.array([1], np.int32), ""), index, 0, Sampling(16),
+                Prompt(first, np.array([1], np.int32), "", columns={"level": 3}), index, 0, Sampling(16),
                 Scoring(rewards=True, group_size=3), key=first + index,
             )  # fmt: skip
             ids = np.full(n_tokens, 5, np.int32)
-            pipeline.submit(Sample.single_turn(request, ids, np.zeros(n_tokens, np.float32), 0, "stop"))
+            pipeline.submit(Sample.single_turn(request, ids, np.zeros(n_tokens, np.float32), 2, "stop"))
         groups = [pipeline.scored.get(timeout=60) for _ in range(2)]
         assert pipeline.scored.empty()
         assert {tuple(one.key for one, _ in group): [one.rewards[name] for one, _ in group] for group in groups} == {
             (0, 1, 2): [2 / 9, 3 / 9, 4 / 9],
             (3, 4, 5): [1 / 6, 2 / 6, 3 / 6],
         }
+        assert all(one.rewards[trl] == one.n_sampled / 4 for group in groups for one, _ in group)  # after 2 steps of 8
         assert all(one.rewards["length"] == 1 - one.n_sampled / 16 for group in groups for one, _ in group)
     finally:
         pipeline.close()
