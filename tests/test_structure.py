@@ -12,7 +12,7 @@ import gkd
 PACKAGE = Path(gkd.__file__).parent
 LEVELS = (
     ("errors", "version"),
-    ("config", "durable", "types"),
+    ("config", "durable", "schedule", "types"),
     ("data", "modeling", "rewards"),
     ("algorithms", "losses", "weights"),
     ("inference",),

@@ -1,4 +1,4 @@
-"""Steps of a run, event by event: who works when, and who waits, over the run's own schedule (:mod:`gkd.data.tickets`).
+"""Steps of a run, event by event: who works when, and who waits, over the run's own schedule (:mod:`gkd.schedule`).
 
 Simulated is what the driver's loop does: requests go to the emptiest engine and hold a place there until they are
 sampled, scorers take samples as they finish, the actor adds up chunks in the batch's order, engines are drained before
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from gkd.data.tickets import TicketSchedule
+from gkd.schedule import TicketSchedule
 from gkd.planning.simulated_run import SimulatedRun, Step
 
 ENDLESS = 1 << 40

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.data.tickets import Ticket, TicketSchedule
+from gkd.schedule import Ticket, TicketSchedule
 
 
 class Prompts:
