@@ -14,8 +14,8 @@ from gkd.algorithms.training_samples import groups_of, rewards_of
 from gkd.config import Config, Rollout
 from gkd.config.top_k import top_k_wanted
 from gkd.data.stream import PromptStream
-from gkd.schedule import Ticket, TicketSchedule
 from gkd.driver.checkpoint import State
+from gkd.schedule import Ticket, TicketSchedule
 from gkd.types import Prompt, SampleRequest, Sampling, Scoring, TrainingSample, seed_of
 
 Item = TypeVar("Item")
@@ -83,7 +83,7 @@ class Batches:
         return self.source.submit(requests_of(self.config, prompts, self._scoring, step, first=place), order=step)
 
     def ahead(self, step: int) -> list[tuple[int, list[int]]]:
-        """Return what a checkpoint of ``step`` needs of the steps after it, as :meth:`gkd.schedule.TicketSchedule.ahead`."""
+        """Return what a checkpoint of ``step`` needs of the steps after it (:meth:`TicketSchedule.ahead`)."""
         return list(self.schedule.ahead(step).items())
 
     def epoch(self, step: int) -> float:

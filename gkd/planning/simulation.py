@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from gkd.schedule import TicketSchedule
 from gkd.planning.simulated_run import SimulatedRun, Step
+from gkd.schedule import TicketSchedule
 
 ENDLESS = 1 << 40
 WARM_UP, MEASURED = 2, 4  # steps, of which the first ones begin with idle engines
