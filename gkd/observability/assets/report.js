@@ -66,7 +66,7 @@ const verdict = parent => runs.forEach(run => {
         : run.differs.length ? `${run.differs.length} settings differ from the recipe` : 'all settings are the recipe\u2019s'),
       pairs(['setting', 'recipe', 'here'], run.differs.map(([name, there, here]) => [name, shown(there), shown(here)]))));
   if (run.placement.length)
-    card.append(el('details', {}, el('summary', {}, `placement: ${run.placement.length} workers`),
+    card.append(el('details', {}, el('summary', {}, `placement: ${run.placement.length} worker${run.placement.length > 1 ? 's' : ''}`),
       pairs(['group', 'rank', 'node', 'pid', 'GPU', 'UUID'], run.placement)));
   card.append(el('p', { class: 'muted mono' }, run.path));
   parent.append(card);
