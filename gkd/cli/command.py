@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gkd.cluster.shutdown import leave
+from gkd.cluster.shutdown import leave, skip_teardown
 from gkd.errors import ConfigError, entry_point
 from gkd.version import __version__
 
@@ -116,4 +116,5 @@ def run(*command: str) -> NoReturn:
 
     ``command``: a program's name, where the command line begins with its arguments.
     """
+    skip_teardown()
     leave(main([*command, *sys.argv[1:]]))

@@ -1,10 +1,12 @@
 """How a program ends: in order on SIGTERM, SIGHUP and Ctrl-C, whatever Ray does to the handlers, and in bounded time.
 
 Calls that may never return have a deadline (:func:`within`), and :func:`leave` ends the process also where one has not.
+Nor does it have to take down what libraries have made (:func:`skip_teardown`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -29,6 +31,8 @@ _stuck: list[str] = []
 """Calls that did not return in time."""
 _received: list[tuple[int, float]] = []
 """Numbers of the signals that were acted on, and when (``time.monotonic``)."""
+_codes: list[int] = []
+"""The exit code, once it is settled."""
 
 
 def exit_on_signals() -> None:
@@ -138,17 +142,37 @@ def abandon(what: str) -> None:
     _stuck.append(what)
 
 
+def skip_teardown() -> None:
+    """Have :func:`leave` end the process when all that is registered for its end is done.
+
+    Python would go on to take down every object that libraries have made, for seconds. To be called before they are
+    imported: what is registered first is done last.
+    """
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if _codes:
+        logging.shutdown()
+        _end_now(_codes[-1])
+
+
+def _end_now(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 def leave(code: int) -> NoReturn:
     """End the program with ``code``, at once where a call is stuck: what Python does at its end could wait for it."""
     if threading.current_thread() is threading.main_thread():
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)  # the code is settled
     if not _stuck:
+        _codes.append(code)
         sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    _end_now(code)
 
 
 class ServerStop:

@@ -6,6 +6,7 @@ and no server outlives a worker that dies. Nothing here imports vLLM or torch be
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.connection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,6 +83,9 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
     """Start ``vllm.LLM`` with arguments of :func:`engine_arguments`. vLLM raises what it likes when it cannot."""
     from vllm import LLM
 
+    # An engine asks for several collections while it starts, each of which would search all that was imported: that is
+    # more than half of its time. vLLM does the same once it has started.
+    gc.freeze()
     compile_apart(device)
     return LLM(**arguments)
 

@@ -22,6 +22,7 @@ SMALL = [
     "data.sort_digits.student_steps=40",
     "data.val_limit=64",
     "cluster.cpu_threads=1",
+    "reward.workers=1",
 ]
 
 

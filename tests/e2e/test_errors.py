@@ -18,6 +18,17 @@ threading.Thread(target=threading.Event().wait).start()  # which Python would wa
 print("the last words")
 leave(7)
 """
+LARGE = """
+from gkd.cluster.shutdown import leave, skip_teardown
+skip_teardown()
+import atexit, sys
+class Library:
+    def __del__(self):
+        print("taken down")
+sys.library = Library()
+atexit.register(print, "registered", flush=False)
+leave(7)
+"""
 RICH = """
 import sys
 from gkd.errors import guarded
@@ -45,6 +56,12 @@ def test_output_into_a_closed_pipe_ends_with_a_line_and_a_code(command: tuple[st
         "failed: standard output was closed before the end: the program that read it has ended\n"
     )
     assert (program.returncode, both.wait(60)) == (1, 1)
+
+
+def test_a_program_does_what_is_registered_for_its_end_and_takes_nothing_down() -> None:
+    program = python("-c", LARGE, stdout=subprocess.PIPE)
+    assert program.communicate(timeout=30)[0] == "registered\n"
+    assert program.returncode == 7
 
 
 def test_a_program_leaves_with_its_code_where_a_call_never_returns() -> None:

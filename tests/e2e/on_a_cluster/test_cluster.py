@@ -47,7 +47,7 @@ def test_two_jobs_beside_each_other_one_that_ends_and_one_that_is_stopped(
     placed = json.loads((output / "placement.json").read_text())
     processes = [psutil.Process(record["pid"]) for record in placed]
     processes += [child for process in processes for child in process.children(recursive=True)]
-    assert len(processes) >= 4  # actor, rollout, and the two that compute rewards
+    assert len(processes) >= 3  # actor, rollout, and the one that computes rewards
 
     others = _a_job_from_a_users_directory(cluster, small, tmp_path / "user")
     assert others and not others & devices(placed)
