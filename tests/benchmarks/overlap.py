@@ -333,7 +333,7 @@ def print_row(
     tokens = 1 + statistics.fmean(n for row in rows for n in lengths_of(config, int(row["step"])))
     longest = max(generate, max(times.score, times.update) * tokens / (MEAN_TOKENS + 1))
     step, drain = mean(rows, "step"), mean(rows, "drain")
-    between = step - drain - sum(mean(rows, name) for name in ("wait", "validation", "update", "sync"))
+    between = step - drain - sum(mean(rows, name) for name in ("wait", "update", "sync"))
     expected = simulated(config, times, statistics.median(row["timing_s/sync"] for row in rows)).seconds
     print(f"{bound:9} {config.schedule.streaming!s:9} {config.schedule.max_staleness:9} {step:7.2f} {expected:9.2f} "
           f"{expected / step:6.3f} {longest:13.2f} {step / longest:14.3f} {drain:6.2f} {between:7.3f} "
