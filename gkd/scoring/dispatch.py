@@ -146,7 +146,8 @@ class Dispatcher:
     def _receive(self, replica: Replica) -> None:
         try:
             for frame in replica.receive():
-                self._handle(replica, frame)
+                for one in wire.unpack(frame):
+                    self._handle(replica, one)
         except wire.WireError as error:
             self._lose(replica, f"sent what cannot be read ({error})")
 
@@ -272,29 +273,45 @@ class Dispatcher:
 
     def _send_waiting(self, now: float) -> None:
         kept: list[Call] = []
+        chosen: dict[Replica, list[tuple[Call, bytes]]] = {}
         while self._waiting and any(replica.has_room for replica in self.replicas):
             call = self._waiting.popleft()
-            if not self._send(call, now):
+            if (replica := self._replica_for(call)) is None:
                 kept.append(call)
+            elif (frame := self._frame_for(call, replica)) is not None:
+                replica.outstanding[call.id] = call
+                chosen.setdefault(replica, []).append((call, frame))
+        for replica, calls in chosen.items():
+            kept += self._send(replica, calls, now)
         self._waiting.extendleft(reversed(kept))
 
-    def _send(self, call: Call, now: float) -> bool:
+    def _replica_for(self, call: Call) -> Replica | None:
+        """Return the least busy replica, another than the last time if there is one; None where none has room."""
         answering = [replica for replica in self.replicas if replica.welcome is not None]
         others = [replica for replica in answering if replica is not call.replica] or answering
         free = [replica for replica in others if replica.has_room]
-        if not free:
-            return False
-        replica = min(free, key=lambda r: r.load)
-        timeout = self._patience.request_timeout_s
-        frame = wire.encode_request(call.id, timeout, call.request)
+        return min(free, key=lambda r: r.load) if free else None
+
+    def _frame_for(self, call: Call, replica: Replica) -> bytes | None:
+        """Return the message of a call; None where no server takes it, which the call then fails with."""
+        frame = wire.encode_request(call.id, self._patience.request_timeout_s, call.request)
         try:
             replica.check(call.request, len(frame))
         except Refused as refused:
             del self._calls[call.id]
             call.future.set_exception(ScorerRefused(refused.code, refused.message, self._patience.scorer))
-            return True
-        if not replica.send(frame):
-            return False
-        call.attempts, call.sent, call.deadline, call.replica = call.attempts + 1, now, now + timeout, replica
-        replica.outstanding[call.id] = call
-        return True
+            return None
+        return frame
+
+    def _send(self, replica: Replica, calls: Sequence[tuple[Call, bytes]], now: float) -> list[Call]:
+        """Send what goes to one replica, as few messages as it takes; returns the calls that cannot be sent now."""
+        left = deque(call for call, _ in calls)
+        for frames in replica.together([frame for _, frame in calls]):
+            if not replica.send(wire.pack(frames)):
+                break
+            for call in [left.popleft() for _ in frames]:
+                call.attempts, call.sent, call.replica = call.attempts + 1, now, replica
+                call.deadline = now + self._patience.request_timeout_s
+        for call in left:
+            del replica.outstanding[call.id]
+        return list(left)

@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -78,14 +79,15 @@ class Frontend:
         """
         return self._clients.take(room, timeout_s)
 
-    def reply(self, job: QueuedRequest, frame: bytes) -> None:
-        """Send the answer to a job that was taken."""
-        self._post(job.client, frame, job)
+    def reply(self, answers: Sequence[tuple[QueuedRequest, bytes]]) -> None:
+        """Send the answers to jobs that were taken; those to one client that follow each other go together."""
+        self._outbox.extend([(job.client, frame, job) for job, frame in answers])
+        self._wakeup.set()
 
     def refuse(self, job: QueuedRequest, code: Code, message: str) -> None:
         """Answer a job that was taken with an error."""
         self.counts[code] += 1
-        self.reply(job, wire.encode(wire.Error(job.id, code, message[:4096])))
+        self.reply([(job, wire.encode(wire.Error(job.id, code, message[:4096])))])
 
     def close(self, code: Code = "stopping", message: str = "the server is stopping") -> None:
         """Refuse what is queued, send what is to be sent (half a second at most), and give everything back."""
@@ -103,10 +105,7 @@ class Frontend:
 
     def _refuse_queued(self, job: QueuedRequest, code: Code, message: str) -> None:
         self.counts[code] += 1
-        self._post(job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None)
-
-    def _post(self, client: bytes, frame: bytes, job: QueuedRequest | None) -> None:
-        self._outbox.append((client, frame, job))
+        self._outbox.append((job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None))
         self._wakeup.set()
 
     def _release(self) -> None:
@@ -165,16 +164,25 @@ class Frontend:
 
     def _send(self) -> None:
         while self._outbox:
-            client, frame, job = self._outbox.popleft()
-            if not self._clients.handing(client, len(frame), job):
-                self.counts["client_gone"] += 1
-                continue
-            try:
-                self._socket.send_multipart([client, frame], zmq.NOBLOCK, copy=len(frame) < MIB)
-            except zmq.ZMQError as error:
-                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                    raise
-                self.counts["client_gone"] += 1
+            client = self._outbox[0][0]
+            frames: list[bytes] = []
+            while self._outbox and self._outbox[0][0] == client:
+                _, frame, job = self._outbox.popleft()
+                if self._clients.handing(client, len(frame), job):
+                    frames.append(frame)
+                else:
+                    self.counts["client_gone"] += 1
+            for together in wire.packs(frames, wire.MAX_PACKED_REPLIES_BYTES):
+                self._send_to(client, together)
+
+    def _send_to(self, client: bytes, frames: Sequence[bytes]) -> None:
+        frame = wire.pack(frames)
+        try:
+            self._socket.send_multipart([client, frame], zmq.NOBLOCK, copy=len(frame) < MIB)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self.counts["client_gone"] += len(frames)
 
     def _receive(self) -> None:
         # Not for ever: replies wait meanwhile.
@@ -206,10 +214,19 @@ class Frontend:
         if not whole:
             self._cut(connection, "frames")
             return
-        answer = self._answer(client, message.bytes)
-        if answer is not None:
-            self._outbox.append((client, wire.encode(answer), None))
+        answers = self._answers(client, message.bytes)
+        if answers:
+            self._outbox.extend([(client, wire.encode(answer), None) for answer in answers])
             self._send()
+
+    def _answers(self, client: bytes, frame: bytes) -> list[wire.Message]:
+        """Return what to reply at once to the messages in ``frame``."""
+        try:
+            frames = wire.unpack(frame)
+        except wire.WireError as error:
+            self.counts["bad_request"] += 1
+            return [wire.Error(None, "bad_request", str(error))]
+        return [answer for one in frames if (answer := self._answer(client, one)) is not None]
 
     def _answer(self, client: bytes, frame: bytes) -> wire.Message | None:
         """Return what to reply at once; None for a job that went into the queue."""

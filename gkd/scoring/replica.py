@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +125,10 @@ class Replica:
         """Raise Refused for what is so long, ``size`` bytes, that the server would hang up instead of saying so."""
         if size > wire.largest_request(self.limits.max_length):
             self.limits.check(request)
+
+    def together(self, frames: Sequence[bytes]) -> Iterator[list[bytes]]:
+        """Yield neighbours among requests' ``frames`` that go together, as the server takes them."""
+        return wire.packs(frames, wire.largest_request(self.limits.max_length))
 
     def send(self, frame: bytes) -> bool:
         """Send, or say that it is not possible now."""

@@ -153,10 +153,12 @@ class ScoringServer:
             return
         answers = self._engine.step()
         self._n_steps += 1
+        replies: list[tuple[QueuedRequest, bytes]] = []
         for key, answer in answers:
             job = self._jobs.pop(key)
             if isinstance(answer, Refused):
                 self._frontend.refuse(job, answer.code, answer.message)
             else:
                 self._frontend.counts["answered"] += 1
-                self._frontend.reply(job, wire.encode_answer(job.id, answer))
+                replies.append((job, wire.encode_answer(job.id, answer)))
+        self._frontend.reply(replies)

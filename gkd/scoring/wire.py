@@ -5,14 +5,15 @@ the raw bytes of its arrays, all little-endian. Being one frame, it is bounded b
 is in memory; a message of several frames is none. The header is ``[body, [[dtype, shape], ...]]``, where body is a map
 whose "type" names one of the kinds below. Decoding is strict: unknown kinds or fields, other types, numbers out of
 range, or sizes that are not those of dtype and shape raise :class:`WireError`. Nothing is unpickled, and nothing is
-allocated from a size that a header claims.
+allocated from a size that a header claims. Messages to one peer at one time go together: a frame that begins with a
+header of length 0 has several, each after its own length (uint32).
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -25,9 +26,10 @@ from gkd.inference import requests
 from gkd.inference.requests import Code
 from gkd.types import Float32, Int32, Target
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_REQUEST_HEADER_BYTES = 1 << 12
 MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
+MAX_PACKED_REPLIES_BYTES = MAX_REPLY_HEADER_BYTES  # which every client takes, whatever it expects
 
 Array: TypeAlias = NDArray[Any]
 
@@ -152,6 +154,7 @@ _ARRAYS: dict[type[Body], tuple[tuple[np.dtype[Any], int], ...]] = {
 _Spec: TypeAlias = tuple[Annotated[str, Meta(max_length=3)], Annotated[list[_Count], Meta(max_length=2)]]
 _Header: TypeAlias = tuple[Message, Annotated[list[_Spec], Meta(max_length=4)]]
 _LENGTH, _ALIGNMENT = struct.Struct("<I"), 4
+_ENCRYPTION_BYTES = 64  # CURVE adds 33 to a message, and ZMQ_MAXMSGSIZE is about what comes over the network
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Header)
 
@@ -194,6 +197,43 @@ def decode(frame: bytes, max_header_bytes: int = MAX_REPLY_HEADER_BYTES) -> tupl
     if not arrays and wanted != len(frame):
         raise WireError(f"{type(body).__name__}: {len(frame) - wanted} bytes too many")
     return body, arrays
+
+
+def packs(frames: Sequence[bytes], most: int) -> Iterator[list[bytes]]:
+    """Yield neighbours of ``frames`` that, packed and encrypted, have ``most`` bytes at most; larger ones alone."""
+    together: list[bytes] = []
+    empty = _LENGTH.size + _ENCRYPTION_BYTES
+    size = empty
+    for frame in frames:
+        if together and size + _LENGTH.size + len(frame) > most:
+            yield together
+            together, size = [], empty
+        together.append(frame)
+        size += _LENGTH.size + len(frame)
+    if together:
+        yield together
+
+
+def pack(frames: Sequence[bytes]) -> bytes:
+    """Put the frames of messages into one; one alone stays as it is."""
+    if len(frames) == 1:
+        return frames[0]
+    return b"".join([_LENGTH.pack(0), *(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))])
+
+
+def unpack(frame: bytes) -> list[bytes]:
+    """Return the frames of the messages in ``frame``. Raises WireError, and nothing else, whatever it holds."""
+    if not frame.startswith(_LENGTH.pack(0)):
+        return [frame]
+    frames, at = [], _LENGTH.size
+    while at < len(frame):
+        (length,) = _LENGTH.unpack_from(frame, at) if len(frame) - at >= _LENGTH.size else (0,)
+        at += _LENGTH.size
+        if not 0 < length <= len(frame) - at:
+            raise WireError(f"{len(frame)} bytes of messages of which one has {length}")
+        frames.append(frame[at : at + length])
+        at += length
+    return frames
 
 
 def largest_request(max_length: int) -> int:

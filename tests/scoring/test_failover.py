@@ -204,7 +204,7 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
                 identity, frame = router.recv_multipart()
             except zmq.Again:
                 continue
-            body, _ = wire.decode(frame)
+            body, _ = wire.decode(wire.unpack(frame)[0])
             answers = [wire.encode(wire.Welcome(wire.PROTOCOL, "s", "liar", "hash", 32, 32, 100, 64))]
             if isinstance(body, wire.ScoreMessage):
                 target = expected(a_score(body.id))

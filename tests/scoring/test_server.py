@@ -283,8 +283,9 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
     send()
     # Messages of one connection are answered in order, so this answer is the last.
     dealer.send(wire.encode_request(10**9, 1.0, a_score(n_prompt=9)))
-    while not (isinstance(body := wire.decode(dealer.recv())[0], wire.Error) and body.id == 10**9):
-        pass
+    last: list[wire.Message] = []
+    while not any(isinstance(body, wire.Error) and body.id == 10**9 for body in last):
+        last = [wire.decode(frame)[0] for frame in wire.unpack(dealer.recv())]
     assert_same(
         client.submit(a_score(n_prompt=3, n_response=5)).result(30), expected(a_score(n_prompt=3, n_response=5))
     )
@@ -297,6 +298,29 @@ def test_a_message_that_cannot_be_read_is_answered(serve: Serve, dealer: Any) ->
     dealer.send(b"\x00garbage")
     body, _ = wire.decode(dealer.recv())
     assert isinstance(body, wire.Error) and (body.id, body.code) == (None, "bad_request")
+
+
+@pytest.mark.parametrize("max_length", [30, 48, 100, 1000])
+def test_requests_at_one_time_go_together_and_so_do_their_answers(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    """Whatever the server takes at most: requests fill it to the last byte."""
+    sizes: list[int] = []
+    unpack = wire.unpack
+
+    def counted(frame: bytes) -> list[bytes]:
+        frames = unpack(frame)
+        sizes.append(len(frames))
+        return frames
+
+    client = connect(serve(TableEngine(capacity=64, max_length=max_length)).server.address, max_length=max_length)
+    client.connect(30)
+    monkeypatch.setattr(wire, "unpack", counted)
+    monkeypatch.setattr(client._dispatcher, "_poll", lambda poll=client._dispatcher._poll: (time.sleep(0.2), poll()))
+    futures = [client.submit(a_score(i)) for i in range(64)]
+    for i, future in enumerate(futures):
+        assert_same(future.result(30), expected(a_score(i)))
+    assert sum(sizes) >= 128 and max(sizes) >= 16
 
 
 def test_many_threads_may_ask_at_once(serve: Serve, connect: Connect) -> None:

@@ -110,10 +110,31 @@ def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int
 
 
 @patient
-@given(st.binary(max_size=200) | st.binary(max_size=60).map(framed))
-def test_arbitrary_bytes_are_a_message_or_a_wire_error(frame: bytes) -> None:
+@given(st.lists(messages, max_size=9), st.integers(0, 300))
+def test_messages_that_go_together_come_back_in_their_order(sent: list[wire.Message], most: int) -> None:
+    frames = [wire.encode(message) for message in sent]
+    packed = [wire.pack(together) for together in wire.packs(frames, most)]
+    assert [one for frame in packed for one in wire.unpack(frame)] == frames
+    assert all(len(frame) + 33 <= most or frame in frames for frame in packed)  # 33: what CURVE adds
+
+
+@patient
+@given(st.binary(max_size=200) | st.binary(max_size=60).map(framed) | st.binary(max_size=60).map(bytes(4).__add__))
+def test_arbitrary_bytes_are_messages_or_a_wire_error(frame: bytes) -> None:
     with contextlib.suppress(wire.WireError):
-        wire.decode(frame)
+        for one in wire.unpack(frame):
+            wire.decode(one)
+
+
+def test_what_goes_together_is_neither_cut_nor_nested() -> None:
+    ping = wire.encode(wire.Ping())
+    both = wire.pack([ping, ping])
+    for damaged in (both[:-1], both + bytes(4), both[: -len(ping)], bytes(4) + struct.pack("<I", 1 << 31)):
+        with pytest.raises(wire.WireError, match="bytes of messages of which one has"):
+            wire.unpack(damaged)
+    nested = wire.unpack(wire.pack([both, ping]))
+    with pytest.raises(wire.WireError, match="with a header of 0"):
+        wire.decode(nested[0])
 
 
 anything = st.recursive(
