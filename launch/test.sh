@@ -18,7 +18,8 @@ if [[ " $* " == *" --all "* ]]; then
   types=$!
 fi
 code=0
-"$PYTHON" -m pytest -n 2 --dist loadscope "$@" || code=$?  # two processes, see tests/conftest.py
+# Two processes, see tests/conftest.py; and without plugins that packages bring and nothing here uses.
+"$PYTHON" -m pytest -n 2 --dist loadscope -p no:anyio -p no:hydra_pytest "$@" || code=$?
 if [ -n "$types" ]; then
   wait "$types" || code=$((code ? code : 1))
   types=

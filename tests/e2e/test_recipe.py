@@ -19,7 +19,7 @@ from gkd.config.compose import compose
 from gkd.version import __version__
 from tests.e2e.conftest import ROOT, SMALL, environment
 
-STEPS = 50
+STEPS = 30
 ALWAYS = {
     "timing_s/step", "timing_s/generate", "timing_s/score", "timing_s/update", "timing_s/sync", "timing_s/wait",
     "actor/loss", "actor/grad_norm", "actor/lr", "actor/entropy",
@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Pat
     """Output directory and output of ./launch/quickstart.sh on the small task."""
     output = tmp_path_factory.mktemp("quickstart") / "run"
     command = ["./launch/quickstart.sh", *SMALL, f"data.cache_dir={cache}", f"trainer.output_dir={output}"]
-    command += [f"trainer.total_steps={STEPS}", "trainer.val_every=25", "actor.lr=3e-3"]
+    command += [f"trainer.total_steps={STEPS}", "trainer.val_every=15", "actor.lr=3e-3"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment(), check=False
     )
@@ -69,7 +69,7 @@ def test_every_step_is_logged_once_with_every_metric(finished: tuple[Path, str])
         assert row["distill/teacher_mass"] == pytest.approx(1.0, abs=1e-4)  # the full vocabulary
         assert abs(row["mismatch/kl"]) < 1e-4  # sampler and trainer are one model: weights arrive every step
         assert row["staleness/max"] == 0
-    assert [row["step"] for row in found if "val/accuracy" in row] == [0, 25, STEPS]
+    assert [row["step"] for row in found if "val/accuracy" in row] == [0, 15, STEPS]
     assert found[0]["val/reverse_kl"] > 0
 
 
@@ -92,7 +92,7 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
             assert likely == sorted(likely, reverse=True) and logprob <= likely[0]
             assert dict(top).get(text, logprob) == logprob
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["kind"] == "validation"] == [0, 25, STEPS]
+    assert [event["step"] for event in events if event["kind"] == "validation"] == [0, 15, STEPS]
     assert [events[0]["kind"], events[-1]["kind"], events[-1]["failed"]] == ["start", "end", False]
     trace = json.loads((output / "timeline.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {
