@@ -26,6 +26,7 @@ from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from gkd.scoring.wakeup import Wakeup
 from gkd.types import Target
+from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Running, a_score
 from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine, expected, greedy
 
@@ -101,14 +102,14 @@ def test_scores_are_the_tables(serve: Serve, connect: Connect, top_k: int) -> No
 def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -> None:
     """What is under way is finished first, and the server goes on saying that it lives."""
     server = serve(TableEngine(0.3)).server
-    client = connect(server.address, top_k=4, heartbeat_s=0.05)
+    client = connect(server.address, top_k=4, heartbeat_s=0.1)
     before = client.submit(a_score(1, 4))
-    time.sleep(0.1)
+    assert eventually(lambda: server.progress()[1] == 1)  # it is under way
     server.sleep().result(30)
     assert server.counts["answered"] == 1
     assert_same(before.result(30), expected(a_score(1, 4)))
     during = client.submit(a_score(2, 4))
-    time.sleep(0.5)  # ten heartbeats
+    time.sleep(0.5)  # five heartbeats
     assert not during.done()
     server.wake().result(30)
     assert_same(during.result(30), expected(a_score(2, 4)))
