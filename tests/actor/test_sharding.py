@@ -62,18 +62,24 @@ def test_what_the_loss_is_made_of_stays_in_float32(
 def test_shards_are_cast_before_they_are_gathered(
     mesh: DeviceMesh, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half the bytes between ranks, and no tensor that is whole and in float32."""
+    """Half the bytes between ranks, and no tensor that is whole and in float32. One rank alone gathers nothing."""
     student = load(path)
     exact = {name: value.clone() for name, value in student.lm.state_dict().items()}
     shard(student, mesh, torch.bfloat16)
-    gathered, plain = [], DTensor.full_tensor
+    gathered, plain, size = [], DTensor.full_tensor, DeviceMesh.size
 
     def full_tensor(self: DTensor) -> Tensor:
         gathered.append((self.dtype, self.to_local().device.type))
-        return plain(self)
+        with monkeypatch.context() as alone:
+            alone.setattr(DeviceMesh, "size", size)
+            return plain(self)
 
     monkeypatch.setattr(DTensor, "full_tensor", full_tensor)
+    own = dict(student.full_tensors(torch.bfloat16))
+    assert not gathered
+    monkeypatch.setattr(DeviceMesh, "size", lambda *_: 2)
     sent = dict(student.full_tensors(torch.bfloat16))
+    assert all(torch.equal(value, own[name]) for name, value in sent.items())
     assert len(gathered) == len(sent) > 20
     assert set(gathered) == {(torch.bfloat16, mesh.device_type)}
     assert all(torch.equal(value, exact[name].bfloat16()) for name, value in sent.items())
