@@ -11,6 +11,9 @@ from typing import Any
 WARNING = {"time": 1.8e9, "kind": "warning", "step": 3, "text": "step 3: lower actor.lr", "metric": "actor/loss"}
 NASTY = "</script><script>document.title = 'taken over'</script><!-- &amp; \u2028 \ud800 <img src=x onerror=alert(1)>"
 
+WORKERS = ("driver", "actor 0", "rollout 0")
+"""The lanes of :func:`timeline`."""
+
 
 def lines(rows: Sequence[dict[str, Any]]) -> str:
     """Objects, one a line."""
@@ -53,8 +56,35 @@ def sample(step: int, index: int, n: int = 4, text: str = NASTY) -> dict[str, An
     }  # fmt: skip
 
 
+def trace(step: int) -> list[dict[str, Any]]:
+    """What a driver, an actor and an engine did in a step of 2 s, as events of timeline.json; the actor waits."""
+    begin = 1_000_000 * 2 * step
+
+    def span(pid: int, name: str, start: float, length: float, **args: str) -> dict[str, Any]:
+        at = {"ts": begin + int(1e6 * start), "dur": int(1e6 * length)}
+        return {"ph": "X", "name": name, "pid": pid, "tid": 0, **at, "args": {"step": step, **args}}
+
+    return [
+        span(1, "generate", 0.0, 1.5),
+        span(1, "update", 1.5, 0.5),
+        span(2, "waits-for-batch", 0.0, 1.5, cause="batch"),
+        span(2, "update", 1.5, 0.5),
+        span(3, "sample", 0.0, 1.25),
+        span(3, "waits-for-tickets", 1.25, 0.25, cause="tickets"),
+    ]
+
+
+def timeline(steps: Sequence[int]) -> str:
+    """A timeline.json of some steps."""
+    named = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        for pid, name in enumerate(WORKERS, start=1)
+    ]
+    return json.dumps({"traceEvents": [*named, *(event for step in steps for event in trace(step))]})
+
+
 def make_run(path: Path, steps: int = 20, samples: Sequence[dict[str, Any]] = ()) -> Path:
-    """A run of the recipe grpo with ``steps`` steps, a warning, and ``samples``."""
+    """A run of the recipe grpo with ``steps`` steps, a warning, ``samples``, and the timeline of its last two steps."""
     path.mkdir()
     trainer = {"total_steps": steps}
     config = {"recipe": "grpo", "trainer": trainer, "algorithm": {"name": "grpo"}, "rollout": {"n": 2}}
@@ -66,4 +96,5 @@ def make_run(path: Path, steps: int = 20, samples: Sequence[dict[str, Any]] = ()
     (path / "summary.json").write_text(json.dumps({**val, "steps": steps, "wall_s": 75.0, "n_val": 100}))
     placed = {"group": "actor", "rank": 0, "node": "n", "pid": 1, "cuda_visible_devices": "0", "gpu_uuids": ["SIM-0"]}
     (path / "placement.json").write_text(json.dumps([placed]))
+    (path / "timeline.json").write_text(timeline([steps - 1, steps]))
     return path

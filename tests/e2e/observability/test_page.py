@@ -18,7 +18,7 @@ from gkd.observability.page.write import write_page
 from gkd.observability.run_files import RunFiles
 from gkd.planning.colocation import all_memory
 from gkd.planning.layout import Layout, cpu_hardware, models_of
-from tests.observability.runs import NASTY, lines, make_run, row, sample
+from tests.observability.runs import NASTY, WORKERS, lines, make_run, row, sample
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
@@ -34,6 +34,19 @@ PROBE = """<script>addEventListener('load', () => setTimeout(() => {
     return [...document.querySelectorAll('.samples tbody > tr')]
       .filter(row => row.childElementCount === heads.length).map(row => row.children[at].textContent);
   };
+  const lanes = () => {
+    const plot = document.querySelector('svg[aria-label="timeline of a step"]');
+    return plot && [...plot.children].map(part => [
+      part.tagName, part.firstElementChild ? part.firstElementChild.textContent : part.textContent,
+      ...['x', 'y', 'width'].map(name => Number(part.getAttribute(name)))]);
+  };
+  const chosen = at => {
+    const choose = document.querySelector('select[aria-label="step"]');
+    if (!choose) return null;
+    choose.selectedIndex = at;
+    choose.dispatchEvent(new Event('change'));
+    return [choose.value, lanes().length];
+  };
   const tip = (document.querySelector('.tip') || document.body).innerText, text = document.body.innerText;
   const cards = document.querySelectorAll('#samples .grid .card').length;
   const gaps = [...document.querySelectorAll('.tokens span')]
@@ -46,7 +59,7 @@ PROBE = """<script>addEventListener('load', () => setTimeout(() => {
     pixels: Charts.drawn.map(({ plot }) => plot.width), width: innerWidth,
     over: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     back: getComputedStyle(document.body).backgroundColor, tip, gaps, cards, text, sorted,
-    drawn: Number(document.documentElement.dataset.drawn),
+    drawn: Number(document.documentElement.dataset.drawn), lanes: lanes(), earlier: chosen(0),
     verdict: [...document.querySelectorAll('.outcome tr')].map(row => [...row.children].map(cell => cell.innerText)),
   })));
 }))</script>"""
@@ -119,6 +132,32 @@ def test_samples_are_coloured_and_no_text_is_markup(run: Path, tmp_path: Path) -
     assert (gap, never, less) == ("0.0000", "-inf", "-2.0000")
     assert same == "" and red != some and "0.75" in red
     assert "likeliest" in page["tip"] and "0.9048" in page["tip"]  # exp(-0.1)
+
+
+def test_a_step_is_drawn_as_lanes_with_the_causes_of_waits(run: Path, tmp_path: Path) -> None:
+    """The last one of timeline.json at first, and any other by choice."""
+    seen = see([run], tmp_path)
+    assert seen.console == []
+    names = {y: text for tag, text, x, y, _ in seen.page["lanes"] if tag == "text" and x == 0}
+    assert tuple(names[y] for y in sorted(names)) == WORKERS
+    boxes = [(text, x, y, width) for tag, text, x, y, width in seen.page["lanes"] if tag == "rect"]
+    drawn = {(WORKERS[int(y // 20)], text) for text, _, y, _ in boxes}
+    assert drawn == {
+        ("driver", "generate: 1.5 s"),
+        ("driver", "update: 0.5 s"),
+        ("actor 0", "waits-for-batch: 1.5 s, batch"),
+        ("actor 0", "update: 0.5 s"),
+        ("rollout 0", "sample: 1.25 s"),
+        ("rollout 0", "waits-for-tickets: 0.25 s, tickets"),
+    }
+    (waits,) = (box for box in boxes if box[0].startswith("waits-for-batch"))
+    (update,) = (box for box in boxes if box[0].startswith("update") and box[2] == waits[2])
+    assert update[1] == pytest.approx(waits[1] + waits[3]) and waits[3] == pytest.approx(3 * update[3])
+    assert seen.page["earlier"] == ["19", len(seen.page["lanes"])]
+    bare = make_run(tmp_path / "bare", 2)
+    (bare / "timeline.json").unlink()
+    without = see([bare], tmp_path)
+    assert without.console == [] and without.page["lanes"] is None
 
 
 def test_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
