@@ -11,16 +11,22 @@ from rich.table import Table
 from gkd.evaluation.results import Results
 from gkd.evaluation.statistics import Estimate
 
-PLAIN_NUMBERS = ("cost", "iterations", "length")
+COUNTED = ("cost", "iterations")
+PLAIN_NUMBERS = (*COUNTED, "length")
 LEFT_OUT = ("avg@",)
 """What another column says as well."""
 
 
 def show(results: Sequence[Results], out: Console) -> None:
-    """Print the table: means over questions, and after ± half of the 95 % interval."""
+    """Print the table: means over questions, and after ± half of the 95 % interval.
+
+    Cost and iterations are what several strategies are told apart by; of a single one that counts tokens, as the plain
+    one does, the length says it all.
+    """
     names = list(dict.fromkeys(name for result in results for name in result.scores if not name.startswith(LEFT_OUT)))
-    if all(result.scores["cost"].value == result.scores["length"].value for result in results):
-        names = [name for name in names if name not in ("cost", "iterations")]
+    several = len({result.strategy for result in results}) > 1
+    if not several and all(result.scores["cost"].value == result.scores["length"].value for result in results):
+        names = [name for name in names if name not in COUNTED]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("set", "model", "questions"):
         table.add_column(heading, justify="right" if heading == "questions" else "left")

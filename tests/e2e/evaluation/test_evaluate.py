@@ -47,7 +47,7 @@ def made(cache: Path) -> TaskInputs:
 
 def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, made: TaskInputs, variables: dict[str, str]) -> None:
     command = [sys.executable, "-m", "gkd.evaluate", f"models.base={made.student}", f"models.teacher={made.teacher}"]
-    command += [*ENGINE, f"evaluate.output_dir={tmp_path}/out", "evaluate.strategies=[plain,self_consistency]"]
+    command += [*ENGINE, f"evaluate.output_dir={tmp_path}/out", "evaluate.strategies=[plain,adaptive,fixed_k]"]
     for name, limit in SETS.items():
         values = f"{{files: {made.val_files}, answer_key: answer, limit: {limit}, samples: 3, temperature: 1.0}}"
         command.append(f"evaluate.sets.{name}={values}".replace("'", ""))
@@ -63,26 +63,29 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, made: TaskInputs,
     before = answers.read_bytes()
     kept = before[: before.rindex(b"\n") + 1]
     n_kept = kept.count(b"\n")
-    assert n_kept < 432
+    assert n_kept < 648
 
     second = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert second.returncode == 0, second.stderr
-    assert f"{n_kept} of 432 answers are there already" in second.stdout
+    assert f"{n_kept} of 648 answers are there already" in second.stdout
     assert answers.read_bytes().startswith(kept)
     found = rows(answers)
     keys = [(row["fingerprint"], row["set"], row["question"], row["index"], row["strategy"]) for row in found]
-    assert len(keys) == len(set(keys)) == 432
+    assert len(keys) == len(set(keys)) == 648
     results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out" / "results").iterdir()}
     assert sorted(results) == sorted(
         f"{model}{strategy}_{name}_{limit}.json"
         for model in ("base", "teacher")
-        for strategy in ("", ".self_consistency")
+        for strategy in ("", ".adaptive", ".fixed_k")
         for name, limit in SETS.items()
     )
-    voted = results["base.self_consistency_first_24.json"]["scores"]
-    assert voted["iterations"]["value"] == 5 and voted["cost"]["value"] > 15
+    sooner, later = (results[f"base.{name}_first_24.json"]["scores"] for name in ("adaptive", "fixed_k"))
+    assert 1 <= sooner["iterations"]["value"] < later["iterations"]["value"] == 4
+    assert sooner["cost"]["value"] < later["cost"]["value"]
+    table = next(line.split() for line in second.stdout.splitlines() if line.startswith("set "))
+    assert {"accuracy", "cost", "iterations"} <= set(table)
     teacher, base = results["teacher_first_24.json"]["scores"], results["base_first_24.json"]["scores"]
     assert teacher["accuracy"]["value"] > 0.8 > base["accuracy"]["value"]
     plain = [row for row in found if row["strategy"] == "plain"]
