@@ -19,7 +19,7 @@ from gkd.version import __version__ as __version__
 if TYPE_CHECKING:
     from gkd.evaluation.results import Results
     from gkd.observability.report import Summary
-    from gkd.observability.trackers.tracker import OnStep
+    from gkd.observability.tracking import OnStep
     from gkd.planning.report import PlanReport
 
 Settings = Mapping[str, Any]

@@ -61,5 +61,36 @@ def test_no_rooms_import_each_other() -> None:
     TopologicalSorter(arrows).prepare()  # raises CycleError
 
 
+def file_imports() -> dict[Path, set[Path]]:
+    """Map every file to those that it imports, wherever in it: in functions and for type checkers too."""
+    files = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
+    modules = {".".join(parts).removesuffix(".__init__"): path for path, parts in files.items()}
+    arrows: dict[Path, set[Path]] = {}
+    for path in files:
+        names = []
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                within = [f"{node.module}.{alias.name}" for alias in node.names]
+                names += [name if name in modules else node.module for name in within]
+        arrows[path] = {modules[name] for name in names if name in modules} - {path}
+    return arrows
+
+
+def test_no_files_import_each_other() -> None:
+    TopologicalSorter(file_imports()).prepare()  # raises CycleError
+
+
+def test_no_folders_import_each_other() -> None:
+    def folder(path: Path) -> Path:
+        return path if path.parent == PACKAGE else path.parent  # of the outermost each file is one by itself
+
+    arrows: dict[Path, set[Path]] = {}
+    for path, imported in file_imports().items():
+        arrows.setdefault(folder(path), set()).update({folder(other) for other in imported} - {folder(path)})
+    TopologicalSorter(arrows).prepare()  # raises CycleError
+
+
 def test_files_have_at_most_400_lines() -> None:
     assert [str(p) for p in PACKAGE.rglob("*.py") if len(p.read_text(encoding="utf-8").splitlines()) > 400] == []

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.cli.compare import show as show_comparison
-from gkd.cli.train import make_directory, require_no_run, require_writable
+from gkd.cli.output_dir import make_directory, require_no_run, require_writable
 from gkd.config import Config, quoted, user_path
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import compare_all, read_all
@@ -73,14 +73,14 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
 def _require_files(configs: Sequence[Config]) -> None:
     """Raise ConfigError where one of the runs would not find its models or data."""
     from gkd.driver.inputs import require_files  # imports what a machine that submits jobs may lack
-    from gkd.observability.trackers.tracker import require_trackers
+    from gkd.observability.tracking import require_trackers
 
-    seen: set[str] = set()
+    checked: set[str] = set()
     for config in configs:
         require_trackers(config)
-        if (inputs := config.model_dump_json(include=INPUTS)) not in seen:
+        if (inputs := config.model_dump_json(include=INPUTS)) not in checked:
             require_files(config)
-        seen.add(inputs)
+        checked.add(inputs)
 
 
 def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:

@@ -6,22 +6,19 @@ Exit codes: 0 done; 1 the run failed; 2 it cannot run; 129, 130 and 143 ended by
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
-import itertools
 import os
 import pwd
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gkd.cli.output_dir import claim, make_output_dir, require_writable
 from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from gkd.config import Config
-    from gkd.observability.trackers.tracker import OnStep
+    from gkd.observability.tracking import OnStep
 
 EPILOG = "--settings (or gkd settings) lists every setting, --settings WORD those about something."
 
@@ -90,15 +87,15 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     from gkd.driver.restart import begin_again, may_begin_again, start_over
     from gkd.driver.resume import differences, find, finished, require_same_data
     from gkd.observability.progress import console, log_to
-    from gkd.observability.trackers.tracker import require_trackers
+    from gkd.observability.tracking import require_trackers
 
     started = time.monotonic()
     out = console()
     log_to(out)
     require_trackers(config)
     _require_home(config.data.cache_dir)
-    output = _output_dir(config)
-    claim = _claim(output)
+    output = make_output_dir(config)
+    descriptor = claim(output)
     private, saved = False, None
     try:
         require_writable(output)
@@ -134,7 +131,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             begin_again(config, overrides, output)
         raise
     finally:
-        os.close(claim)
+        os.close(descriptor)
 
 
 def _require_home(cache_dir: str | None) -> None:
@@ -162,77 +159,3 @@ def _newest_checkpoint(output: Path) -> str:
     except (OSError, ValueError):  # no file, or one that is damaged
         return "there is no checkpoint"
     return f"checkpoint: {newest} (trainer.output_dir={output} trainer.resume=true goes on)"
-
-
-def _output_dir(config: Config) -> Path:
-    """Return where the run writes. Raises ConfigError when another run is there already or nothing can be written."""
-    from gkd.config import user_path
-
-    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if config.trainer.output_dir is None:
-        if config.trainer.resume:
-            raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
-        return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
-    if not config.trainer.output_dir.strip():
-        raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
-    path = user_path(config.trainer.output_dir).absolute()
-    if config.trainer.resume and not path.is_dir():
-        raise ConfigError(f"trainer.resume=true: there is no run in {path}")
-    require_no_run(path, config.trainer.resume)
-    make_directory(path)
-    return path
-
-
-def make_directory(path: Path) -> None:
-    """Make an output directory, where it is not there. Raises ConfigError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
-
-
-def require_no_run(path: Path, resume: bool) -> None:
-    """Raise ConfigError for the directory of a run, unless that is to go on."""
-    held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
-    if held and not resume:
-        raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
-
-
-def require_writable(path: Path) -> None:
-    """Raise ConfigError where no file can be made: now, and not when the first one is to be written."""
-    try:
-        with tempfile.TemporaryFile(dir=path) as probe:
-            probe.write(b"x")
-            probe.flush()
-    except OSError as error:
-        raise ConfigError(f"trainer.output_dir={path} cannot be written: {error.strerror}") from None
-
-
-def _claim(path: Path) -> int:
-    """Hold ``path`` for this run, until the descriptor is closed or the process ends, however that is.
-
-    Raises ConfigError when another run holds it.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"trainer.output_dir={path}: another run is writing there now") from None
-    except OSError:  # some network file systems have no locks; two runs at once are then up to the user
-        pass
-    return descriptor
-
-
-def _new_directory(path: Path) -> Path:
-    """Return ``path``, or ``path_2`` and so on where other runs began in the same second. Raises ConfigError."""
-    for number in itertools.count(1):
-        own = path if number == 1 else path.with_name(f"{path.name}_{number}")
-        try:
-            own.mkdir(parents=True)
-            return own
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"trainer.output_dir={own} cannot be made: {error.strerror}") from None
-    raise AssertionError("itertools.count ends")

@@ -38,7 +38,7 @@ from gkd.observability.page.write import at_the_end
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
-from gkd.observability.trackers.tracker import MetricsLog, OnStep, Trackers
+from gkd.observability.tracking import MetricsLog, OnStep, Trackers
 from gkd.planning.advice import offload_needed, planned_sampler, require_memory
 from gkd.planning.layout import models_of, with_settings
 from gkd.planning.splits import faster_split

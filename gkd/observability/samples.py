@@ -10,7 +10,7 @@ import numpy as np
 from gkd.cluster.group import fetch_samples
 from gkd.config.groups import Trainer
 from gkd.observability.metrics import JsonLines, finite
-from gkd.observability.trackers.tracker import Trackers
+from gkd.observability.tracking import Trackers
 from gkd.types import ScoredSample, TrainingSample
 
 FETCH_TIMEOUT_S = 60.0

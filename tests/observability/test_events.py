@@ -14,7 +14,7 @@ from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
-from gkd.observability.trackers.tracker import MetricsLog, Trackers
+from gkd.observability.tracking import MetricsLog, Trackers
 from gkd.observability.watch import Watcher
 
 log = logging.getLogger("gkd")

@@ -14,8 +14,8 @@ from tensorboardX.proto import event_pb2
 from gkd.config import Config, load
 from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError
-from gkd.observability.trackers import tracker
-from gkd.observability.trackers.tracker import MetricsLog, Trackers, require_trackers
+from gkd.observability import tracking
+from gkd.observability.tracking import MetricsLog, Trackers, require_trackers
 
 ROWS = [{"step": 0, "epoch": 0.0, "val/accuracy": 0.25}, {"step": 1, "epoch": 0.5, "actor/loss": 1.5}]
 SAMPLES = [
@@ -183,9 +183,9 @@ def test_a_tracker_that_does_not_return_is_left_out_and_holds_nothing_up(
 ) -> None:
     (tmp_path / "mine.py").write_text(OWN + HANGING)
     hanging, other = f"{tmp_path}/mine.py:Hanging", f"{tmp_path}/mine.py:Lines"
-    monkeypatch.setattr(tracker, "CALL_S", 0.2)
+    monkeypatch.setattr(tracking, "CALL_S", 0.2)
     left: list[str] = []
-    monkeypatch.setattr(tracker, "abandon", left.append)
+    monkeypatch.setattr(tracking, "abandon", left.append)
     with caplog.at_level("WARNING", logger="gkd"):
         write(config(hanging, other), tmp_path, ROWS)
     TRACKERS.load(hanging).going_on.set()

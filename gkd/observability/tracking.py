@@ -1,0 +1,196 @@
+"""The trackers of a run, started and called in bounded time, and metrics.jsonl, which they are beside."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gkd.cluster.shutdown import abandon
+from gkd.config import Config
+from gkd.config.groups import TRACKERS
+from gkd.errors import ConfigError, one_line
+from gkd.observability.events import Events, note
+from gkd.observability.metrics import JsonLines
+from gkd.observability.report import line
+from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker
+
+LOG = logging.getLogger("gkd")
+
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""Takes a step and its metrics."""
+
+CALL_S = 60.0
+"""Time that a tracker has to take the metrics of a step."""
+
+
+class Trackers:
+    """The trackers of a run whose first new step is ``first_step``; entered, they take metrics.
+
+    Raises ConfigError when one does not start; a run that goes on does so without it, with a warning.
+    """
+
+    def __init__(self, config: Config, output: Path, first_step: int) -> None:
+        self.run = TrackedRun(config, output, first_step)
+        self._started: dict[str, tuple[Tracker, _Caller]] = {}
+        self._failed: set[str] = set()
+        self._open = ExitStack()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the metrics of a step to all of them. What one raises is a warning, once: the run goes on.
+
+        One that does not return within :data:`CALL_S` is asked nothing more.
+        """
+        self._each(step, lambda tracker: tracker.log(step, metrics))
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Hand samples of the first step, and of those with a validation, to the trackers that take any; as log."""
+        if step == 1 or step % self.run.config.trainer.val_every == 0:
+            samples = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
+            self._each(step, lambda tracker: getattr(tracker, "log_samples", lambda *_: None)(step, samples))
+
+    def _each(self, step: int, call: Callable[[Tracker], object]) -> None:
+        for name, (tracker, caller) in list(self._started.items()):
+            try:
+                caller.call(lambda tracker=tracker: call(tracker), CALL_S)  # type: ignore[misc]
+            except TimeoutError:
+                del self._started[name]
+                LOG.warning(
+                    "trainer.trackers: %s did not take step %d within %g s; it gets none of the further ones",
+                    name, step, CALL_S,
+                )  # fmt: skip
+            except Exception as error:  # a user's class, or a server, may raise anything
+                if name not in self._failed:
+                    self._failed.add(name)
+                    LOG.warning("trainer.trackers: %s did not take step %d: %s", name, step, _describe(error))
+
+    def __enter__(self) -> Self:
+        with ExitStack() as started:  # which closes the first where the next one fails
+            for name in self.run.config.trainer.trackers:
+                caller = _Caller(name)
+                try:
+                    tracker = self._start(name, caller)
+                except ConfigError as error:
+                    if not self.run.first_step:
+                        raise
+                    LOG.warning("%s; the run goes on without it", error)
+                    continue
+                started.push(_closing(name, tracker, caller))
+                self._started[name] = tracker, caller
+            self._open = started.pop_all()
+        return self
+
+    def _start(self, name: str, caller: _Caller) -> Tracker:
+        kind, settings = TRACKERS.load(name), self.run.config.trainer.settings_of(name)
+        arguments = (self.run,) if settings is None else (settings, self.run)
+        try:
+            tracker: Tracker = caller.call(lambda: kind(*arguments), FINISH_S)
+        except ConfigError:
+            caller.end()
+            raise
+        except TimeoutError:
+            raise ConfigError(f"trainer.trackers: {name} did not start within {FINISH_S:g} s") from None
+        except Exception as error:  # a user's class may raise anything
+            raise ConfigError(f"trainer.trackers: {name} did not start: {_describe(error)}") from error
+        return tracker
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+
+class _Caller:
+    """Makes all calls of one tracker, in one thread: a server that does not answer holds nothing else up."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.stuck = name, False
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"tracker {name}", daemon=True).start()
+
+    def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        """Return what ``function`` returns. Raises what it raises, and TimeoutError where it takes longer."""
+        end: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._calls.put((function, end))
+        try:
+            result, error = end.get(timeout=timeout_s)
+        except queue.Empty:
+            self.stuck = True
+            abandon(self.name)
+            raise TimeoutError(f"{timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return result
+
+    def end(self) -> None:
+        """End the thread, after the calls that it has."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, end = call
+            try:
+                end.put((function(), None))
+            except BaseException as error:
+                end.put((None, error))
+
+
+def _closing(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., None]:
+    """Return what closes a tracker when the run leaves it, in bounded time. What it raises is a warning."""
+
+    def close(kind: type[BaseException] | None, *_: object) -> None:
+        if caller.stuck:
+            return
+        try:
+            caller.call(lambda: tracker.close(failed=kind is not None), FINISH_S + 60)
+        except TimeoutError:
+            LOG.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
+        except Exception as error:  # a user's class, or a server, may raise anything
+            LOG.warning("trainer.trackers: %s was not closed: %s", name, _describe(error))
+        caller.end()
+
+    return close
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)[:300]}"
+
+
+class MetricsLog(JsonLines):
+    """metrics.jsonl, and trackers beside it; ``events`` learns which step is under way, and of validations.
+
+    ``on_step`` is called last; what it raises is not caught.
+    """
+
+    def __init__(
+        self, path: Path, trackers: Trackers, events: Events | None = None, on_step: OnStep | None = None
+    ) -> None:
+        super().__init__(path)
+        self.trackers, self.events, self.on_step = trackers, events, on_step
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one step's metrics."""
+        super().write(row)
+        if validated := {name: value for name, value in row.items() if name.startswith("val/")}:
+            note("validation", line(validated), step=row["step"], metrics=validated)
+        if self.events is not None:
+            self.events.step = row["step"] + 1
+        metrics = {name: value for name, value in row.items() if name != "step"}
+        self.trackers.log(row["step"], metrics)
+        if self.on_step is not None:
+            self.on_step(row["step"], metrics)
+
+
+def require_trackers(config: Config) -> None:
+    """Raise ConfigError unless the packages of all trackers are installed."""
+    for name in config.trainer.trackers:
+        package = getattr(TRACKERS.load(name), "package", None)
+        if package is not None and importlib.util.find_spec(package) is None:
+            extra = f": pip install 'gkd[{name}]'" if name in TRACKERS.entries else ""
+            raise ConfigError(f"trainer.trackers: {name} needs the package {package}{extra}")
