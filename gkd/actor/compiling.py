@@ -1,7 +1,8 @@
-"""Compiling the student's decoder layers with torch.compile, each by itself: equal layers share what is compiled.
+"""The student's decoder layers as fewer kernels: compiled with torch.compile, or Liger's.
 
-Attention between sequences stays out of it: its kernels gain nothing, and its shapes change with every micro-batch. All
-other shapes are those of a pack, and packs are padded to a few sizes (:meth:`Compilation.padded`).
+Each is compiled by itself: equal layers share what is compiled. Attention between sequences stays out of it: its
+kernels gain nothing, and its shapes change with every micro-batch. All other shapes are those of a pack, and packs are
+padded to a few sizes (:meth:`Compilation.padded`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MOST_VARIANTS = 64  # of one piece of code: sizes, with and without gradients, k
 LEAST_PARAMETERS = 50_000_000  # with fewer, what compiling takes is more than most runs would save
 THREADS = 4  # processes that compile, of each rank; torch takes 32
 REMEDY = "actor.compile=false computes without"
+LIGERS_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 @dataclass
@@ -155,3 +157,26 @@ def _warn_in_one_line() -> None:
     logger = logging.getLogger("torch._dynamo.convert_frame")
     if not any(isinstance(one, _OneLine) for one in logger.filters):
         logger.addFilter(_OneLine())
+
+
+def use_liger(lm: PreTrainedModel, device: torch.device) -> None:
+    """Give ``lm`` Liger's fused kernels (Hsu et al., arXiv 2410.10989), before it is sharded.
+
+    They are in place of transformers' norms, rotary embeddings, which are this process' for its family, and SwiGLU.
+    Head and loss stay this project's, which are one pass already (gkd.losses.chunked).
+
+    Raises ConfigError where ``device`` is no GPU, the package is missing, or Liger has nothing for the family.
+    """
+    if device.type != "cuda":
+        raise ConfigError("actor.liger=true: Liger's kernels are for GPUs, and the actor computes on a CPU")
+    try:
+        from liger_kernel.transformers.monkey_patch import (
+            MODEL_TYPE_TO_APPLY_LIGER_FN,
+            _apply_liger_kernel_to_instance,
+        )
+    except ImportError as error:
+        raise ConfigError(f"actor.liger=true needs liger-kernel: pip install 'gkd[liger]' ({error})") from None
+    family = lm.config.model_type
+    if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"actor.liger=true: Liger has no kernels for models of type {family}")
+    _apply_liger_kernel_to_instance(model=lm, **LIGERS_LOSSES)

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gkd.actor.batches import Applied, Metrics
-from gkd.actor.compiling import Compilation, compile_layers
-from gkd.actor.liger import use_liger
+from gkd.actor.compiling import Compilation, compile_layers, use_liger
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
 from gkd.actor.pretrained import write_pretrained

@@ -23,7 +23,7 @@ from gkd.cluster.assignment import DeviceReport
 from gkd.cluster.gpu import VISIBLE, devices_seen, smallest_memory
 from gkd.cluster.port import free_port
 from gkd.errors import RunFailed
-from gkd.inference.allocator import allocate_by
+from gkd.inference.vllm_environment import allocate_by
 
 # "main" has one thread, always the same: torch's thread pools, CUDA contexts and vLLM belong to the thread that made
 # them. "control" stays free for pings, aborts and queue submissions while "main" is busy.

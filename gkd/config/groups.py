@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -71,7 +72,7 @@ class TeacherModel(_PathOrSize):
 
 ENGINE = "gkd.inference.engine:InferenceEngine"
 SCORING_ENGINES = {
-    "auto": "gkd.inference.torch_scorer:TorchScorer",  # see Scorer.engine_class
+    "auto": "gkd.inference.torch_scorer:TorchScorer",  # see Scorer.engine_for
     "torch": "gkd.inference.torch_scorer:TorchScorer",
     "vllm": "gkd.inference.vllm_scorer:VLLMScorer",
 }
@@ -141,9 +142,19 @@ class Scorer(Served, Engine, EngineSection):
 
     @property
     def engine_class(self) -> Any:
-        """The class of the engines; of ``auto`` the one for most models (see gkd.inference.choice)."""
-        only_vllm = self.tensor_parallel_size > 1 or self.quantization is not None
-        return self.registry.load("vllm" if self.engine == "auto" and only_vllm else self.engine)
+        """The class of the engines; of ``auto`` the one for most models."""
+        return self.registry.load(self.engine_for(lambda: True))
+
+    def engine_for(self, torch_is_better: Callable[[], bool]) -> str:
+        """Return ``engine``, with ``auto`` decided.
+
+        An engine over several GPUs, or with weights that it quantizes, is vLLM's. On one, ``torch_is_better`` says of
+        the model whether torch scores it; only then is that called.
+        """
+        if self.engine != "auto":
+            return self.engine
+        alone = self.tensor_parallel_size == 1 and self.quantization is None
+        return "torch" if alone and torch_is_better() else "vllm"
 
     @model_validator(mode="after")
     def _the_engine_quantizes(self) -> Scorer:

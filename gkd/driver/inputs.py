@@ -25,13 +25,13 @@ from gkd.data.tokenizer import (
 from gkd.errors import ConfigError
 from gkd.evaluation.questions import Questions, load_questions
 from gkd.evaluation.rating import reward_settings
-from gkd.inference.choice import scoring_engine
 from gkd.inference.vllm_models import (
     REFERENCE_REMEDY,
     SCORER_REMEDY,
     STUDENT_REMEDY,
     require_quantization,
     require_vllm_runs,
+    scoring_engine,
 )
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt

@@ -1,26 +1,39 @@
-"""The environment of a process with an engine, its threads, and which device the installed vLLM is built for."""
+"""A process with an engine: its environment, allocator and threads, and the device that the installed vLLM is for."""
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
 from gkd.errors import ConfigError
-from gkd.inference import allocator
 from gkd.inference.engine import Device
 
 BYTES_PER_THREAD = 4 << 20
 """Of weights, a million parameters in float32. Below that, threads wait for each other for longer than they help: with
 students and teachers of 0.1 and 0.6 million parameters all processes of a run take 0.84 of the CPU time on one."""
 WEIGHTS = {".safetensors", ".bin"}
+ALLOCATOR_VARIABLES = {
+    "MALLOC_MMAP_THRESHOLD_": 32 << 20,
+    "MALLOC_TRIM_THRESHOLD_": 512 << 20,
+    "MALLOC_TOP_PAD_": 16 << 20,
+}
+"""Memory that a process without a GPU frees and soon wants again is kept, instead of given back to the system.
+
+Every operation of torch on a CPU allocates its result. glibc gives larger pieces back at once, and the system then
+clears and maps each page anew when it is next written to, which takes a third of the time of a small model. By glibc's
+names: from this size on a piece is mapped by itself, and given back when it is freed (glibc takes no larger limit); so
+many free bytes are kept at the end of a heap; it grows by so many. A process reads them as it starts.
+"""
+_MALLOPT_NUMBERS = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}  # of <malloc.h>
 
 
 def environment(device: Device, models: Iterable[str], cpu_threads: int | None = None) -> dict[str, str]:
     """Return variables to set before torch or vLLM is imported in a process whose engine runs on ``device``.
 
-    On a CPU those are among them that :func:`gkd.inference.allocator.allocate_by` is to be given, and it computes with
+    On a CPU those are among them that :func:`allocate_by` is to be given, and it computes with
     :func:`compute_threads` of ``models`` and ``cpu_threads``. vLLM logs errors only, unless ``VLLM_LOGGING_LEVEL``
     already says otherwise.
     """
@@ -49,8 +62,19 @@ def environment(device: Device, models: Iterable[str], cpu_threads: int | None =
         # All that would be compiled in eager mode is the count behind a token's rank, in 5 to 18 s.
         "TORCHDYNAMO_DISABLE": "1",
         # What the user has set, processes have read as they started.
-        **{name: str(size) for name, size in allocator.VARIABLES.items() if name not in os.environ},
+        **{name: str(size) for name, size in ALLOCATOR_VARIABLES.items() if name not in os.environ},
     }
+
+
+def allocate_by(variables: Mapping[str, str]) -> None:
+    """Have this process, which has started, allocate as those of ``variables`` say that are among ALLOCATOR_VARIABLES.
+
+    Other C libraries than glibc have no such limits, and nothing happens there.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for name, number in _MALLOPT_NUMBERS.items():
+        if mallopt is not None and name in variables:
+            mallopt(number, int(variables[name]))
 
 
 def compute_threads(models: Iterable[str], wanted: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What the installed vLLM can run, read from a model's configuration before anything is started.
+"""What the installed vLLM can run, and whether it or torch scores, read from a model's configuration before any start.
 
 Which families it knows holds on every device; what its kernels for a CPU are built for holds there alone: on a GPU
 there is always some kernel. vLLM itself is not imported, which takes 14 s.
@@ -13,12 +13,15 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gkd.config.hints import nearest
 from gkd.errors import ConfigError
 from gkd.inference.vllm_environment import installed_device
-from gkd.modeling.architecture import class_of, has_plain_attention
+from gkd.modeling.architecture import can_pack, class_of, has_experts, has_plain_attention
+
+if TYPE_CHECKING:
+    from gkd.config import Scorer
 
 log = logging.getLogger("gkd")
 
@@ -52,6 +55,27 @@ _HEAD_SIZES = ("head_dim", "global_head_dim", "attention_head_dim")
 STUDENT_REMEDY = "rollout.engine=hf samples with transformers instead"
 SCORER_REMEDY = "teacher.engine=torch scores with transformers instead"
 REFERENCE_REMEDY = "reference.engine=torch scores with transformers instead"
+
+
+def scoring_engine(settings: Scorer, path: str) -> str:
+    """Return ``settings.engine`` with ``auto`` decided for the model in ``path``.
+
+    On one GPU torch scores a model that is dense attention all through, which it can pack, and vLLM, where that runs
+    the model, those for which transformers has no fast layers: experts, states, soft caps, and weights that are stored
+    quantized.
+    """
+
+    def torch_is_better() -> bool:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return _is_dense(config) or why_not_here(config) is not None
+
+    return settings.engine_for(torch_is_better)
+
+
+def _is_dense(config: Any) -> bool:
+    return can_pack(config) and not has_experts(config) and not getattr(config, "quantization_config", None)
 
 
 def require_vllm_runs(path: str, setting: str, remedy: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gkd.config import GROUP_OF, Config, Engine, Pool, Scorer
+from gkd.config import GROUP_OF, Config, Engine, Pool
 from gkd.planning.colocation import memory_of
 from gkd.planning.layout import Layout, engine_class, with_settings
 from gkd.planning.memory import GroupMemory, slots_of
@@ -121,9 +121,8 @@ def _takes_any_gpus(config: Config, section: str) -> bool:
 
 def _engine_changes(layout: Layout, section: str) -> list[Change]:
     engine: Engine = getattr(layout.config, section)
-    auto = isinstance(engine, Scorer) and engine.engine == "auto"  # which is vLLM as soon as it spans GPUs
-    named = engine.model_copy(update={"engine": "vllm"}) if auto else engine
-    properties = engine_class(named, layout.models.of(section))
+    over_two = engine.model_copy(update={"tensor_parallel_size": 2})  # what auto is as soon as an engine spans GPUs
+    properties = engine_class(over_two, layout.models.of(section))
     slots = slots_of(layout, section, engine)
     seqs = tuple(slots >> i for i in (1, 2, 3) if slots >> i >= 8)
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]

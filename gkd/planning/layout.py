@@ -205,8 +205,9 @@ class Layout:
 def engine_class(engine: Engine, shape: ModelShape) -> type[InferenceEngine[Any, Any]]:
     """Return the class of the engines of a pool that run such a model; it says what they can do and take."""
     assert isinstance(engine, Rollout | Scorer), "a pool of engines samples or scores"
-    if isinstance(engine, Scorer) and engine.engine == "auto" and any(layers.experts for layers in shape.layers):
-        engine = engine.model_copy(update={"engine": "vllm"})  # as gkd.inference.choice decides
+    if isinstance(engine, Scorer):
+        decided = engine.engine_for(lambda: not any(layers.experts for layers in shape.layers))
+        engine = engine.model_copy(update={"engine": decided})
     return cast("type[InferenceEngine[Any, Any]]", engine.engine_class)
 
 

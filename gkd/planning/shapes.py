@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from gkd.config import user_path
 from gkd.errors import ConfigError
+from gkd.modeling.architecture import EXPERTS
 
 Norm = Literal["rms", "gemma", "layer"]
 Mlp = Literal["gated", "gelu_new", "gelu"]
@@ -181,7 +182,6 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(norm="gemma", norms=4, qk_norm=True, tied=True, head_dim=256, defaults=GEMMA3),
     "phi3": Family(fused=True),
 }
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 COUNTS = {
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok",

@@ -15,11 +15,9 @@ from gkd.data.model_info import ModelInfo
 from gkd.data.rendering import Rendering
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
-from gkd.inference.allocator import allocate_by
-from gkd.inference.choice import scoring_engine
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.inference.vllm_environment import environment, installed_device
-from gkd.inference.vllm_models import SCORER_REMEDY, require_quantization, require_vllm_runs
+from gkd.inference.vllm_environment import allocate_by, environment, installed_device
+from gkd.inference.vllm_models import SCORER_REMEDY, require_quantization, require_vllm_runs, scoring_engine
 from gkd.scoring.address import Key, endpoint, key_path
 from gkd.scoring.server import ScoringServer
 

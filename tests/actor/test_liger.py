@@ -9,7 +9,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from gkd.actor.liger import use_liger
+from gkd.actor.compiling import use_liger
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from tests.actor import models

@@ -10,8 +10,7 @@ import pytest
 ROUNDS, PIECES, PIECE_BYTES, PAGE_BYTES = 50, 8, 1 << 20, 4096
 FAULTS = f"""
 import resource, sys, torch
-from gkd.inference.allocator import allocate_by
-from gkd.inference.vllm_environment import environment
+from gkd.inference.vllm_environment import allocate_by, environment
 if sys.argv[1] == "kept":
     allocate_by(environment("cpu", []))
 

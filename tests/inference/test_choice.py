@@ -14,9 +14,9 @@ from gkd.config.groups import Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs import _require_engines_run, with_scoring_engines
 from gkd.errors import ConfigError
-from gkd.inference.choice import scoring_engine
 from gkd.inference.engine import EngineSpec
 from gkd.inference.torch_scorer import TorchScorer
+from gkd.inference.vllm_models import scoring_engine
 from gkd.inference.vllm_scorer import VLLMScorer, scoring_arguments
 from tests.families import config_of
 

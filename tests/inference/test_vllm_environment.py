@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gkd.inference.allocator import VARIABLES
-from gkd.inference.vllm_environment import environment
+from gkd.inference.vllm_environment import ALLOCATOR_VARIABLES, environment
 
 
 def test_a_kernel_that_is_never_used_is_not_imported_on_a_gpu() -> None:
@@ -13,9 +12,11 @@ def test_a_kernel_that_is_never_used_is_not_imported_on_a_gpu() -> None:
 
 
 def test_on_a_cpu_memory_is_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert not environment("cuda", []).keys() & VARIABLES.keys()
-    assert environment("cpu", []).keys() >= VARIABLES.keys()
+    assert not environment("cuda", []).keys() & ALLOCATOR_VARIABLES.keys()
+    assert environment("cpu", []).keys() >= ALLOCATOR_VARIABLES.keys()
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
-    assert environment("cpu", []).keys() & VARIABLES.keys() == VARIABLES.keys() - {"MALLOC_TOP_PAD_"}
+    assert environment("cpu", []).keys() & ALLOCATOR_VARIABLES.keys() == ALLOCATOR_VARIABLES.keys() - {
+        "MALLOC_TOP_PAD_"
+    }
