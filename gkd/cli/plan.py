@@ -34,7 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("gkd plan", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything the tables show")
     parser.add_argument(
-        "--from", dest="run", metavar="RUN_DIR", help="take timings from an earlier run's metrics.jsonl"
+        "--from",
+        dest="run",
+        metavar="RUN_DIR",
+        help="take timings from an earlier run's timeline.json and metrics.jsonl",
     )
     parser.add_argument("--best", type=_n_gpus, metavar="N", help="the three best splits of N GPUs")
     parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on GPUs of other sizes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, mean, median
@@ -13,17 +14,20 @@ from gkd.cluster.gpu import are_simulated
 from gkd.config import Config, load
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
+from gkd.planning.busy import SCORERS, busy_seconds
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.pipeline import Factors, stages_of
+from gkd.planning.simulated_run import Step
 from gkd.planning.steps import simulate_layout
 
 MOST_SPREAD = 3.0
-SCORERS = ("teacher", "reference", "reward_model")
 SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it says how long scoring takes in all
 
 
 def factors_of(directory: str, layout: Layout) -> Factors:
-    """Read a run's config.yaml and metrics.jsonl, and compare them with its plan on the hardware of ``layout``.
+    """Compare what a run measured with its plan on the hardware of ``layout``.
+
+    Read are its config.yaml and metrics.jsonl, and what workers were busy for in timeline.json, where it has one.
 
     Raises ConfigError for a directory that holds no run, or one on other devices.
     """
@@ -35,23 +39,43 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     )
     config = lengths.lengths(config)
     ran = replace(layout, config=config, models=models_of(config))
-    planned, simulated = stages_of(ran), simulate_layout(ran, config.schedule.max_staleness)
-    seconds = {name: _median(rows, name) for name in ("generate", "score", "update", "sync")}
+    busy = busy_seconds(path, ran.hosts)
+    simulated = simulate_layout(ran, config.schedule.max_staleness)
+    if set(simulated.busy) <= set(busy):
+        generate, score, update = _by_busy(busy, ran, simulated)
+    else:
+        generate, score, update = _by_timings(rows, ran, simulated)
+    sync = _ratio(_median(rows, "sync"), stages_of(ran).sync)
+    return replace(lengths, generate=generate, score=score, update=update, sync=sync)
+
+
+def _by_busy(busy: Mapping[str, float], ran: Layout, simulated: Step) -> tuple[float, float, float]:
+    """Return the factors of sampling, scoring and updates by what each group was busy for in a step."""
+    planned = stages_of(ran)
+    scorers = [group for group in SCORERS if group in simulated.busy]
+    return (
+        _ratio(busy["rollout"], simulated.busy["rollout"] - planned.sync),
+        _ratio(sum(busy[group] for group in scorers), sum(simulated.busy[group] for group in scorers)),
+        _ratio(busy["actor"], planned.update),
+    )
+
+
+def _by_timings(rows: list[dict[str, Any]], ran: Layout, simulated: Step) -> tuple[float, float, float]:
+    """Return the factors of sampling, scoring and updates by the driver's times.
+
+    These have waits in them where stages overlap, as with streaming or samples that are ahead.
+    """
+    planned = stages_of(ran)
+    seconds = {name: _median(rows, name) for name in ("generate", "score", "update")}
     generate, score = _ratio(seconds["generate"], simulated.generate), 1.0
     scoring = max(planned.score, planned.reference, planned.reward)
     if scoring and seconds["score"] > SCORING_LED * seconds["generate"]:
         score = (seconds["generate"] + seconds["score"]) / (scoring + planned.tail)
-    device_of = {group: layout.hosts.get(group, group) for group in ("rollout", *SCORERS)}
+    device_of = {group: ran.hosts.get(group, group) for group in ("rollout", *SCORERS)}
     if scoring and device_of["rollout"] in [device_of[group] for group in SCORERS]:
         # Each is slower while the other works, so what was measured is the time of both together.
         generate = score = _ratio(seconds["generate"] + seconds["score"], simulated.scored)
-    return replace(
-        lengths,
-        generate=generate,
-        score=score,
-        update=_ratio(seconds["update"], planned.update),
-        sync=_ratio(seconds["sync"], planned.sync),
-    )
+    return generate, score, _ratio(seconds["update"], planned.update)
 
 
 def _ratio(measured: float, planned: float) -> float:
