@@ -67,7 +67,7 @@ class TicketSchedule:
 
     def ahead(self, step: int) -> dict[int, list[int]]:
         """Return the steps after ``step`` that have prompts, with these, for a checkpoint; forgets those up to it."""
-        for kept in (self._prompts, self._places):
-            for done in [one for one in kept if one <= step]:
-                del kept[done]
+        for by_step in (self._prompts, self._places):
+            for done in [known for known in by_step if known <= step]:
+                del by_step[done]
         return dict(sorted(self._prompts.items()))

@@ -81,7 +81,7 @@ def compile_layers(
         aside.register()
         lm.set_attn_implementation(ASIDE)
     for layer in layers:
-        layer.forward = _compiled(layer.forward, dynamic=not packed)
+        layer.forward = _compile(layer.forward, dynamic=not packed)
     if not strict:
         _warn_in_one_line()
     return Compilation(budget, not packed, strict)
@@ -99,7 +99,7 @@ def unable(device: torch.device) -> str | None:
 
     try:
         x = torch.ones(8, device=device, requires_grad=True)
-        _compiled(line, dynamic=False)(x).backward()
+        _compile(line, dynamic=False)(x).backward()
     except Exception as error:
         return f"torch could not compile one line here, for which it needs a C compiler: {one_line(error)[:300]}"
     return None
@@ -131,7 +131,7 @@ def _is_large(lm: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in lm.parameters()) >= LEAST_PARAMETERS
 
 
-def _compiled(function: Any, dynamic: bool) -> Any:
+def _compile(function: Any, dynamic: bool) -> Any:
     threads = min(THREADS, torch.get_num_threads())
     # Dropout, of adapters, draws what it draws without compilation.
     options: Any = {"fallback_random": True, "compile_threads": threads} if BACKEND == "inductor" else None
@@ -155,7 +155,7 @@ class _OneLine(logging.Filter):
 
 def _warn_in_one_line() -> None:
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    if not any(isinstance(one, _OneLine) for one in logger.filters):
+    if not any(isinstance(known, _OneLine) for known in logger.filters):
         logger.addFilter(_OneLine())
 
 

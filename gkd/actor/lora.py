@@ -78,7 +78,7 @@ def _lora_config(settings: Lora, targets: str | list[str]) -> LoraConfig:
     )
 
 
-def merged(lm: nn.Module, tensors: Iterator[tuple[str, Tensor]], whole: Whole) -> Iterator[tuple[str, Tensor]]:
+def merge(lm: nn.Module, tensors: Iterator[tuple[str, Tensor]], whole: Whole) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's tensors by their Hugging Face names, adapters added to what they adapt and left out.
 
     ``tensors`` are those of ``lm`` as it is, gathered; ``whole`` gathers one more. A collective, as those are.

@@ -82,9 +82,9 @@ class Student(nn.Module):
         """
         tensors = self._gather(None if self.has_adapter else dtype)
         if self.has_adapter:
-            from gkd.actor.lora import merged
+            from gkd.actor.lora import merge
 
-            tensors = merged(self.lm, tensors, _whole)
+            tensors = merge(self.lm, tensors, _whole)
         for name, whole in tensors:
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 

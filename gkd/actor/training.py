@@ -287,8 +287,10 @@ class RankTrainer:
     def _with_reference(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
         """Return the samples' arrays, with the reference's log-probabilities where they are kept here."""
         scored = fetch_samples(samples, self.config.trainer.update_timeout_s)
-        kept = [self.reference.get(sample.place) for sample in samples]
-        return [s if own is None else replace(s, reference=own.numpy()) for s, own in zip(scored, kept, strict=True)]
+        references = [self.reference.get(sample.place) for sample in samples]
+        return [
+            s if own is None else replace(s, reference=own.numpy()) for s, own in zip(scored, references, strict=True)
+        ]
 
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
         """Return micro-batches of this rank, as many as any rank has: the last of them may be empty."""

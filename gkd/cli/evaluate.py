@@ -104,11 +104,11 @@ def compose_evaluation(overrides: Sequence[str]) -> Config:
     """Compose the configuration of an evaluation. Raises ConfigError, also for settings that have no effect on one."""
     from gkd.config.compose import compose, groups
 
-    given = {override.partition("=")[0].lstrip("+~"): override.partition("=")[2] for override in overrides}
-    for key in given:
+    values = {override.partition("=")[0].lstrip("+~"): override.partition("=")[2] for override in overrides}
+    for key in values:
         _require_effect(key, list(groups()))
-    wide = given.get("rollout.tensor_parallel_size")
-    if wide is not None and "rollout.gpus" not in given:  # as many GPUs as an engine has, before mode makes them more
+    wide = values.get("rollout.tensor_parallel_size")
+    if wide is not None and "rollout.gpus" not in values:  # as many GPUs as an engine has, before mode makes them more
         overrides = [*overrides, f"rollout.n_gpus_per_node={wide}"]
     config = compose(overrides)
     if not config.evaluates:

@@ -113,12 +113,12 @@ def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequ
         got: dict[str, list[int]] = {}
         for report in sorted((r for r in reports if r.group == group), key=lambda r: r.rank):
             got.setdefault(report.node, []).extend(report.gpu_indices)
-        left = [sorted(one) for one in wanted] if len(wanted) > 1 else [sorted(wanted[0])] * len(got)
+        left = [sorted(indices) for indices in wanted] if len(wanted) > 1 else [sorted(wanted[0])] * len(got)
         for node, indices in got.items():
             if indices in left:
                 left.remove(indices)
             else:
-                wished = " and ".join(range_text(sorted(one)) for one in wanted)
+                wished = " and ".join(range_text(sorted(its)) for its in wanted)
                 faulty.append(f"{group} asked for GPUs {wished} but has {range_text(indices)} on {node}")
     return faulty
 

@@ -39,10 +39,10 @@ class Engines:
         parts = _parts(group, tensor_parallel_size)
         each = tensor_parallel_size // len(parts[0])  # parts of an engine
         heads = group.only([ranks[0] for ranks in parts])
-        seen = [[gpu for rank in ranks for gpu in group.reports[rank].ray_gpu_ids] for ranks in parts]
+        devices_of = [[gpu for rank in ranks for gpu in group.reports[rank].ray_gpu_ids] for ranks in parts]
         calls = [
             worker.set_visible_devices.remote(devices, each > 1)
-            for worker, devices in zip(heads.workers, seen, strict=True)
+            for worker, devices in zip(heads.workers, devices_of, strict=True)
         ]
         gather([heads.pending("choosing devices", calls)], timeout_s)
         leading = range(0, len(parts), each)

@@ -187,9 +187,9 @@ def devices_seen(visible: str, node_id: str) -> Devices:
     if not uuids:  # no GPU on this machine: Ray's numbers are all there is
         indices = [int(token) if token.isdigit() else position for position, token in enumerate(listed)]
         return Devices(len(listed), [f"{STAND_IN}{node_id[:8]}-{token}" for token in listed], indices)
-    seen = [(uuid_of(token, uuids), index_of(token, uuids)) for token in listed]
+    pairs = [(uuid_of(token, uuids), index_of(token, uuids)) for token in listed]
     return Devices(
-        count=sum(uuid is not None for uuid, _ in seen),
-        uuids=[uuid for uuid, _ in seen if uuid is not None],
-        indices=[-1 if index is None else index for uuid, index in seen if uuid is not None],
+        count=sum(uuid is not None for uuid, _ in pairs),
+        uuids=[uuid for uuid, _ in pairs if uuid is not None],
+        indices=[-1 if index is None else index for uuid, index in pairs if uuid is not None],
     )

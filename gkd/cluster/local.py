@@ -118,10 +118,10 @@ def _read_records() -> list[LocalNode]:
 
 def clear() -> None:
     """Remove the files of nodes that do not run any more."""
-    kept = {node.mark for node in nodes()}
+    running = {node.mark for node in nodes()}
     for path in directory().iterdir():
         kind, _, mark = path.stem.partition("-")
-        if kind in ("node", "ray") and mark not in kept:
+        if kind in ("node", "ray") and mark not in running:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

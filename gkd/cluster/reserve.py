@@ -169,14 +169,14 @@ def _attempt(
         chosen = choose_devices(slots, available)
         if isinstance(chosen, str):
             raise _Missed(f"{chosen} is held by someone else")
-        kept = [
+        claims_by_slot = [
             [holders[slot.node_id, index].pop() for index in indices]
             for slot, indices in zip(slots, chosen, strict=True)
         ]
-        needed = {id(claim) for slot_claims in kept for claim in slot_claims}
+        needed = {id(claim) for slot_claims in claims_by_slot for claim in slot_claims}
         surplus = [claim for claim in claims if id(claim) not in needed]
         session.release([claim.worker for claim in surplus], [claim.bundle.placement_group for claim in surplus])
-        return _start_colocated(session, requests, _by_group(requests, slots, kept), cluster, share)
+        return _start_colocated(session, requests, _by_group(requests, slots, claims_by_slot), cluster, share)
     except BaseException:
         session.release([claim.worker for claim in claims], reserved)
         raise
@@ -241,13 +241,13 @@ def start_workers(
             worker = RemoteWorker.options(**resources, scheduling_strategy=strategy).remote()
             workers.append(worker)
             session.add(worker)
-        return _started(workers, wanted, cluster)
+        return _collect_claims(workers, wanted, cluster)
     except BaseException:
         session.release([worker for worker in workers if worker in session.workers], [])
         raise
 
 
-def _started(
+def _collect_claims(
     workers: Sequence[Any], wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
 ) -> list[Claim]:
     """Wait until all workers have reported what they see."""

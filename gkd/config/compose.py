@@ -60,21 +60,23 @@ def compose(overrides: Sequence[str]) -> Config:
     values = [override for override in parsed if override.key_or_group not in groups()]
     _drop_own_of_replaced(given, values)
 
-    def composed(task: Mapping[str, str]) -> Config:
-        return load(_tree([_chosen(**{"placement": "auto", **below, **task}), given, _chosen(**above)], values))
+    def compose_with(task: Mapping[str, str]) -> Config:
+        return load(
+            _tree([_compose_groups(**{"placement": "auto", **below, **task}), given, _compose_groups(**above)], values)
+        )
 
-    config = composed({})
+    config = compose_with({})
     if config.uses_task and "task" not in below:
         task = config.data.task or TASKS.names()[0]
         by_token = config.algorithm.distils or config.algorithm.supervised
         variants = [task] if by_token else [f"{task}_rewards", task]
         for variant in [name for name in variants if name in groups()["task"]][:1]:
-            config = composed({"task": variant})
+            config = compose_with({"task": variant})
     return config
 
 
 @cache
-def _chosen(**choices: str) -> DictConfig:
+def _compose_groups(**choices: str) -> DictConfig:
     """Return what the files of these groups say, the later above the earlier."""
     if not choices:
         return OmegaConf.create({})

@@ -88,7 +88,7 @@ def load(tree: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         raise _error(error) from None
     except ValueError as error:
-        raise ConfigError(_lowered(str(error))) from None
+        raise ConfigError(_lower_first(str(error))) from None
     if config.actor.lr is not None:
         return config
     return config.model_copy(update={"actor": config.actor.model_copy(update={"lr": rates(config).usual})})
@@ -115,13 +115,13 @@ def _error(error: ValidationError) -> ConfigError:
             known = [f"{key}.{name}" for name in context["known"]]
             return unknown(f"{key}.{context['key']}", context["value"], known)
         shown = f"={context['value']}" if context["value"] else ""
-        return ConfigError(f"{key}.{context['key']}{shown}: {_lowered(str(context['why']))}")
-    message = _lowered(str(first["msg"]).removeprefix("Value error, "))
+        return ConfigError(f"{key}.{context['key']}{shown}: {_lower_first(str(context['why']))}")
+    message = _lower_first(str(first["msg"]).removeprefix("Value error, "))
     shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
     return ConfigError(f"{key}{shown}: {message}" if key else message)
 
 
-def _lowered(message: str) -> str:
+def _lower_first(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 

@@ -43,7 +43,7 @@ class OpenSettings(Settings):
     def own(self, section: str = "") -> Any:
         """Return the settings of the class that is named, as its ``Config``."""
         kind = settings_class(self.owners()[section])
-        return None if kind is None else kind.model_validate(self._given(section))
+        return None if kind is None else kind.model_validate(self._select_values(section))
 
     @property
     def selected(self) -> Any:
@@ -54,7 +54,7 @@ class OpenSettings(Settings):
         """Make one of the class that is named, from its settings and then ``arguments``."""
         return self.selected(self.own(), *arguments)
 
-    def _given(self, section: str) -> dict[str, Any]:
+    def _select_values(self, section: str) -> dict[str, Any]:
         extra = self.model_extra or {}
         if not section:
             return {name: value for name, value in extra.items() if name not in self.owners()}
@@ -69,10 +69,10 @@ class OpenSettings(Settings):
                 raise _refusal(section, extra, f"a section with the settings of {owner.__name__} is expected")
             if not section and (twice := sorted(kind.model_fields.keys() & type(self).model_fields.keys())):
                 raise ValueError(f"{owner.__name__}: {twice[0]} is the name of another setting here; give it another")
-            given = self._given(section)
+            values = self._select_values(section)
             prefix = f"{section}." if section else ""
             try:
-                kind.model_validate(given)
+                kind.model_validate(values)
             except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # of the user's own check
                 raise ValueError(f"{owner.__name__}.Config: {type(error).__name__}: {one_line(error)}") from None
             except ValidationError as error:
@@ -82,9 +82,9 @@ class OpenSettings(Settings):
                 known = [f"{prefix}{name}" for name in kind.model_fields]
                 raise _refusal(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
             if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them
-                for name in given.keys() - kind.model_fields:
+                for name in values.keys() - kind.model_fields:
                     known = [f"{prefix}{field}" for field in kind.model_fields]
-                    raise _refusal(f"{prefix}{name}", given[name], "", unknown=True, known=known)
+                    raise _refusal(f"{prefix}{name}", values[name], "", unknown=True, known=known)
         if "" not in owners:
             for name, value in (self.model_extra or {}).items():
                 if name not in owners:
@@ -143,7 +143,7 @@ class OpenSections(OpenSettings):
     def settings_of(self, name: str) -> Any:
         """Return the settings of the class ``name`` as its ``Config``; None for one that takes none."""
         kind = settings_class(self.registry.load(name))
-        return None if kind is None else kind.model_validate(self._given(short(name)))
+        return None if kind is None else kind.model_validate(self._select_values(short(name)))
 
     @model_validator(mode="after")
     def _settings_of_named_classes_are_complete(self) -> OpenSections:

@@ -124,8 +124,8 @@ class Reward(OpenSections):
 
     def of_functions(self, functions: list[str]) -> dict[str, Any]:
         """Return the section with other functions, and the settings of these alone."""
-        kept = {*type(self).model_fields, *REWARDS.names(), *map(short, functions)}
-        section = {name: value for name, value in self.model_dump().items() if name in kept}
+        names = {*type(self).model_fields, *REWARDS.names(), *map(short, functions)}
+        section = {name: value for name, value in self.model_dump().items() if name in names}
         return {**section, "functions": functions, "weights": None, "of_sets": []}
 
     def weight_of(self) -> dict[str, float]:

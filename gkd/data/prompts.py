@@ -22,7 +22,7 @@ from gkd.data.layouts import (
 )
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
-from gkd.data.templates import question_of, rendered, require_template
+from gkd.data.templates import question_of, render, require_template
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 
@@ -139,7 +139,7 @@ def _tokenise(
     for row, value in zip(rows, values, strict=True):
         if not isinstance(value, str) and not (value and isinstance(value, list) and all(map(is_message, value))):
             raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
-        texts.append(value if isinstance(value, str) else rendered(row, key, value, tokenizer, data))
+        texts.append(value if isinstance(value, str) else render(row, key, value, tokenizer, data))
     for row, text in zip(rows, texts, strict=True):
         _require_text(row, key, text)
     ids: list[list[int]] = [[]] * len(texts)

@@ -117,18 +117,18 @@ def with_teacher_ids(prompts: PromptSet, teachers: Mapping[str, Renderer], longe
     for name, teacher in teachers.items():
         chosen = [prompt for prompt in prompts.prompts if teacher_of(prompt) == name]
         by_id |= zip((prompt.id for prompt in chosen), teacher.token_ids(chosen), strict=True)
-    kept = [
+    short_enough = [
         prompt if np.array_equal(prompt.token_ids, by_id[prompt.id]) else replace(prompt, teacher_ids=by_id[prompt.id])
         for prompt in prompts.prompts
         if len(by_id[prompt.id]) <= longest
     ]
-    if not kept:
+    if not short_enough:
         shortest = min(map(len, by_id.values()))
         raise ConfigError(
             f"data.max_prompt_length={longest}: every prompt is longer as the teacher sees it "
             f"(teacher.chat_template), the shortest has {shortest} tokens"
         )
-    return PromptSet(kept, prompts.n_too_long + len(prompts.prompts) - len(kept))
+    return PromptSet(short_enough, prompts.n_too_long + len(prompts.prompts) - len(short_enough))
 
 
 def _where_they_differ(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:

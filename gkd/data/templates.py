@@ -28,7 +28,7 @@ def question_of(row: Row, key: str, data: Data) -> Any:
     return value
 
 
-def rendered(row: Row, key: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, data: Data) -> str:
+def render(row: Row, key: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, data: Data) -> str:
     """Return the text that the chat template makes of ``messages``, ready for the assistant's turn.
 
     Raises ConfigError, naming the row, where there is no template or it refuses them.

@@ -13,7 +13,7 @@ from gkd.types import Prompt
 Scores = Mapping[str, float]
 
 
-def keyed(prompts: Sequence[Prompt], scores: Mapping[int, Scores]) -> dict[str, Scores]:
+def key_by_question(prompts: Sequence[Prompt], scores: Mapping[int, Scores]) -> dict[str, Scores]:
     """Return scores by what is asked, the same in every run, instead of by the number of the prompt."""
     scored = [prompt for prompt in prompts if prompt.id in scores]
     keys = question_keys((prompt, prompt.text) for prompt in scored)

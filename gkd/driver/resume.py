@@ -130,15 +130,15 @@ def cut(file: Path, step: int) -> None:
     """
     if not file.exists():
         return
-    kept = []
+    until_step = []
     *rows, _ = file.read_bytes().split(b"\n")
     for number, row in enumerate(rows, 1):
         try:
             if json.loads(row)["step"] <= step:
-                kept.append(row + b"\n")
+                until_step.append(row + b"\n")
         except (ValueError, KeyError, TypeError) as error:
             log.warning("%s line %d is left out: it is no row of a step (%s)", file, number, error)
-    replace(file, b"".join(kept))
+    replace(file, b"".join(until_step))
 
 
 def _is_of(key: str, names: tuple[str, ...]) -> bool:

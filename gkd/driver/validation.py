@@ -11,7 +11,7 @@ from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import validation_rewards
 from gkd.config import Config
 from gkd.config.top_k import top_k_for_validation
-from gkd.driver.final_scores import Scores, keyed
+from gkd.driver.final_scores import Scores, key_by_question
 from gkd.driver.inputs import Inputs
 from gkd.errors import RunFailed
 from gkd.inference.requests import Generate
@@ -55,7 +55,7 @@ class Validation:
         self.rollout, self.actor, self.teachers, self.answers = rollout, actor, teachers, answers
         self.vocabulary = inputs.model.vocabulary
         self.scores: Mapping[str, Scores] = {}
-        """Of the last greedy answers, by question (:func:`keyed`): accuracy, and reward/NAME."""
+        """Of the last greedy answers, by question (:func:`key_by_question`): accuracy, and reward/NAME."""
         self.rewarded = config.algorithm.policy_weight > 0 and bool(config.reward.functions)
 
     def run(self) -> dict[str, float]:
@@ -108,7 +108,7 @@ class Validation:
             metrics["val/accuracy"] = sum(right) / len(right)
             for prompt, is_right in zip(with_answers, right, strict=True):
                 scores[prompt.id]["accuracy"] = is_right
-        self.scores = keyed(prompts, scores)
+        self.scores = key_by_question(prompts, scores)
         return metrics
 
     def _rewards(self, sample: TrainingSample) -> dict[str, float]:

@@ -52,17 +52,17 @@ def _above(file: Path) -> str:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    if files := _sorted((path / "results").glob("*.json")):
+    if files := _sort_by_name((path / "results").glob("*.json")):
         return files
     if (path / "config.yaml").exists():
         raise ConfigError(f"{path} is a run without results/: it has not ended, or could measure no scores")
-    files = _sorted(path.glob("*.json")) or _sorted(path.glob("*/results/*.json"))
+    files = _sort_by_name(path.glob("*.json")) or _sort_by_name(path.glob("*/results/*.json"))
     if not files:
         raise ConfigError(f"{path} holds no files of results (MODEL_SET_N.json)")
     return files
 
 
-def _sorted(files: Iterable[Path]) -> list[Path]:
+def _sort_by_name(files: Iterable[Path]) -> list[Path]:
     """Return files by name, those of a model's plain answers before those of its strategies (MODEL.STRATEGY_SET_N)."""
     return sorted(files, key=lambda file: str(file).replace(".", "~"))
 

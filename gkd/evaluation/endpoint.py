@@ -116,8 +116,8 @@ def _beyond_defaults(sampling: Sampling) -> dict[str, Any]:
     """Return what a set says of sampling beside temperature and nucleus; top_k and min_p as vLLM's server has them."""
     standard = {"presence_penalty": sampling.presence_penalty, "stop": list(sampling.stop)}
     own = {name: value for name, value in (("top_k", sampling.top_k), ("min_p", sampling.min_p)) if value}
-    given = {name: value for name, value in standard.items() if value}
-    return given | ({"extra_body": own} if own else {})
+    differing = {name: value for name, value in standard.items() if value}
+    return differing | ({"extra_body": own} if own else {})
 
 
 def _messages(question: Question, prompt: str | Messages | None) -> list[Any]:

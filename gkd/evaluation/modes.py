@@ -95,7 +95,9 @@ def smallest_width(config: Config, model: tuple[str, str], n: int) -> int:
 
 def memory_of_engine(config: Config, shape: ModelShape, width: int) -> GroupMemory:
     """Return what an engine over ``width`` GPUs needs of each, as ``gkd plan`` says."""
-    lengths = [one.max_response_length or config.rollout.max_response_length for one in config.evaluate.sets.values()]
+    lengths = [
+        chosen.max_response_length or config.rollout.max_response_length for chosen in config.evaluate.sets.values()
+    ]
     update = {"n_gpus_per_node": width, "nnodes": 1, "tensor_parallel_size": width, "max_response_length": max(lengths)}
     pool = config.rollout.model_copy(update=update)
     planned = with_settings(config, {"rollout": pool, "algorithm.loss.top_k": 1})  # there is no teacher

@@ -115,8 +115,11 @@ def measurements(
     measurements: list[Measurement] = []
     for name, path in config.models.items():
         model = _model(config, name, path)
-        sets = [_questions(config, model, one, settings, quick) for one, settings in config.evaluate.sets.items()]
-        end = turn_end([question.prompt for one in sets for question in one.questions], model.tokenizer)
+        sets = [
+            _questions(config, model, name_of_set, settings, quick)
+            for name_of_set, settings in config.evaluate.sets.items()
+        ]
+        end = turn_end([question.prompt for questions in sets for question in questions.questions], model.tokenizer)
         model = LocalModel(name, model.path, model.fingerprint, model.tokenizer, with_turn_end(model.info, end))
         for questions in sets:
             if questions.n_too_long:

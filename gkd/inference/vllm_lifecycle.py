@@ -92,8 +92,8 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
 
 def cache_bytes(llm_engine: Any) -> int | None:
     """Return the size of the cache on each GPU, as vLLM measured what was left for it; None where it did not."""
-    found = [size for size in llm_engine.collective_rpc(_measured_cache) if size is not None]
-    return min(found, default=None)
+    sizes = [size for size in llm_engine.collective_rpc(_measured_cache) if size is not None]
+    return min(sizes, default=None)
 
 
 def _measured_cache(worker: Any) -> int | None:

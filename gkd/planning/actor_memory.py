@@ -177,7 +177,7 @@ def adapter_weights(shape: ModelShape, lora: Lora) -> list[tuple[int, Weight]]:
         for w in layers.weights:
             if w.linear and _is_target(w.name, lora.target_modules):
                 both = Weight(f"{w.name}.A", lora.r, w.cols), Weight(f"{w.name}.B", w.rows, lora.r)
-                weights += [(layers.count, one) for one in both]
+                weights += [(layers.count, part) for part in both]
     return weights
 
 

@@ -78,7 +78,7 @@ def _advise(layout: Layout, group: str) -> Iterator[Advice]:
     """Yield :func:`advise`'s, each worked out when it is wanted."""
     if not memory_of(layout, group).fits:
         trials = _Trials(layout, group, {})
-        yield from (one for level in LEVEL_NAMES if (one := _cheapest(trials, level)) is not None)
+        yield from (cheapest for level in LEVEL_NAMES if (cheapest := _cheapest(trials, level)) is not None)
 
 
 def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None = None) -> str | None:
@@ -197,7 +197,7 @@ class _Trials:
             for left_out in itertools.combinations(costly, n):
                 settings = {name: value for name, value in strongest.items() if name not in left_out}
                 tried = [settings, *(settings | {name: v} for name, values in caches.items() for v in values)]
-                if any(self.memory_with(one).fits for one in tried):
+                if any(self.memory_with(values).fits for values in tried):
                     return True
         return False
 
@@ -254,11 +254,11 @@ def _sets_of_changes(trials: _Trials, changes: Sequence[Change], n: int, level: 
     Those are left out that do not fit with their strongest values.
     """
     for chosen in itertools.combinations(changes, n):
-        if not any(one.level == level for one in chosen) or len({one.setting for one in chosen}) < n:
+        if not any(change.level == level for change in chosen) or len({change.setting for change in chosen}) < n:
             continue
         if trials.can_fit(chosen):
-            for values in itertools.product(*(one.values for one in chosen)):
-                yield {one.setting: value for one, value in zip(chosen, values, strict=True)}
+            for values in itertools.product(*(change.values for change in chosen)):
+                yield {change.setting: value for change, value in zip(chosen, values, strict=True)}
 
 
 def _step_seconds(layout: Layout) -> float:

@@ -181,18 +181,18 @@ def _print_advice(report: PlanReport, out: Console) -> None:
     without = [group for group in short if group.group not in {a.group for a in report.advice}]
     if report.advice or report.all_groups:
         out.print("\nwhat makes it fit, the mildest first (overrides to paste):")
-    mild = {one.group for one in report.advice if one.level == 1}
-    for group in dict.fromkeys(one.group for one in report.advice if one.group not in mild):
+    mild = {suggestion.group for suggestion in report.advice if suggestion.level == 1}
+    for group in dict.fromkeys(suggestion.group for suggestion in report.advice if suggestion.group not in mild):
         out.print(f"  {group}: what only makes it slower is not enough")
-    for one in report.advice:
-        out.print(f"  {one.group}, level {one.level}, {LEVEL_NAMES[one.level]}:", soft_wrap=True)
-        out.print(f"    {one.line()}", soft_wrap=True)
+    for suggestion in report.advice:
+        out.print(f"  {suggestion.group}, level {suggestion.level}, {LEVEL_NAMES[suggestion.level]}:", soft_wrap=True)
+        out.print(f"    {suggestion.line()}", soft_wrap=True)
     if report.all_groups is None:
         for memory in without:
             out.print(f"  {memory.group}: {explain_no_advice(report.layout, memory)}", soft_wrap=True)
         if len(short) > 1 and not without:
             out.print("  these do not go together: no changes were found with which all groups fit")
-    elif len(short) > 1 or report.all_groups not in [one.overrides() for one in report.advice]:
+    elif len(short) > 1 or report.all_groups not in [suggestion.overrides() for suggestion in report.advice]:
         out.print(f"  all groups at once:\n    {report.all_groups}", soft_wrap=True)
 
 

@@ -188,7 +188,7 @@ class _Simulation:
         engine.planned += 1
         if engine.running:
             left = (engine.running[0][0] - engine.tokens) * sampling.token_s(len(engine.running))
-            self._at("rollout", engine.at - group.now + left, partial(self._sampled, number, engine.planned))
+            self._at("rollout", engine.at - group.now + left, partial(self._end_sampling, number, engine.planned))
 
     def _account(self, engine: _EngineClock) -> None:
         now = self.groups["rollout"].now
@@ -204,7 +204,7 @@ class _Simulation:
         engine.at += self.run.sampling.recompute_s * sum(so_far)
         self._continue(number)
 
-    def _sampled(self, number: int, planned: int) -> None:
+    def _end_sampling(self, number: int, planned: int) -> None:
         """Take the samples that an engine has finished, unless its next end was planned anew meanwhile."""
         engine = self.engines[number]
         if engine.planned != planned:
@@ -236,9 +236,9 @@ class _Simulation:
             sample = heapq.heappop(self.queues[name])[-1]
             group.busy += 1
             tokens = (self.run.prompt + sample.length) / self.run.mean_tokens
-            self._at(name, scoring.seconds * tokens, partial(self._scored, name, sample))
+            self._at(name, scoring.seconds * tokens, partial(self._end_scoring, name, sample))
 
-    def _scored(self, name: str, sample: _Sample) -> None:
+    def _end_scoring(self, name: str, sample: _Sample) -> None:
         self.groups[name].busy -= 1
         self._score(name)
         sample.unscored -= 1
@@ -279,7 +279,7 @@ class _Simulation:
             share = self.chunks.popleft() / (self.run.mean_tokens * len(self.batches[self.step]))
             self._occupy(self.run.updating.accumulate_s * share, self._compute)
         elif self.fed == len(self.batches[self.step]):
-            self._occupy(self.run.updating.apply_s, self._updated)
+            self._occupy(self.run.updating.apply_s, self._end_update)
 
     def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
         """Have the actor work so long."""
@@ -291,7 +291,7 @@ class _Simulation:
 
         self._at("actor", seconds, done)
 
-    def _updated(self) -> None:
+    def _end_update(self) -> None:
         self.draining = self.run.max_staleness > 0 and not self.run.in_flight
         if self.draining:
             self._drain()
@@ -310,7 +310,7 @@ class _Simulation:
         rollout.paused = True
         seconds = self.run.updating.sync_s
 
-        def pushed() -> None:
+        def end_push() -> None:
             rollout.paused = False
             rollout.worked += seconds
             if self.run.in_flight:
@@ -318,14 +318,14 @@ class _Simulation:
                     self._recompute(number)
             self._end_step()
 
-        self._occupy(seconds, pushed)
+        self._occupy(seconds, end_push)
 
     def _end_step(self) -> None:
         self.ends.append(self.time)
         for group in self.groups.values():
             group.worked_at.append(group.worked)
-        for kept in (self.batches, self.scored, self.unsampled):
-            kept.pop(self.step)
+        for by_step in (self.batches, self.scored, self.unsampled):
+            by_step.pop(self.step)
         self.step, self.fed, self.chunk = self.step + 1, 0, 0.0
         self._dispatch(self.step - 1)
         self._feed()

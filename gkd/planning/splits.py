@@ -109,7 +109,7 @@ def best_splits(
     best: list[Split] = []
     wasteful: list[Split] = []  # no faster than one of the best, with more GPUs
     for split in splits:
-        more = any(all(one.gpus[group] <= n for group, n in split.gpus.items()) for one in best)
+        more = any(all(better.gpus[group] <= n for group, n in split.gpus.items()) for better in best)
         (wasteful if more else best).append(split)
     chosen = best[:count] + wasteful[: max(0, count - len(best))]
     return sorted(chosen, key=lambda split: split.step.seconds)

@@ -46,11 +46,11 @@ def resolve(name: str, settings: Reward) -> Mark:
     reward = REWARDS.load(name)
     config = settings.settings_of(name)
     if isinstance(reward, type):
-        return adapted(reward() if config is None else reward(config), {})
-    return adapted(reward, {} if config is None else dict(config))
+        return adapt(reward() if config is None else reward(config), {})
+    return adapt(reward, {} if config is None else dict(config))
 
 
-def adapted(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
+def adapt(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
     """Return ``reward`` as one of a :class:`Completion`, or of a list of them where it rates groups.
 
     ``settings`` are its further parameters.
@@ -73,8 +73,8 @@ def _of(
     names, takes_all = parameters_of(reward), _takes_all(reward)
 
     def mark(rated: Any) -> Any:
-        given = {**arguments(rated), **settings}
-        value = reward(**(given if takes_all else {name: value for name, value in given.items() if name in names}))
+        values = {**arguments(rated), **settings}
+        value = reward(**(values if takes_all else {name: value for name, value in values.items() if name in names}))
         return _later(value, result) if inspect.isawaitable(value) else result(value)
 
     return mark
@@ -108,14 +108,14 @@ def _trl_arguments(group: Sequence[Completion]) -> dict[str, Any]:
     }
     prompts = [c.prompt if c.messages is None else [dict(message) for message in c.messages] for c in group]
     responses = [c.response if c.messages is None else [{"role": "assistant", "content": c.response}] for c in group]
-    given = {"prompts": prompts, "completions": responses, "log_extra": _dropped, "log_metric": _dropped}
+    standard = {"prompts": prompts, "completions": responses, "log_extra": _discard, "log_metric": _discard}
     if all(c.token_ids is not None for c in group):
-        given["completion_ids"] = [list(c.token_ids or ()) for c in group]
+        standard["completion_ids"] = [list(c.token_ids or ()) for c in group]
     state = TrainerState(min(c.step for c in group), group[0].total_steps)
-    return {**columns, **given, "trainer_state": state}
+    return {**columns, **standard, "trainer_state": state}
 
 
-def _dropped(name: str, value: Any) -> None:
+def _discard(name: str, value: Any) -> None:
     """Take what TRL would log of a reward: rewards are computed in processes that log nothing."""
 
 

@@ -99,13 +99,13 @@ def _tests(column: Any) -> Iterator[Test]:
         for given, expected in zip(column["inputs"], column["outputs"], strict=True):
             yield str(given), str(expected)
     elif isinstance(column, list):
-        for one in column:
-            if isinstance(one, str):
-                yield one, None
-            elif isinstance(one, dict) and {"input", "output"} <= one.keys():
-                yield str(one["input"]), str(one["output"])
+        for test in column:
+            if isinstance(test, str):
+                yield test, None
+            elif isinstance(test, dict) and {"input", "output"} <= test.keys():
+                yield str(test["input"]), str(test["output"])
             else:
-                raise ValueError(f"a test is text, or input and output, not {type(one).__name__}")
+                raise ValueError(f"a test is text, or input and output, not {type(test).__name__}")
     else:
         raise ValueError(f"tests are text, a list, or inputs and outputs, not {type(column).__name__}")
 

@@ -47,8 +47,8 @@ def same_answer(response: str, expected: str) -> bool:
     own, wanted = plain(response), plain(expected)
     if same_text(own, wanted) or not own or max(len(own), len(wanted)) > LONGEST:
         return same_text(own, wanted)
-    if (one := choice(wanted)) is not None:
-        return _same_choice(own, *one)
+    if (options := choice(wanted)) is not None:
+        return _same_choice(own, *options)
     numbers = quantity(own), quantity(wanted)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].agrees(numbers[1])

@@ -170,7 +170,7 @@ def _evaluate(function: Mark, group: Group, whole: bool) -> list[Timed | str]:
     """Return what a function gives ``group``, which is a single completion unless it rates the ``whole``."""
     started = time.monotonic()
     try:
-        return _timed(function(group if whole else group[0]), len(group), whole, started)
+        return _time_rewards(function(group if whole else group[0]), len(group), whole, started)
     except BaseException as error:  # a user's function may raise anything, SystemExit included
         return [_describe(error)] * len(group)
 
@@ -184,20 +184,20 @@ async def _together(
         started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                given = await function(group if whole else group[0])  # type: ignore[misc]
-            return _timed(given, len(group), whole, started)
+                result = await function(group if whole else group[0])  # type: ignore[misc]
+            return _time_rewards(result, len(group), whole, started)
         except BaseException as error:
             return [_late(timeout_s) if limit.expired() else _describe(error)] * len(group)
 
     return await asyncio.gather(*map(one, groups))
 
 
-def _timed(given: Any, n: int, whole: bool, started: float) -> list[Timed | str]:
+def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Timed | str]:
     """Return each of the rewards that a function gave ``n`` completions, or why it is none, and the seconds since.
 
     Raises ValueError where there are not as many.
     """
-    values, seconds = list(given) if whole else [given], time.monotonic() - started
+    values, seconds = list(result) if whole else [result], time.monotonic() - started
     if len(values) != n:
         raise ValueError(f"{len(values)} rewards for {n} completions")
     rewards: list[Timed | str] = []

@@ -184,9 +184,9 @@ class ScoringPipeline:
         """Hand on samples that are scored, or the error of a model that could not."""
         models = [future for own in group for future in own.models.values()]
         failures = [error for error in (future.exception() for future in models) if error is not None]
-        self.scored.put(failures[0] if failures else [self._scored(own) for own in group])
+        self.scored.put(failures[0] if failures else [self._combine(own) for own in group])
 
-    def _scored(self, pending: _Pending) -> Scored:
+    def _combine(self, pending: _Pending) -> Scored:
         sample = pending.sample
         targets = {name: future.result() for name, future in pending.models.items()}
         rewards = {name: _reward(future) for name, future in pending.rewards.items()}

@@ -17,7 +17,7 @@ from gkd.cli.report import main
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.observability.page import samples as chosen
-from gkd.observability.page.run import differences, intervals, spans, thinned, wilson
+from gkd.observability.page.run import differences, intervals, spans, thin_out, wilson
 from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.page.write import at_the_end, page
 from gkd.observability.report import Summary, show
@@ -57,10 +57,10 @@ def test_no_text_ends_the_script_that_it_is_in(tmp_path: Path) -> None:
 
 def test_many_steps_are_thinned_evenly_with_all_validations() -> None:
     rows = [{"step": step} | ({"val/accuracy": 0.5} if step % 1001 == 0 else {}) for step in range(25_000)]
-    kept = [row["step"] for row in thinned(rows)]
+    kept = [row["step"] for row in thin_out(rows)]
     assert len(kept) < 10_000 and kept[0] == 0 and kept[-1] == 24_999
     assert set(range(0, 25_000, 1001)) <= set(kept)
-    assert thinned(rows[:10_001]) == rows[:10_001]  # step 0 and 10,000 more
+    assert thin_out(rows[:10_001]) == rows[:10_001]  # step 0 and 10,000 more
 
 
 def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def read_gpus() -> Gpus | None:
         return None
     if driver is None:
         return None
-    return Gpus(*driver, [one.name for one in there], [one.free for one in there], [one.total for one in there])
+    return Gpus(*driver, [gpu.name for gpu in there], [gpu.free for gpu in there], [gpu.total for gpu in there])
 
 
 def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:

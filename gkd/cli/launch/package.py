@@ -52,9 +52,9 @@ def is_packed(file: Path, directory: Path) -> bool:
 def _files(directory: Path, left_out_at_top: set[str], without: list[str]) -> Iterator[Path]:
     for folder, names, files in os.walk(directory):
         skip = LEFT_OUT | (left_out_at_top if Path(folder) == directory else set())
-        seen = [name for name in names if not name.startswith(".") and name != "__pycache__"]
-        names[:] = [name for name in seen if name not in skip and not _is_elsewhere(Path(folder) / name)]
-        without += [str((Path(folder) / name).relative_to(directory)) for name in seen if name not in names]
+        folders = [name for name in names if not name.startswith(".") and name != "__pycache__"]
+        names[:] = [name for name in folders if name not in skip and not _is_elsewhere(Path(folder) / name)]
+        without += [str((Path(folder) / name).relative_to(directory)) for name in folders if name not in names]
         for name in files:
             path = Path(folder) / name
             if not name.startswith(".") and path.is_file():

@@ -39,7 +39,7 @@ OF_THE_RUN = (
 def describe(files: RunFiles) -> dict[str, Any]:
     """Return everything but the samples. Raises ConfigError for a file that cannot be read."""
     tree, all_rows = read_yaml(files.path / "config.yaml"), files.rows
-    rows = thinned(all_rows)
+    rows = thin_out(all_rows)
     config, summary = _config(tree), files.summary()
     return {
         "name": files.path.absolute().name,
@@ -64,7 +64,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
     }
 
 
-def thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def thin_out(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the rows of at most :data:`MAX_ROWS` steps, evenly, and all with a validation."""
     last = len(rows) - 1  # the first is of step 0
     every = -(-last // MAX_ROWS) or 1

@@ -47,7 +47,7 @@ def read_samples(file: Path, texts: Texts, share: int = 1) -> list[dict[str, Any
     """
     if not file.exists():
         return []
-    rows = _chosen(file, max(1, MAX_SAMPLES // share))
+    rows = _read_evenly(file, max(1, MAX_SAMPLES // share))
     by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
     sizes = [sum(len(row.get("tokens", {}).get("text", ())) for row in group) for group in by_step]
     part = min(1.0, MAX_TOKENS / share / max(1, sum(sizes)))
@@ -59,7 +59,7 @@ def read_samples(file: Path, texts: Texts, share: int = 1) -> list[dict[str, Any
     return samples
 
 
-def _chosen(file: Path, most: int) -> list[dict[str, Any]]:
+def _read_evenly(file: Path, most: int) -> list[dict[str, Any]]:
     """Read the lines of evenly chosen steps, without holding the others."""
     places: list[tuple[int, int]] = []  # step and position of every whole line
     with file.open("rb") as lines:
