@@ -140,6 +140,27 @@ def test_streaming_is_what_a_run_of_the_layout_would_do() -> None:
     assert not streams(layout_of(*LARGE[:-1], "placement=single_gpu"))
 
 
+# The example of docs/planning.md.
+EXAMPLE = ("+recipe=on_policy_distill", "placement=8gpu", "model.size=7b", "teacher.model.size=32b",
+           "plan.gpu_type=h100-80gb", "trainer.batch_size=1024", "rollout.n=4", "rollout.max_response_length=8192",
+           "plan.prompt_length=500", "plan.response_length=3000", "actor.offload_optimizer=true")  # fmt: skip
+
+
+def test_a_streamed_step_takes_the_actors_time_and_a_tail() -> None:
+    """The tail is what the actor waits for before its first chunk: at most the sampling, whose scoring it works beside.
+
+    It works as long as without streaming, so no schedule takes less at staleness 0, nor beyond it.
+    """
+    whole = simulate_layout(layout_of(*EXAMPLE, "schedule.streaming=false"), 0)
+    streamed, ahead = (simulate_layout(layout_of(*EXAMPLE), staleness) for staleness in (0, 1))
+    actor = whole.busy["actor"]
+    assert [step.busy["actor"] for step in (streamed, ahead)] == pytest.approx([actor, actor])
+    assert whole.seconds == pytest.approx(whole.scored + actor)
+    assert actor <= streamed.seconds <= actor + streamed.generate < whole.seconds
+    assert ahead.seconds == pytest.approx(actor, rel=0.001)
+    assert [round(step.seconds) for step in (whole, streamed, ahead)] == [6161, 5421, 5120]
+
+
 def test_factors_scale_what_they_are_of() -> None:
     layout = layout_of(*LARGE, "schedule.streaming=false")
     one, other = simulate_layout(layout, 0), simulate_layout(layout, 0, Factors(2.0, 2.0, 2.0, 2.0))
