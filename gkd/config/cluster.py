@@ -25,13 +25,26 @@ TRANSFERS = Registry(
 """The fastest first; the last one works everywhere."""
 
 
+NO_TRANSFERS = {
+    "sharded_rdt": "it takes RDMA through NIXL, and a further process beside every rank of the actor",
+    "nccl_m2n": "it takes NVIDIA's nccl-extensions, and loads into the running model without pieces or a checksum",
+}
+"""Ways of vLLM's that are none here, and why."""
+
+
+def _known_transfer(name: str) -> str:
+    if name in NO_TRANSFERS:
+        raise ValueError(f"{name} is vLLM's alone: {NO_TRANSFERS[name]}; nccl or auto would do (docs/weights.md)")
+    return absolute(name)
+
+
 class Weights(OpenSettings):
     """From the actor to the rollout engines, after every step."""
 
     registry: ClassVar[Registry] = TRANSFERS
     selects: ClassVar[str] = "transfer"
 
-    transfer: Annotated[str, AfterValidator(absolute)] = Field(
+    transfer: Annotated[str, AfterValidator(_known_transfer)] = Field(
         "auto",
         description="way of the weights: ipc: CUDA memory shared by the processes on one GPU; nccl: broadcast from "
         "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of them that the "
