@@ -10,7 +10,6 @@ ends or Ctrl-C; elsewhere, and with --once, it prints once.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,17 +40,16 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.every is not None and not 0 < options.every <= 86_400:
         raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
-    from gkd.observability.progress import console
+    from gkd.observability.progress import console, rewrites
     from gkd.observability.run_files import RunFiles
 
     run = None if options.run is None else RunFiles(options.run)
     out = console()
-    # Colours may be forced upon a file, and a terminal need not be able to rewrite lines.
-    rewrites = out.is_interactive and sys.stdout.isatty()
-    every = options.every or (LIVE_EVERY_S if rewrites and run is not None else None)
+    live = rewrites(out)
+    every = options.every or (LIVE_EVERY_S if live and run is not None else None)
     if options.once or every is None or (run is not None and run.ended):
         out.print(view(run))
-    elif rewrites:
+    elif live:
         _follow(run, every, out)
     else:
         _print_again(run, every, out)

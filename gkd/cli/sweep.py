@@ -33,7 +33,7 @@ MAX_RUNS = 1_000
 MAX_COMPARED = 32
 """Runs that are compared with the first at the end."""
 INPUTS = {"model", "teacher", "reference", "reward_model", "data"}
-"""Sections that name models and data: runs with the same of these have the same files."""
+"""Sections that name models and data: runs with the same of these, and the same groups, have the same files."""
 MAX_NAME = 200
 """Characters of a run's directory."""
 
@@ -75,10 +75,11 @@ def _require_files(configs: Sequence[Config]) -> None:
     from gkd.driver.inputs import require_files  # imports what a machine that submits jobs may lack
     from gkd.observability.tracking import require_trackers
 
-    checked: set[str] = set()
+    checked: set[tuple[str, bool, bool]] = set()
     for config in configs:
         require_trackers(config)
-        if (inputs := config.model_dump_json(include=INPUTS)) not in checked:
+        inputs = config.model_dump_json(include=INPUTS), config.asks_reference, config.asks_reward_model
+        if inputs not in checked:
             require_files(config)
         checked.add(inputs)
 

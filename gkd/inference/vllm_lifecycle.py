@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 GIB = 1 << 30
+LEAST_SHARE = 0.01
 ENDS_WITHIN_S = 2.0
 """A process whose connections broke is found to have ended within this time."""
 
@@ -76,6 +77,8 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = settings.cpu_cache_gb * GIB
     elif spec.cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = spec.cache_bytes
+        # vLLM still refuses to start where less of the GPU is free than this share, which then decides nothing.
+        arguments["gpu_memory_utilization"] = LEAST_SHARE
     return arguments
 
 

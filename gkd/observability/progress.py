@@ -58,6 +58,11 @@ def changes(values: Mapping[str, float], before: Mapping[str, float]) -> str:
     )
 
 
+def rewrites(out: Console) -> bool:
+    """Return whether lines can be rewritten in place: colours may be forced upon a file, and terminals may be dumb."""
+    return out.is_interactive and out.file.isatty()
+
+
 class Progress:
     """Step, loss, KL, tokens per second and time left, and every validation with what changed since the last one.
 
@@ -67,7 +72,7 @@ class Progress:
 
     def __init__(self, out: Console, total_steps: int) -> None:
         self.out, self.total = out, total_steps
-        self._status: Status | None = out.status("") if out.is_interactive else None
+        self._status: Status | None = out.status("") if rewrites(out) else None
         self._first: tuple[int, float] | None = None  # the first step logged, and when
         self._every = LINE_EVERY_S if self._status is None else STAYS_EVERY_S
         self._printed = -math.inf

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,22 @@ class RunFiles:
     @property
     def ended(self) -> bool:
         """Return whether the run has finished, or has failed and has had time to begin again by itself."""
-        return self.finished or (self.failure is not None and time.time() - self.events[-1]["time"] > AGAIN_S)
+        if self.finished or self.failure is None:
+            return self.finished
+        return time.time() - self.events[-1]["time"] > AGAIN_S and not self._goes_on_again()
+
+    def _goes_on_again(self) -> bool:
+        """Return whether a run holds the directory, as far as the file system has locks."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return False
 
     @property
     def failure(self) -> str | None:

@@ -146,8 +146,11 @@ class Dispatcher:
     def _receive(self, replica: Replica) -> None:
         try:
             for frame in replica.receive():
-                for one in wire.unpack(frame):
-                    self._handle(replica, one)
+                socket = replica.socket
+                for message in wire.unpack(frame):
+                    self._handle(replica, message)
+                    if replica.socket is not socket:  # it was put out, and what it said besides is void
+                        break
         except wire.WireError as error:
             self._lose(replica, f"sent what cannot be read ({error})")
 

@@ -161,4 +161,5 @@ class ScoringServer:
             else:
                 self._frontend.counts["answered"] += 1
                 replies.append((job, wire.encode_answer(job.id, answer)))
-        self._frontend.reply(replies)
+        if replies:
+            self._frontend.reply(replies)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -143,6 +146,15 @@ def test_a_run_that_has_just_begun_has_nothing_more(run: RunFiles, capfd: pytest
     assert "step 0/10" in text_of(run, capfd)
 
 
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """As a run holds its directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+    os.close(descriptor)
+
+
 def test_a_run_that_failed_is_not_waited_for(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
     """Once it has had time to begin again by itself."""
     end = {"time": time.time() - 30, "kind": "end", "text": "WorkerDied: rollout 0 after 9 s", "failed": True}
@@ -150,6 +162,8 @@ def test_a_run_that_failed_is_not_waited_for(run: RunFiles, capfd: pytest.Captur
     assert not run.ended
     (run.path / "events.jsonl").write_text(json.dumps(end | {"time": time.time() - 90}) + "\n")
     assert run.ended
+    with claimed(run.path):  # begun again, and nothing written yet
+        assert not run.ended
     assert "step 1/10  WorkerDied: rollout 0" in text_of(run, capfd, "--every", "600")
     with (run.path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "kind": "resume", "text": "from step 1"}) + "\n")

@@ -20,6 +20,7 @@ from gkd.observability.page.run import wilson
 from tests.observability.runs import make_run
 
 OWN = ["+recipe=grpo", "model.path=/nowhere", "data.val_files=[a.jsonl]", "reward.functions=[length]"]
+RATER = "reward_model.model.path=/nowhere"
 
 
 def test_a_run_for_each_combination() -> None:
@@ -44,6 +45,7 @@ def test_a_run_for_each_combination() -> None:
         (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=a.jsonl/x"], "trainer.output_dir=/"),
         ([*OWN, "data.train_files=[nowhere.jsonl],[a.jsonl]"], "data file nowhere.jsonl does not exist"),
         ([*OWN, "data.train_files=[a.jsonl]", "model.path=.,/nowhere"], "model.path"),
+        (["+recipe=grpo", "reward.functions=[accuracy],[reward_model]", RATER], "reward_model.model.path"),
         (["+recipe=grpo", "data.val_sets.x.files=[a.jsonl],[gone.jsonl]"], "data file gone.jsonl does not"),
     ],
 )

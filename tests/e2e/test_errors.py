@@ -27,6 +27,8 @@ class Library:
         print("taken down")
 sys.library = Library()
 atexit.register(print, "registered", flush=False)
+sys.file = open(sys.argv[1], "w")  # which nobody closes
+sys.file.write("written")
 leave(7)
 """
 RICH = """
@@ -58,10 +60,11 @@ def test_output_into_a_closed_pipe_ends_with_a_line_and_a_code(command: tuple[st
     assert (program.returncode, both.wait(60)) == (1, 1)
 
 
-def test_a_program_does_what_is_registered_for_its_end_and_takes_nothing_down() -> None:
-    program = python("-c", LARGE, stdout=subprocess.PIPE)
+def test_a_program_does_what_is_registered_for_its_end_and_takes_nothing_down(tmp_path: Path) -> None:
+    program = python("-c", LARGE, str(tmp_path / "file"), stdout=subprocess.PIPE)
     assert program.communicate(timeout=30)[0] == "registered\n"
     assert program.returncode == 7
+    assert (tmp_path / "file").read_text() == "written"
 
 
 def test_a_program_leaves_with_its_code_where_a_call_never_returns() -> None:

@@ -8,15 +8,20 @@ import pytest
 from rich.console import Console
 
 from gkd.cluster.assignment import print_table
-from gkd.observability.progress import Progress, changes
+from gkd.observability.progress import Progress, changes, rewrites
 from tests.cluster.test_assignment import report
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def printed(terminal: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lines that stay of steps of four seconds each, with validations after every tenth."""
     now = 0.0
     monkeypatch.setattr("gkd.observability.progress.time.monotonic", lambda: now)
-    file = io.StringIO()
+    file = Terminal() if terminal else io.StringIO()
     progress = Progress(Console(file=file, force_terminal=terminal, width=100, highlight=False), steps)
     progress.validated = {"val/accuracy": 0.25}
     for step in range(1, steps + 1):
@@ -37,6 +42,11 @@ def test_a_step_stays_every_so_often_and_every_validation(
         "validation after step 10  val/accuracy 0.3500 (+0.1000)  val/own 1.0000",
         "validation after step 20  val/accuracy 0.4500 (+0.1000)  val/own 1.0000 (+0.0000)",
     ]
+
+
+def test_colours_forced_upon_a_file_make_no_terminal_of_it() -> None:
+    terminal, file = (Console(file=file, force_terminal=True) for file in (Terminal(), io.StringIO()))
+    assert rewrites(terminal) and not rewrites(file)
 
 
 def test_a_change_is_of_what_was_measured_before() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gkd.inference.requests import FULL_VOCABULARY, ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
 from gkd.scoring.client import ScoringClient
+from gkd.scoring.dispatch import Dispatcher
 from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Process, Running, a_score
 from tests.scoring.table import KEY, VOCABULARY, TableEngine, expected
@@ -239,3 +241,18 @@ def test_closing_waits_for_nothing_and_fails_what_is_under_way(serve: Serve, con
     for left in (future, client.submit(a_score())):
         with pytest.raises(RunFailed, match="client was closed"):
             left.result(10)
+
+
+def test_what_a_replica_says_besides_is_void_once_it_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that stops says so of every request, in one message: it goes out once."""
+    dispatcher: Any = object.__new__(Dispatcher)
+    replica: Any = SimpleNamespace(socket="old", receive=lambda: iter([wire.pack([b"first", b"second"])]))
+    handled: list[bytes] = []
+
+    def handle(its: Any, message: bytes) -> None:
+        handled.append(bytes(message))
+        its.socket = "new"
+
+    monkeypatch.setattr(dispatcher, "_handle", handle)
+    dispatcher._receive(replica)
+    assert handled == [b"first"]
