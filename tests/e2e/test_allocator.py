@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gkd.inference.allocator import VARIABLES
+from gkd.inference.vllm_environment import ALLOCATOR_VARIABLES
 
 ROUNDS, PIECES, PIECE_BYTES, PAGE_BYTES = 50, 8, 1 << 20, 4096
 FAULTS = f"""
@@ -30,7 +30,7 @@ print(-work(2) + work({ROUNDS}))
 def faults(kind: str) -> int:
     command = [sys.executable, "-c", FAULTS, kind]
     own = {
-        name: value for name, value in os.environ.items() if name not in VARIABLES
+        name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES
     }  # an engine here may have set them
     return int(subprocess.run(command, env=own, check=True, capture_output=True, text=True, timeout=120).stdout)
 
