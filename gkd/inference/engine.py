@@ -8,8 +8,9 @@ functions alone.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -126,6 +127,13 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     in_flight: ClassVar[bool] = False
     """Whether :meth:`pause` is there, so that weights can change while requests are unfinished."""
 
+    pass_tokens: ClassVar[Mapping[Device, int]] = {"cpu": 4096, "cuda": 16384}
+    """Of an engine that scores: tokens of one forward pass, unless one sequence has more."""
+    logit_bytes: ClassVar[Mapping[Device, int]] = {"cpu": 64 << 20, "cuda": 512 << 20}
+    """Of an engine that scores: float32 logits that it has at a time, and up to three temporaries as large."""
+    result_bytes: ClassVar[float] = math.inf
+    """Of an engine that scores: results of unfinished requests that it holds at most."""
+
     limits: Limits
     forward_passes: int = 0
     """Passes through the model so far; grows while the engine works. Other threads read it."""
@@ -135,6 +143,16 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     @abstractmethod
     def __init__(self, spec: EngineSpec) -> None:
         """Load the model. Raises ConfigError or RunFailed where that cannot be done."""
+
+    @classmethod
+    def batched_tokens(cls, vocabulary: int, settings: Any, device: Device) -> int | None:
+        """Return the tokens of a step of an engine that scores; None: as many as the library chooses."""
+        return cls.pass_tokens[device]
+
+    @classmethod
+    def top_k_bytes(cls, tokens: int, k: int) -> int:
+        """Return what the top ``k`` of a step of so many tokens take on a GPU: ids of 8 bytes and float32."""
+        return tokens * (k + 1) * (8 + 4)
 
     @classmethod
     def follow(cls, spec: EngineSpec) -> Any:

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
     from gkd.inference.scored_rows import ScoredRows
 
-PASS_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Tokens of one forward pass, unless one sequence has more."""
-LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Float32 logits that exist at a time; there are up to three temporaries of that size."""
 UNBOUNDED_LENGTH = 1 << 20
 """Longest sequence of a model without a limit of its own."""
 PADDED_TO = 32
@@ -87,7 +83,7 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
     def __init__(self, spec: EngineSpec) -> None:
         spec.require_positions()
         self.device, self._stop_ids = spec.device, spec.model.eos_ids
-        self._n_tokens = spec.max_num_batched_tokens or PASS_TOKENS[spec.device]
+        self._n_tokens = spec.max_num_batched_tokens or self.pass_tokens[spec.device]
         self.model = _load(spec)
         from gkd.modeling.head import Head
 
@@ -181,7 +177,7 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         for shape, members in by_shape.items():
             places = [np.concatenate([np.arange(*span) for span in requests[i].spans]) + starts[i] for i in members]
             at = self._on_device(np.concatenate(places))
-            rows = score_rows(self._head, hidden[at - 1], ids[at], shape, LOGIT_BYTES[self.device])
+            rows = score_rows(self._head, hidden[at - 1], ids[at], shape, self.logit_bytes[self.device])
             ends = np.cumsum([len(own) for own in places]).tolist()
             for i, own, end in zip(members, places, ends, strict=True):
                 scored.append(_Scored(*chosen[i], rows, end - len(own), end))

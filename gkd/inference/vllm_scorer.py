@@ -91,6 +91,18 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
     """
 
     can_score = needs_vllm = tensor_parallel = managed_memory = quantizes = True
+    result_bytes = RESULT_BYTES
+
+    @classmethod
+    def batched_tokens(cls, vocabulary: int, settings: Scorer, device: Device) -> int | None:
+        """Return the tokens of a step; None: as many as vLLM chooses."""
+        return batched_tokens(vocabulary, settings, device)
+
+    @classmethod
+    def top_k_bytes(cls, tokens: int, k: int) -> int:
+        """Return what the top ``k`` of a step take: of no more tokens than :func:`batched_tokens` allows."""
+        a_token = 2 * ENTRY_BYTES * (k + 1)
+        return min(tokens * a_token, max(ROW_BYTES, 256 * a_token))
 
     def __init__(self, spec: EngineSpec) -> None:
         arguments, self._device = scoring_arguments(spec), spec.device

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from gkd.config import Config, Engine, Pool, Scorer
 from gkd.config.actor import pack_size
 from gkd.inference.engine import Device
-from gkd.inference.torch_scorer import LOGIT_BYTES, PASS_TOKENS
-from gkd.inference.vllm_scorer import ENTRY_BYTES, RESULT_BYTES, ROW_BYTES, batched_tokens
 from gkd.planning.actor_memory import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
 from gkd.planning.layout import F32, GB, GIB, Layout, engine_class
 from gkd.planning.shapes import ModelShape
@@ -167,8 +165,8 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     if isinstance(engine, Scorer):
         rows = min(PROMPT_ROWS, longest)
         items["logits of prompt rows"] = float(rows * shape.vocabulary * (c + 2 * F32))
-        a_token = 2 * ENTRY_BYTES * (_largest_top_k(layout, group, shape) + 1)
-        items["top K of prompt rows"] = float(min(_step_tokens(gpu.memory) * a_token, max(ROW_BYTES, 256 * a_token)))
+        k = _largest_top_k(layout, group, shape)
+        items["top K of prompt rows"] = float(engine_class(engine, shape).top_k_bytes(_step_tokens(gpu.memory), k))
     else:
         items["weights being received"] = c * (shape.largest_layer / tp + shape.largest_weight)
     n_held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _in_blocks(longest)))
@@ -197,13 +195,14 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
         "process": ENGINE_PROCESS,
     }
     if isinstance(engine, Scorer):
-        tokens = batched_tokens(shape.vocabulary, engine, "cpu")
+        kind = engine_class(engine, shape)
+        tokens = kind.batched_tokens(shape.vocabulary, engine, "cpu")
         assert tokens is not None, "on a CPU a step is always limited"
         n_rows = min(tokens, engine.slots * workload.longest)
         items["logits"] = float(2 * n_rows * shape.vocabulary * F32)
         running = min(engine.slots, workload.samples)
         top_k = _largest_top_k(layout, group, shape)
-        items["results"] = float(min(RESULT_BYTES, running * workload.longest * (top_k + 1) * 8))
+        items["results"] = float(min(kind.result_bytes, running * workload.longest * (top_k + 1) * 8))
     n_held = engine.cpu_cache_gb * GIB // (kv_bytes(shape, 1, c) * workload.longest)
     shortage = "" if n_held else f"kv_cache_gb={engine.cpu_cache_gb} holds no sequence of {workload.longest:,} tokens"
     notes = _cache_notes(n_held, workload.longest, engine.slots)
@@ -230,11 +229,12 @@ def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> Grou
     """
     shape, c, longest = layout.models.of(group), layout.compute_bytes, layout.workload().longest
     device: Device = "cpu" if layout.hardware.is_cpu else "cuda"
-    tokens = max(longest, min(PASS_TOKENS[device], engine.slots * longest))
+    kind = engine_class(engine, shape)
+    tokens = max(longest, min(kind.pass_tokens[device], engine.slots * longest))
     copied = shape.head if shape.tied and layout.hardware.is_cpu else 0
     k = _largest_top_k(layout, group, shape)
     positions = tokens * layout.workload().response / layout.workload().length
-    logits = 3 * min(LOGIT_BYTES[device], positions * shape.vocabulary * F32)
+    logits = 3 * min(kind.logit_bytes[device], positions * shape.vocabulary * F32)
     items = {
         "weights": float(c * (shape.n_parameters + copied)),
         "activations": float(max(_pass_bytes(shape, tokens, c), tokens * shape.hidden * c + logits)),
