@@ -76,7 +76,6 @@ class Slurm:
         key.chmod(0o400)
         (folder / "gpu0").touch()  # a GPU for each file that is there
         (folder / "gres.conf").write_text(f"NodeName=node[1-2] Name=gpu File={folder}/gpu0\n")
-        (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
         ports = [free_port() for _ in range(3)]
         first = 100_000 + os.getpid() % 1_000_000  # a job's ports and folder are by its number
         who = {"host": socket.gethostname(), "user": getpass.getuser(), "first": first}
