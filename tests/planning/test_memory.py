@@ -7,10 +7,18 @@ from dataclasses import replace
 import pytest
 
 from gkd.planning.advice import planned_sampler
+from gkd.planning.layout import engine_class
 from gkd.planning.memory import cache_gb_of, concurrent_sequences, kv_bytes, pool_memory, slots_of
 from tests.planning.layouts import layout_of
 
 DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.gpu_type=a100-80gb")
+
+
+def test_a_scorers_class_is_asked_what_its_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = layout_of(*DISTIL, "teacher.engine=torch")
+    activations = pool_memory(s, "teacher", s.config.teacher).items["activations"]
+    monkeypatch.setattr(engine_class(s.config.teacher, s.models.of("teacher")), "logit_bytes", {"cuda": 4 << 30})
+    assert pool_memory(s, "teacher", s.config.teacher).items["activations"] > activations
 
 
 def test_a_token_of_qwen_takes_28_kilobytes_of_cache() -> None:
