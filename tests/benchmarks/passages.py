@@ -39,6 +39,11 @@ def problem(rng: random.Random, days: int) -> dict[str, Any]:
     return {"question": question, "answer": answer, "documents": documents, "days": days}
 
 
+def facts(row: dict[str, Any]) -> str:
+    """Return what the answer depends on: the question with the passages that it needs."""
+    return " ".join([row["question"], *row["documents"][: row["days"]]])
+
+
 class Oracle:
     """Replies to what a strategy asks about a problem as a model should, and keeps both."""
 
@@ -91,13 +96,10 @@ def main() -> None:
     rng, held_out = random.Random(0), set[str]()
     for days in (1, 2, 3):
         rows = [problem(rng, days) for _ in range(N_HELD_OUT)]
-        held_out |= {str(row["documents"]) for row in rows}
+        held_out |= {facts(row) for row in rows}
         write(out / f"days{days}.jsonl", rows)
-    learned = [
-        row
-        for row in (problem(rng, rng.randint(1, 3)) for _ in range(N_TRAIN))
-        if str(row["documents"]) not in held_out
-    ]
+    drawn = (problem(rng, rng.randint(1, 3)) for _ in range(N_TRAIN))
+    learned = [row for row in drawn if facts(row) not in held_out]
     pairs = asyncio.run(shown(learned))
     rng.shuffle(pairs)
     taught = [{"question": prompt, "answer": reply} for prompt, reply in pairs]
