@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gkd.evaluation.comparison import Comparison
+    from gkd.evaluation.results import Results
 
 
 @entry_point
@@ -44,6 +45,21 @@ def main(arguments: Sequence[str]) -> int:
         except OSError as error:
             raise ConfigError(f"--json {options.json}: {error.strerror}") from None
     return 0
+
+
+def show_each_score(results: Sequence[Results], out: Console) -> None:
+    """Compare what was measured just now with the first model, each set by what it has, and print a table for each.
+
+    What cannot be compared is said so: it is measured and written all the same.
+    """
+    from gkd.evaluation.comparison import by_score, compare_all
+
+    for score, measured in by_score(results).items():
+        out.print()
+        try:
+            show(compare_all(measured, score, say=out.print), out)
+        except ConfigError as error:
+            out.print(f"not compared: {error}", soft_wrap=True)
 
 
 def show(rows: Sequence[Comparison], out: Console) -> None:

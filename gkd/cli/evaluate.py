@@ -40,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.cluster.shutdown import exit_on_signals
 
     exit_on_signals()
-    from gkd.cli.compare import show as show_comparisons
-    from gkd.evaluation.comparison import by_score, compare_all
+    from gkd.cli.compare import show_each_score
     from gkd.evaluation.run import evaluate
     from gkd.evaluation.table import show
     from gkd.observability.progress import console, log_to
@@ -52,12 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     results = evaluate(config, out, options.quick, further)
     out.print()
     show(sorted(results, key=lambda one: list(config.evaluate.sets).index(one.set)), out)
-    for score, measured in by_score(results).items():
-        out.print()
-        try:
-            show_comparisons(compare_all(measured, score, say=out.print), out)
-        except ConfigError as error:  # what was measured is written, whatever can be said of it
-            out.print(f"not compared: {error}")
+    show_each_score(results, out)
     out.print(f"\n{config.evaluate.output_dir}: results/ has these scores, answers.jsonl every answer", soft_wrap=True)
     return 0
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gkd.cli.compare import show as show_comparison
+from gkd.cli.compare import show_each_score
 from gkd.cli.output_dir import make_directory, require_no_run, require_writable
 from gkd.config import Config, quoted, user_path
 from gkd.errors import ConfigError
-from gkd.evaluation.comparison import compare_all, read_all
+from gkd.evaluation.comparison import read_all
 from gkd.observability.page.run import intervals
 from gkd.observability.page.write import NAME, write_page
 from gkd.observability.progress import console
@@ -176,12 +176,7 @@ def _compare(runs: Sequence[Path], out: Console) -> None:
     """Compare every run with the first one, question by question, where they have a score in common."""
     try:
         results = read_all([run for run in runs if (run / "results").is_dir()][:MAX_COMPARED])
-        scores = [name for name in results[0].scores if all(name in own.scores for own in results)] if results else []
-        if not scores or len({own.name for own in results}) < 2:
-            return
-        rows = compare_all(results, "accuracy" if "accuracy" in scores else scores[0], say=out.print)
     except ConfigError as error:  # the runs are done, whatever can be said of them
         out.print(f"\nthe runs are not compared: {error}", soft_wrap=True)
         return
-    out.print()
-    show_comparison(rows, out)
+    show_each_score(results, out)

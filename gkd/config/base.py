@@ -64,6 +64,8 @@ GROUP_OF = {
     "reward_model": "reward_model",
 }
 """The group of workers that a section's pool is for."""
+SCORERS = ("teacher", "reference", "reward_model")
+"""Groups that score what was sampled."""
 
 DEFAULT_SLOTS = 128
 OWN_CLASS = "your own class as package.module:name or FILE.py:name"

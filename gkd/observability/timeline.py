@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from gkd.cluster.activity import ActivitySpan
+from gkd.config.base import SCORERS
 from gkd.durable import reason, replace
 from gkd.types import TrainingSample
 
@@ -30,7 +31,6 @@ log = logging.getLogger("gkd")
 WRITE_EVERY_S = 30.0
 SHORTEST_S = 1e-4
 """Waits below this are no events of their own."""
-SCORERS = ("teacher", "reference", "reward_model")
 CAUSES = {"generate": "batch", "score": "teacher", "validate": "validation", "update": "weights", "sync": "weights"}
 """What a worker waits for in a stage; an engine that is done with its part of a batch, for further ``tickets``."""
 

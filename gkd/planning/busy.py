@@ -14,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from gkd.config.base import SCORERS
 from gkd.errors import ConfigError
 
-SCORERS = ("teacher", "reference", "reward_model")
 WORK = {"actor": ("update", "log-probabilities"), "rollout": ("sample",), **dict.fromkeys(SCORERS, ("score",))}
 """What the simulation counts of each group, by the names of its activities; new weights are counted by themselves."""
 

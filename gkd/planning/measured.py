@@ -12,9 +12,10 @@ from typing import Any
 
 from gkd.cluster.gpu import are_simulated
 from gkd.config import Config, load
+from gkd.config.base import SCORERS
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
-from gkd.planning.busy import SCORERS, busy_seconds
+from gkd.planning.busy import busy_seconds
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.pipeline import Factors, stages_of
 from gkd.planning.simulated_run import Step
