@@ -86,10 +86,14 @@ def penalised(logits: Tensor, start: int, response_ids: Tensor, bounds: Tensor, 
     """
     if not penalty or not len(logits):
         return logits
-    here = torch.arange(start, start + len(logits), device=logits.device)
-    first = bounds[torch.searchsorted(bounds, here, right=True) - 1]
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    for offset in range(1, int((here - first).max()) + 1):  # so many tokens back
-        rows = (here - offset >= first).nonzero()[:, 0]
-        seen[rows, response_ids[here[rows] - offset]] = True
+    stop, vocab = start + len(logits), logits.shape[1]
+    places = torch.arange(stop, device=logits.device)
+    first = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+    # Where each token stands first in a response, in the row of the first logits that are of this response. Only shapes
+    # that the host knows, so that it need not wait for a GPU.
+    row = (first - start).clamp(min=0)
+    stands = torch.where(first >= first[start], places, stop).int()
+    earliest = torch.full_like(logits, stop, dtype=torch.int32).view(-1)
+    earliest.scatter_reduce_(0, row * vocab + response_ids[:stop], stands, "amin")
+    seen = earliest.view_as(logits)[row[start:]] < places[start:, None]
     return logits - penalty * seen

@@ -24,7 +24,6 @@ import psutil
 
 WARM, STEPS, LIMIT_S = 20, 100, 600
 STAGES = ("step", "generate", "score", "update", "sync")
-TICKS = os.sysconf("SC_CLK_TCK")
 HERE = Path(__file__).parents[2]
 
 
