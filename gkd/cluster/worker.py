@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -119,7 +120,9 @@ class Worker:
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the object, on the thread that built it, after all earlier calls."""
+        """Call a method of the object, or of a part of it (``part.method``), on the thread that built it, after all
+        earlier calls.
+        """
         return self._method(method)(*args, **kwargs)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -129,8 +132,8 @@ class Worker:
 
     @ray.method(concurrency_group="weights")  # type: ignore[untyped-decorator]
     def load_piece(self, *args: Any) -> Any:
-        """Call the object's ``load_piece``, which waits until a piece of new weights is loaded."""
-        return self._method("load_piece")(*args)
+        """Call the object's ``weights.load_piece``, which waits until a piece of new weights is loaded."""
+        return self._method("weights.load_piece")(*args)
 
     @ray.method(concurrency_group="stream", num_returns="streaming")  # type: ignore[untyped-decorator]
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -164,7 +167,7 @@ class Worker:
     def _method(self, name: str) -> Any:
         if self._object is None:
             raise RunFailed(f"{name} was called before the worker was built")
-        return getattr(self._object, name)
+        return attrgetter(name)(self._object)
 
     def _require_unbuilt(self, what: str) -> None:
         if self._object is not None:

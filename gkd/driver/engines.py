@@ -59,7 +59,7 @@ class RolloutEngines:
             gather([worker.submit_build(WORKER, [built_of], environment=self._environment)], limit)
             absent = [expected.name for expected in scorers.absent()]
             reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}
-            worker.control("connect", reached, timeout_s=limit, what="connecting to the models that score")
+            worker.control("pipeline.connect", reached, timeout_s=limit, what="connecting to the models that score")
             return worker
 
         cluster, why_not = self.config.cluster, refusal(self.engines, self.config.cluster.offload is True)

@@ -71,7 +71,7 @@ class WeightSync:
         self._end = time.monotonic() + limit
         about = f"weights version {version} (weights.timeout_s={limit:g})"
         if self._transfer.gpu_to_gpu:  # nothing is packed for an engine that is not there any more
-            self._call_engines("pause", version, what=f"becoming idle for {about}")
+            self._call_engines("weights.pause", version, what=f"becoming idle for {about}")
         if self._transfer.collective and self._group != self._members():
             self._form_group(about)
         served = self._send(about)
@@ -102,13 +102,13 @@ class WeightSync:
         arguments = [(push, destinations) for destinations in self._destinations()]
         sending = self.actor.group.submit_each("send_weights", arguments, what=f"sending {about}")
         if self._transfer.collective:
-            receiving = self._submit("receive", push, what=f"loading {about}")
+            receiving = self._submit("weights.receive", push, what=f"loading {about}")
             served = self._together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
             return dict(zip(self._engines, served, strict=True))
         known = self._wait_for(sending, about)
         unheard = [engine for engine in self._engines if engine not in known]
         if unheard:  # they say why
-            known |= self._call_engines("receive", push, what=f"loading {about}", engines=unheard)
+            known |= self._call_engines("weights.receive", push, what=f"loading {about}", engines=unheard)
         return {engine: known[engine] for engine in self._engines if engine in known}
 
     def _destinations(self) -> list[list[Destination]]:
@@ -148,7 +148,7 @@ class WeightSync:
     def _progress(self) -> dict[int, tuple[int | None, int]]:
         """Return how many pieces have arrived at each engine, and how many it has loaded; None, 0 without an answer."""
         engines = self._engines
-        asking = self._submit("arrived", what="saying which pieces are loaded")
+        asking = self._submit("weights.arrived", what="saying which pieces are loaded")
         (answers,) = gather([asking], ANSWERS_S, keep_deaths=True, keep_late=True)
         there = zip(engines, answers, strict=True)
         return {engine: (None, 0) if isinstance(its, WorkerDied) else its for engine, its in there}
@@ -177,7 +177,7 @@ class WeightSync:
         what = f"joining a group for {about}"
         address = root.call("new_group", timeout_s=self._left(), what=what)[0]
         calls = [root.submit("join_group", address, 1 + self._span * len(engines), what=what),
-                 self._submit("join_group", address, engines, self._span, what=what)]  # fmt: skip
+                 self._submit("weights.join_group", address, engines, self._span, what=what)]  # fmt: skip
         self._together(calls, lambda: what)
         self._group = self._members()
 

@@ -313,7 +313,7 @@ class RolloutGroup:
         """Have clients wait for scorers that are being started, where there is no other."""
         for its in expected:
             for engine in engines:
-                self.group.workers[engine].control.remote("expect_scorer", *its)
+                self.group.workers[engine].control.remote("pipeline.expect_scorer", *its)
             if its.model in self._clients:
                 self._clients[its.model].expect(its.name, its.within_s, its.address)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +19,9 @@ from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed, finite
 from gkd.rewards.reward_model import tokens_of
+from gkd.rollout.outbox import Scored
 from gkd.scoring.client import ScoringClient
-from gkd.types import Int32, Sample, ScoredSample, Spans, Target, TrainingSample, Unscored, teacher_of
-
-Scored: TypeAlias = tuple[TrainingSample, ScoredSample]
+from gkd.types import Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
 
 
 @dataclass(slots=True, eq=False)
@@ -41,17 +39,17 @@ class _Pending:
 
 
 class ScoringPipeline:
-    """Has each sample scored by the scorers of its request, and puts it into ``scored`` when all of them are done.
+    """Has each sample scored by the scorers of its request, and calls ``deliver`` with it when all of them are done.
 
-    Samples that a reward rates together come out together: who loses this process loses all of them or none.
-    ``scored`` also holds the errors of models that could not score, each in place of its sample, and what the worker
-    has to say of samples that are being scored. The student's
-    tokenizer, in ``model_path``, decodes responses for the reward functions. ``rank`` is that of the engine.
+    Samples that a reward rates together are delivered together: who loses this process loses all of them or none.
+    ``deliver`` is also called with the errors of models that could not score, each in place of its sample. The
+    student's tokenizer, in ``model_path``, decodes responses for the reward functions. ``rank`` is that of the engine.
     """
 
-    def __init__(self, config: Config, model_path: str, rank: int) -> None:
-        self._config, self.rank = config, rank
-        self.scored: queue.Queue[list[Scored] | Unscored | BaseException] = queue.Queue()
+    def __init__(
+        self, config: Config, model_path: str, rank: int, deliver: Callable[[list[Scored] | BaseException], None]
+    ) -> None:
+        self._config, self.rank, self._deliver = config, rank, deliver
         self._groups: dict[int, list[_Pending]] = {}  # that are not whole, by the key of their first sample
         self._clients: dict[str, ScoringClient] = {}
         self._tokenizer = load_tokenizer(model_path)
@@ -87,7 +85,7 @@ class ScoringPipeline:
         futures: list[Future[Any]] = [future for own in group for future in own.models.values()]
         futures += [future for own in group for future in own.rewards.values()]
         if not futures:
-            self._deliver(group)
+            self._hand_on(group)
             return
         left, lock = [len(futures)], threading.Lock()
 
@@ -98,9 +96,9 @@ class ScoringPipeline:
             if not done:
                 return
             try:
-                self._deliver(group)
+                self._hand_on(group)
             except BaseException as error:  # a future's callback would swallow it, and the sample would be waited for
-                self.scored.put(error)
+                self._deliver(error)
 
         for future in futures:
             future.add_done_callback(count_down)
@@ -180,11 +178,11 @@ class ScoringPipeline:
         self._clients["reward_model"].submit(rate).add_done_callback(finish)
         return timed
 
-    def _deliver(self, group: Sequence[_Pending]) -> None:
+    def _hand_on(self, group: Sequence[_Pending]) -> None:
         """Hand on samples that are scored, or the error of a model that could not."""
         models = [future for own in group for future in own.models.values()]
         failures = [error for error in (future.exception() for future in models) if error is not None]
-        self.scored.put(failures[0] if failures else [self._combine(own) for own in group])
+        self._deliver(failures[0] if failures else [self._combine(own) for own in group])
 
     def _combine(self, pending: _Pending) -> Scored:
         sample = pending.sample

@@ -152,8 +152,12 @@ class Rollout(rollout_worker.RolloutWorker):
         self.scorer.second_a_token = times.score / (SAMPLES * (MEAN_TOKENS + 1))
 
     def load(self, version: int) -> None:
-        self._between_steps(lambda: None if self.config.schedule.in_flight else self._become_idle(), "load")
-        self.engine.version = version
+        self.loop.call(lambda: self._load(version), "load")
+
+    def _load(self, version: int) -> None:
+        if not self.config.schedule.in_flight:
+            self.sampler.hold(in_flight=False)
+        self.sampler.release(version)
 
 
 class Actor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,12 @@ SPANS = ((3, 5), (8, 9), (11, 16))
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path) -> Iterator[ScoringPipeline]:
+def delivered() -> queue.Queue[Any]:
+    return queue.Queue()
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, delivered: queue.Queue[Any]) -> Iterator[ScoringPipeline]:
     """One that is connected to a teacher and a reference."""
     word_tokenizer().save_pretrained(tmp_path)
     stop, threads, arguments = threading.Event(), [], {}
@@ -30,7 +37,7 @@ def pipeline(tmp_path: Path) -> Iterator[ScoringPipeline]:
         threads.append(threading.Thread(target=server.serve, args=(stop,)))
         threads[-1].start()
         arguments[name] = {"addresses": [server.address], "tokenizer_hash": "hash", "key": KEY, "scorer": name}
-    made = ScoringPipeline(Config(), str(tmp_path), rank=2)
+    made = ScoringPipeline(Config(), str(tmp_path), 2, delivered.put)
     made.connect(arguments)
     yield made
     made.close()
@@ -52,11 +59,13 @@ def sample(scoring: Scoring, teacher_ids: list[int] | None = None) -> Sample:
     return Sample(request, ids, sampled, np.zeros(len(ids), np.float32), versions, "length")
 
 
-def test_teacher_and_reference_score_what_the_student_wrote(pipeline: ScoringPipeline) -> None:
+def test_teacher_and_reference_score_what_the_student_wrote(
+    pipeline: ScoringPipeline, delivered: queue.Queue[Any]
+) -> None:
     """The teacher after its own prompt; the reference at the temperature of the sampling."""
     wanted = sample(Scoring(top_k=4, temperature=2.0, reference=True), teacher_ids=[20, 21, 22, 23, 24])
     pipeline.submit(wanted)
-    ((training, scored),) = pipeline.scored.get(timeout=30)
+    ((training, scored),) = delivered.get(timeout=30)
     assert scored.sample is wanted
     ids = np.concatenate([[20, 21, 22, 23, 24], wanted.token_ids[3:]])
     moved = tuple((start + 2, stop + 2) for start, stop in SPANS)
@@ -71,16 +80,16 @@ def test_teacher_and_reference_score_what_the_student_wrote(pipeline: ScoringPip
     assert (training.n_tokens, training.n_sampled, training.version) == (16, 8, 4)
 
 
-def test_who_is_not_wanted_does_not_score(pipeline: ScoringPipeline) -> None:
+def test_who_is_not_wanted_does_not_score(pipeline: ScoringPipeline, delivered: queue.Queue[Any]) -> None:
     pipeline.submit(sample(Scoring()))
-    ((_, scored),) = pipeline.scored.get(timeout=30)
+    ((_, scored),) = delivered.get(timeout=30)
     assert scored.teacher is None and scored.reference is None
 
 
-def test_what_a_scorer_refuses_comes_out_in_its_name(pipeline: ScoringPipeline) -> None:
+def test_what_a_scorer_refuses_comes_out_in_its_name(pipeline: ScoringPipeline, delivered: queue.Queue[Any]) -> None:
     wanted = sample(Scoring(reference=True))
     wanted.token_ids[-1] = VOCABULARY
     pipeline.submit(wanted)
-    error = pipeline.scored.get(timeout=30)
+    error = delivered.get(timeout=30)
     assert isinstance(error, ScorerRefused)
     assert (error.scorer, error.code) == ("reference", "out_of_vocabulary")

@@ -88,7 +88,7 @@ def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
     serving = threading.Thread(target=serve)
     serving.start()
     yield made
-    made._commands.put(end)
+    made.loop.submit(end)
     serving.join(60)
     assert not serving.is_alive()
 
@@ -96,9 +96,9 @@ def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
 def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit: Any = worker.pipeline.submit
+    score: Any = worker.sampler.score
     held: list[Sample] = []
-    monkeypatch.setattr(worker.pipeline, "submit", held.append)
+    monkeypatch.setattr(worker.sampler, "score", held.append)
     dispatcher, stream = RequestDispatcher([0], CAPACITY, 1), worker.finished()
     dispatcher.add(wanted(N, 1), order=0)
     while dispatcher.n_waiting:
@@ -114,7 +114,7 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
         time.sleep(0.01)
     assert worker.engine.most <= CAPACITY
     for sample in held:  # it is scored at last
-        submit(sample)
+        score(sample)
     while len(dispatcher):
         next(stream)
         for item in next(stream):

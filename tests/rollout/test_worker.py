@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import gkd.rollout.worker
+import gkd.rollout.outbox
 from gkd.config import load
 from gkd.data.answers import with_turn_end
 from gkd.data.model_info import ModelInfo
@@ -48,13 +48,13 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> RolloutWorker:
 
 
 def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSample]:
-    worker._add([replace(request, key=key) for key, request in enumerate(requests)])
+    worker.sampler.add([replace(request, key=key) for key, request in enumerate(requests)])
     found: dict[int, ScoredSample] = {}
     while len(found) < len(requests):
         try:
-            item = worker.pipeline.scored.get_nowait()
+            item = worker.outbox._items.get_nowait()
         except queue.Empty:
-            worker._step()
+            worker.sampler.step()
             continue
         if isinstance(item, Unscored):
             continue
@@ -74,12 +74,12 @@ def test_sampling_stops_where_the_chat_template_ends_a_turn(worker: RolloutWorke
 
 def test_what_was_begun_ends_under_its_weights_unless_others_come_in_flight(worker: RolloutWorker) -> None:
     prompt = Prompt(0, np.array([A, B], np.int32), "a b")
-    worker._add([SampleRequest(prompt, i, i, Sampling(32), key=i) for i in range(4)])
+    worker.sampler.add([SampleRequest(prompt, i, i, Sampling(32), key=i) for i in range(4)])
     assert worker.engine.busy()
-    worker._pause()
-    assert not worker.engine.busy() and worker._unfinished == 0
-    worker._intact = True
-    assert sum(not isinstance(item, Unscored) for item in worker._gather()) == 4
+    worker.sampler.hold(in_flight=False)
+    assert not worker.engine.busy() and worker.sampler.n_unfinished == 0
+    worker.sampler.release(worker.engine.version)
+    assert sum(not isinstance(item, Unscored) for item in worker.outbox.gather()) == 4
 
 
 def test_an_own_answer_without_its_end_was_cut(worker: RolloutWorker) -> None:
@@ -95,9 +95,9 @@ def test_an_own_answer_without_its_end_was_cut(worker: RolloutWorker) -> None:
 def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_their_slots(
     capacity: int, messages: list[list[int]], worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gkd.rollout.worker, "GATHER_S", 60.0)
-    monkeypatch.setattr(worker, "_slots", Slots(capacity))
-    worker._slots.take(range(3))
+    monkeypatch.setattr(gkd.rollout.outbox, "GATHER_S", 60.0)
+    monkeypatch.setattr(worker.outbox, "_slots", Slots(capacity))
+    worker.outbox._slots.take(range(3))
     prompt = Prompt(0, np.array([A], np.int32), "a", answer_ids=np.array([B, TURN_END], np.int32))
     requests = [SampleRequest(prompt, 0, 0, Sampling(2), own_answer=True, key=key) for key in range(3)]
     finished = worker.finished()
@@ -121,10 +121,10 @@ def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_th
 def test_what_ends_the_engine_does_not_wait_for_further_samples(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gkd.rollout.worker, "GATHER_S", 60.0)
-    monkeypatch.setattr(worker, "_slots", Slots(8))
-    worker._slots.take(range(3))
-    worker.pipeline.scored.put(RunFailed("the engine ended"))
+    monkeypatch.setattr(gkd.rollout.outbox, "GATHER_S", 60.0)
+    monkeypatch.setattr(worker.outbox, "_slots", Slots(8))
+    worker.outbox._slots.take(range(3))
+    worker.outbox.put(RunFailed("the engine ended"))
     with pytest.raises(RunFailed, match="the engine ended"):
         next(worker.finished())
 
@@ -133,18 +133,18 @@ def test_requests_that_come_between_the_pieces_of_new_weights_are_sampled_from_t
     prompt = Prompt(0, np.array([A], np.int32), "a")
     requests = [SampleRequest(prompt, i, i, Sampling(3), key=i) for i in range(2)]
     tensors = {name: tensor.clone() for name, tensor in worker.engine.model.state_dict().items()}
-    worker._receiver = Parts([{}, tensors])
+    worker.weights._receiver = Parts([{}, tensors])
     before = worker.engine.version
-    worker._receive(Piece(before + 1, 0, last=False))
-    worker._add(requests[:1])
-    worker._add(requests[1:])
+    worker.weights.load(Piece(before + 1, 0, last=False))
+    worker.sampler.add(requests[:1])
+    worker.sampler.add(requests[1:])
     assert not worker.engine.busy()
     assert worker.progress()[1] == 2  # so that the driver sees that it has work
-    worker._receive(Piece(before + 1, 1, last=True))
+    worker.weights.load(Piece(before + 1, 1, last=True))
     while worker.engine.busy():
-        worker._step()
+        worker.sampler.step()
     trained: list[TrainingSample] = []
     while len(trained) < len(requests):
-        item = worker.pipeline.scored.get(timeout=10)
+        item = worker.outbox._items.get(timeout=10)
         trained += [training for training, _ in item] if isinstance(item, list) else []
     assert [[span.version for span in training.versions] for training in trained] == [[before + 1]] * 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +110,8 @@ def test_samples_that_are_judged_together_come_out_together(tmp_path: Path) -> N
     rewards = [name, "length", trl := f"{MODULE}:trl_of_ids"]
     settings = {"algorithm": {"name": "grpo"}, "rollout": {"n": 3}, "trainer": {"total_steps": 8}}
     config = load({**settings, "reward": {"functions": rewards}})
-    pipeline = ScoringPipeline(config, str(tmp_path), rank=0)
+    delivered: queue.Queue[Any] = queue.Queue()
+    pipeline = ScoringPipeline(config, str(tmp_path), 0, delivered.put)
     try:
         finished = [(0, 2, 4), (3, 0, 1), (3, 2, 3), (0, 0, 2), (3, 1, 2), (0, 1, 3)]  # group, index, tokens
         for first, index, n_tokens in finished:
@@ -118,8 +121,8 @@ def test_samples_that_are_judged_together_come_out_together(tmp_path: Path) -> N
             )  # fmt: skip
             ids = np.full(n_tokens, 5, np.int32)
             pipeline.submit(Sample.single_turn(request, ids, np.zeros(n_tokens, np.float32), 2, "stop"))
-        groups = [pipeline.scored.get(timeout=60) for _ in range(2)]
-        assert pipeline.scored.empty()
+        groups = [delivered.get(timeout=60) for _ in range(2)]
+        assert delivered.empty()
         assert {tuple(one.key for one, _ in group): [one.rewards[name] for one, _ in group] for group in groups} == {
             (0, 1, 2): [2 / 9, 3 / 9, 4 / 9],
             (3, 4, 5): [1 / 6, 2 / 6, 3 / 6],

@@ -23,6 +23,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
+from gkd.rollout.receiving import WeightLoader
 from gkd.types import Sample, SampleRequest
 from gkd.weights import ipc, nccl
 from gkd.weights.packing import PackingSender, unpack
@@ -199,8 +200,9 @@ class CpuRollout(rollout_worker.RolloutWorker):
 
     def use(self, config: Config, gpus: list[str]) -> None:
         """Have other settings from now on, and believe to be on another GPU."""
-        self.config, self._receiver = config, rollout_worker._receiver(config.weights)
-        self._arrivals = None  # pushes of this test count from 1 again
+        self.weights = WeightLoader(
+            config, self.rank, self.loop, self.sampler
+        )  # pushes of this test count from 1 again
         self.engine.use(config.weights, gpus)
 
     def make_trouble(self, what: str, number: int) -> None:
@@ -209,4 +211,4 @@ class CpuRollout(rollout_worker.RolloutWorker):
     def found(self) -> tuple[dict[str, Tensor], int, bool, int, list[tuple[int, int]]]:
         """Tensors, version, whether it may sample, pieces of the last push, and NCCL groups it has been in."""
         engine = self.engine
-        return engine.tensors, engine.version, self._intact, engine.pieces, engine.groups
+        return engine.tensors, engine.version, not self.sampler.held, engine.pieces, engine.groups

@@ -1,0 +1,82 @@
+"""The one thread that does everything with an engine: its steps, and between them what other threads want."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from gkd.cluster.activity import HERE
+from gkd.cluster.failure import WorkerHangs
+from gkd.errors import RunFailed, one_line
+from gkd.inference.engine import InferenceEngine
+from gkd.types import Sample, SampleRequest
+
+IDLE_POLL_S = 0.5
+Result = TypeVar("Result")
+
+
+class EngineLoop:
+    """Runs the engine of rollout ``rank`` on the thread that calls :meth:`serve`; any thread may call the rest."""
+
+    def __init__(self, engine: InferenceEngine[SampleRequest, Sample], rank: int, timeout_s: float) -> None:
+        self._engine, self._rank, self._timeout_s = engine, rank, timeout_s
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._ended: BaseException | None = None
+
+    def __len__(self) -> int:
+        return self._commands.qsize()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Have ``command`` run between two steps. What it raises ends the loop."""
+        self._commands.put(command)
+
+    def call(self, run: Callable[[], Result], what: str) -> Result:
+        """Have ``run`` called between two steps; returns what it returns, raises what it raises.
+
+        Raises WorkerHangs where the thread does not come to ``what`` within ``weights.timeout_s``.
+        """
+        if self._ended is not None:
+            raise RunFailed(f"rollout rank {self._rank} cannot {what}: its engine ended with {one_line(self._ended)}")
+        done: Future[Result] = Future()
+
+        def command() -> None:
+            try:
+                done.set_result(run())
+            except BaseException as error:
+                done.set_exception(self._cause_of(error))
+
+        self._commands.put(command)
+        try:
+            return done.result(self._timeout_s)
+        except TimeoutError:
+            raise WorkerHangs(
+                f"rollout rank {self._rank} did not {what} within {self._timeout_s:g} s (weights.timeout_s)"
+            ) from None
+
+    def serve(self, step: Callable[[], None], busy: Callable[[], bool]) -> None:
+        """Do ``step`` after ``step`` while the engine is ``busy``, and what was submitted before each of them.
+
+        Ends with what a step or a command raises; WorkerHangs where a process of the engine's has died.
+        """
+        try:
+            while True:
+                works = busy()
+                HERE.switch("sample" if works else None, self._engine.version if works else None)
+                try:
+                    command = self._commands.get(block=not works, timeout=None if works else IDLE_POLL_S)
+                except queue.Empty:
+                    command = step
+                command()
+        except BaseException as error:
+            self._ended = cause = self._cause_of(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Return why the engine failed with ``error``: that one, unless a process of the engine's has died."""
+        if isinstance(error, Exception) and self._engine.has_lost_process():
+            return WorkerHangs(f"rollout rank {self._rank} lost a process of its engine: {one_line(error)}")
+        return error

@@ -1,0 +1,79 @@
+"""What an engine's worker sends to the driver: samples once they are scored, several at a time."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeAlias
+
+from gkd.rollout.slots import Slots
+from gkd.types import ScoredSample, TrainingSample, Unscored
+
+GATHER_S = 0.05
+"""Scored samples wait so long for others, so that the driver gets few messages."""
+Scored: TypeAlias = tuple[TrainingSample, ScoredSample]
+
+
+class Outbox:
+    """Holds what is to be sent; :class:`gkd.rollout.stream.SampleStream` takes it in. Any thread may put.
+
+    ``capacity``: the engine's slots, which decide what the driver has to hear of before it is scored.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._slots = Slots(capacity)
+        self._items: queue.Queue[list[Scored] | Unscored | BaseException] = queue.Queue()
+
+    def put(self, item: list[Scored] | BaseException) -> None:
+        """Send scored samples, or what ends :meth:`batches`."""
+        self._items.put(item)
+
+    def accept(self, keys: Sequence[int]) -> None:
+        """Note requests that the engine has taken on."""
+        self._announce(self._slots.take(keys))
+
+    def generated(self, keys: Sequence[int]) -> None:
+        """Note samples that are generated, and to be scored now."""
+        self._announce(self._slots.generate(keys))
+
+    def _announce(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._items.put(Unscored(key))
+
+    def batches(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Unscored]]:
+        """Yield scored samples as they come, several at a time: a list of their arrays, then their numbers.
+
+        Being streamed, they belong to the driver, not to this process: they outlive it. Samples that are generated and
+        not scored yet are among the latter where the driver may have others for their slots, or waits for the engine to
+        have sampled all. Raises what was put to end this.
+        """
+        while True:
+            batch = self.gather()
+            arrays: list[ScoredSample] = []
+            samples: list[TrainingSample | Unscored] = []
+            for item in batch:
+                if isinstance(item, BaseException):
+                    raise item
+                if isinstance(item, Unscored):
+                    samples.append(item)
+                    continue
+                samples.append(replace(item[0], slot=len(arrays)))
+                arrays.append(item[1])
+            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, Unscored))
+            yield arrays
+            yield samples
+
+    def gather(self) -> list[Scored | Unscored | BaseException]:
+        """Wait for scored samples, and a moment for more of them where nobody waits for these."""
+        batch: list[Scored | Unscored | BaseException] = []
+        item: list[Scored] | Unscored | BaseException = self._items.get()
+        end = time.monotonic() + GATHER_S
+        with suppress(queue.Empty):
+            while True:
+                batch += item if isinstance(item, list) else [item]
+                urgent = isinstance(item, BaseException | Unscored) or not self._slots.may_wait(len(batch))
+                item = self._items.get(timeout=0.0 if urgent else max(0.0, end - time.monotonic()))
+        return batch

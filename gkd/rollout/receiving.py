@@ -1,0 +1,89 @@
+"""New weights at one engine: pieces that come from the actor's ranks, loaded between the engine's steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from gkd.cluster.activity import noted
+from gkd.config import Config
+from gkd.errors import RunFailed
+from gkd.rollout.loop import EngineLoop
+from gkd.rollout.sampler import Sampler
+from gkd.weights.delivery import Arrivals, Push
+from gkd.weights.transfer import Piece, Receiver
+
+
+class WeightLoader:
+    """Loads pushes into the engine of ``sampler``, which samples nothing from the first piece of one to the last.
+
+    Threads of ranks and of the driver call it; ``loop`` runs what touches the engine.
+    """
+
+    def __init__(self, config: Config, rank: int, loop: EngineLoop, sampler: Sampler) -> None:
+        self._rank, self._loop, self._sampler = rank, loop, sampler
+        self._in_flight = config.schedule.in_flight
+        transfer = config.weights.transfer_class
+        self._receiver: Receiver | None = None
+        """What receives in this process; None where the engine's own processes do, on their GPUs."""
+        if not transfer.gpu_to_gpu:
+            self._receiver = transfer.receiver(config.weights, torch.device("cpu"))
+        self._arriving = threading.Lock()
+        self._arrivals: Arrivals | None = None
+
+    def pause(self, version: int) -> None:
+        """Finish what is being sampled, unless weights are loaded in flight; sample no more until all pieces of
+        ``version`` are loaded.
+        """
+        self._loop.call(self._hold, f"become idle for weights version {version}")
+
+    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> int:
+        """Load the next piece of new weights once the engine computes nothing. Called by ranks of the actor.
+
+        Each of ``n_senders`` sends a part of it; returns when the whole is loaded, the version that the engine serves
+        then. From the first piece to the last it does not sample. Raises WorkerHangs past the deadline.
+        """
+        self._arrivals_of(push).load(
+            piece, n_senders, lambda whole: self._loop.call(lambda: self.load(whole), f"load {whole}")
+        )
+        return self._sampler.engine.version
+
+    def receive(self, push: Push) -> int:
+        """Wait until all pieces of a push are loaded; returns the version that the engine serves then."""
+        self._arrivals_of(push).wait()
+        return self._sampler.engine.version
+
+    def arrived(self) -> tuple[int, int]:
+        """Return how many pieces of the newest push have come, and how many of them are loaded."""
+        return (0, 0) if self._arrivals is None else self._arrivals.progress()
+
+    def join_group(self, address: str, engines: Sequence[int], workers: int) -> None:
+        """Join the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a group for weights."""
+        offset, world = 1 + workers * engines.index(self._rank), 1 + workers * len(engines)
+        self._loop.call(lambda: self._sampler.engine.join(address, offset, world), "join the actor's group")
+
+    @noted("load weights")
+    def load(self, piece: Piece) -> None:
+        """Load a whole piece, on the engine's thread."""
+        if piece.number == 0:
+            self._hold()
+        if self._receiver is None:
+            self._sampler.engine.receive_weights(piece)
+        else:
+            self._sampler.engine.load_weights(piece, self._receiver.receive(piece))
+        if piece.last:
+            self._sampler.release(piece.version)
+
+    def _hold(self) -> None:
+        self._sampler.hold(self._in_flight)
+
+    def _arrivals_of(self, push: Push) -> Arrivals:
+        """Return what has come of a push; the first to ask begins it. Raises RunFailed for one that is over."""
+        with self._arriving:
+            if self._arrivals is None or self._arrivals.push.number < push.number:
+                self._arrivals = Arrivals(push)
+            if self._arrivals.push.number > push.number:
+                raise RunFailed(f"rollout rank {self._rank}: a piece came of a push that is over")
+            return self._arrivals

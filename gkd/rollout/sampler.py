@@ -1,0 +1,105 @@
+"""What becomes of requests in an engine, on the engine's own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gkd.errors import RunFailed
+from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.requests import Refused
+from gkd.rollout.outbox import Outbox
+from gkd.rollout.own_answers import own_answer
+from gkd.types import Sample, SampleRequest
+
+
+class Sampler:
+    """Gives requests to ``engine`` and each sample that it finishes to ``score``. One thread calls all methods.
+
+    While :attr:`held`, the engine does not hold one whole version of the weights: requests wait, and it does no step.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine[SampleRequest, Sample],
+        spec: EngineSpec,
+        outbox: Outbox,
+        score: Callable[[Sample], None],
+    ) -> None:
+        self.engine, self._rank, self._eos_ids = engine, spec.rank, spec.model.eos_ids
+        self._outbox, self.score = outbox, score
+        self._in_engine = 0  # requests
+        self._waiting: list[SampleRequest] = []  # that came while held
+        self._asleep = False
+        self.held = False
+
+    @property
+    def n_unfinished(self) -> int:
+        """Requests without a sample, those included that wait for weights."""
+        return self._in_engine + len(self._waiting)
+
+    def busy(self) -> bool:
+        """Return whether there is a step to do."""
+        return self.engine.busy() and not self.held
+
+    def add(self, requests: Sequence[SampleRequest]) -> None:
+        """Take on requests. Raises RunFailed for one that cannot be sampled."""
+        if self.held:  # Ray keeps no order between the driver's calls and the actor's
+            self._waiting += requests
+            return
+        if self._asleep:
+            raise RunFailed(f"rollout rank {self._rank} was asked to sample while its memory was others'")
+        self._outbox.accept([request.key for request in requests])
+        for request in requests:
+            if request.own_answer and request.prompt.answer_ids is not None:
+                self._outbox.generated([request.key])
+                self.score(own_answer(request, request.prompt.answer_ids, self._eos_ids, self.engine.version))
+                continue
+            try:
+                self.engine.add(request.key, request)
+            except ValueError as error:
+                raise RunFailed(
+                    f"rollout rank {self._rank} cannot sample prompt {request.prompt.id}: {error}"
+                ) from None
+            self._in_engine += 1
+
+    def step(self) -> None:
+        """Have the engine work for a moment. Raises RunFailed for a request that it cannot take on after all."""
+        finished = self.engine.step()
+        self._outbox.generated([key for key, _ in finished])
+        for _, sample in finished:
+            if isinstance(sample, Refused):
+                raise RunFailed(f"rollout rank {self._rank} cannot sample: {sample.message}")
+            self._in_engine -= 1
+            self.score(sample)
+
+    def hold(self, in_flight: bool) -> None:
+        """Sample no more until :meth:`release`; ``in_flight``: with requests unfinished, which go on then."""
+        if self.held:
+            return
+        if in_flight:
+            self.engine.pause()
+        else:
+            self._finish_all()
+        self.held = True
+
+    def release(self, version: int) -> None:
+        """Sample again, from weights of ``version``, which the engine holds whole."""
+        self.held, self.engine.version = False, version
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.add(waiting)
+
+    def sleep(self) -> None:
+        """Free the engine's memory once nothing is left to sample."""
+        self._finish_all()
+        self._asleep = True
+        self.engine.sleep()
+
+    def wake(self, weights_only: bool) -> None:
+        """Allocate it again; ``weights_only``: as far as new weights need."""
+        self.engine.wake(weights_only)
+        self._asleep = weights_only
+
+    def _finish_all(self) -> None:
+        while self.engine.busy():
+            self.step()
