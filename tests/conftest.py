@@ -143,7 +143,7 @@ def local_ray() -> Iterator[None]:
     """A Ray of this test run's own with eight simulated GPUs."""
     import ray
 
-    from gkd.cluster.session import needed_servers_only
+    from gkd.cluster.session.connect import needed_servers_only
 
     with needed_servers_only():
         ray.init(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cli import train as main
-from gkd.cluster.shutdown import within
+from gkd.cluster.session.shutdown import within
 from gkd.errors import ConfigError, RunFailed, Stopped, guarded
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from gkd.actor.batches import Applied, over_mini_batches, share
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
-from gkd.cluster.colocation import Colocation
-from gkd.cluster.group import Group, Pending, any_done, gather, is_done, settle
+from gkd.cluster.workers.colocation import Colocation
+from gkd.cluster.workers.group import Group, Pending, any_done, gather, is_done, settle
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_environment import environment

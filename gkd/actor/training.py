@@ -25,7 +25,7 @@ from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
 from gkd.actor.sums import Sums
 from gkd.algorithms.aggregation import Totals
-from gkd.cluster.group import fetch_samples
+from gkd.cluster.workers.group import fetch_samples
 from gkd.config import Algorithm, Config
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
 from gkd.losses.micro_batch import collate

@@ -24,7 +24,7 @@ from gkd.actor.staging import Staging
 from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.actor.training import LogprobsByPlace, RankTrainer
 from gkd.algorithms.aggregation import Totals
-from gkd.cluster.activity import noted, report_here
+from gkd.cluster.workers.activity import noted, report_here
 from gkd.config import Algorithm, Config
 from gkd.durable import Sum
 from gkd.inference.engine import Device
@@ -241,7 +241,7 @@ class ActorWorker:
             torch.cuda.empty_cache()
 
     def report(self) -> dict[str, Any]:
-        """Return memory and activity of this process, see :func:`gkd.cluster.activity.report_here`."""
+        """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""
         return report_here()
 
 

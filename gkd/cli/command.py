@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gkd.cluster.shutdown import leave, skip_teardown
+from gkd.cluster.session.shutdown import leave, skip_teardown
 from gkd.errors import ConfigError, entry_point
 from gkd.version import __version__
 

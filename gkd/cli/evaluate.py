@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         "overrides", nargs="*", help="RUN, models.NAME=DIR, +sets=NAME, placement=NAME, section.key=value"
     )
     options = parser.parse_intermixed_args(arguments)
-    from gkd.cluster.shutdown import exit_on_signals
+    from gkd.cluster.session.shutdown import exit_on_signals
 
     exit_on_signals()
     from gkd.cli.compare import show_each_score

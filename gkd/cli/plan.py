@@ -106,9 +106,9 @@ def _compose_without_teacher(overrides: Sequence[str]) -> Config:
 
 def _place_here(config: Config, best: bool) -> Config:
     """Return the layout that a run here would take, where this machine's GPUs are planned for."""
-    from gkd.cluster.fit import share_gpus
     from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
-    from gkd.cluster.layout import idle_nodes
+    from gkd.cluster.layout.fit import share_gpus
+    from gkd.cluster.layout.nodes import idle_nodes
 
     if best or _names_a_gpu(config) or isinstance(config.cluster.simulate_gpus, int):
         return config

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gkd.cluster.shutdown import ServerStop
+from gkd.cluster.session.shutdown import ServerStop
 from gkd.errors import Parser, entry_point
 
 if TYPE_CHECKING:

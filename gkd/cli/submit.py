@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _address(wanted: str | None) -> str:
-    from gkd.cluster import local
+    from gkd.cluster.session import local
 
     address = wanted or os.environ.get("RAY_API_SERVER_ADDRESS") or local.dashboard()
     if not address:

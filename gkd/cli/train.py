@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", action="store_true", help="print the resolved configuration as YAML")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides: +recipe=NAME, placement=NAME, section.key=value")
     options, unknown = parser.parse_known_intermixed_args(arguments)
-    from gkd.cluster.shutdown import exit_on_signals
+    from gkd.cluster.session.shutdown import exit_on_signals
 
     exit_on_signals()
     from omegaconf import OmegaConf
@@ -81,8 +81,8 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     Raises ConfigError or RunFailed; leaves no process behind. Where it loses workers, this process is replaced by one
     that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.train`.
     """
-    from gkd.cluster.session import connect
-    from gkd.cluster.worker import uncollected
+    from gkd.cluster.session.connect import connect
+    from gkd.cluster.workers.worker import uncollected
     from gkd.driver.inputs import find_inputs
     from gkd.driver.restart import begin_again, may_begin_again, start_over
     from gkd.driver.resume import differences, find, finished, require_same_data

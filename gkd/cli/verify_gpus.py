@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.cluster.shutdown import exit_on_signals
+from gkd.cluster.session.shutdown import exit_on_signals
 from gkd.errors import ConfigError, Parser, entry_point
 
 if TYPE_CHECKING:
-    from gkd.cluster.placement import Placement
+    from gkd.cluster.workers.placement import Placement
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _show(placement: Placement, json_path: Path | None) -> None:
-    from gkd.cluster.assignment import assignment_line, print_table
+    from gkd.cluster.layout.assignment import assignment_line, print_table
 
     print_table(placement.reports)
     print(assignment_line(placement.reports), flush=True)
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("gkd").setLevel(logging.INFO)
     exit_on_signals()
     options = _parse(arguments)
-    from gkd.cluster.placement import PlacementFault, lay_out, place
-    from gkd.cluster.session import connect
+    from gkd.cluster.session.connect import connect
+    from gkd.cluster.workers.placement import PlacementFault, lay_out, place
     from gkd.config.compose import compose
 
     simulate = [] if options.simulate_gpus is None else [f"cluster.simulate_gpus={options.simulate_gpus}"]

@@ -1,4 +1,4 @@
-"""GPUs and Ray: what a GPU is, pools of them, groups of workers, and the check of who got which.
+"""GPUs and Ray: which worker gets which GPUs, Ray's processes, workers and their groups, and which of them work.
 
 Nothing is imported here, so that ``gkd.cluster.gpu`` and ``gkd.cluster.layout`` answer at once, without Ray.
 """

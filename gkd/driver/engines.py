@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.cluster.engines import Engines
-from gkd.cluster.group import Group, Pending, gather
-from gkd.cluster.placement import Placement
-from gkd.cluster.restarts import StartAgain
+from gkd.cluster.health.restarts import StartAgain
+from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.driver.inputs import Inputs
 from gkd.inference.engine import EngineSpec

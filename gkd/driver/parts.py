@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gkd.actor.group import ActorGroup
-from gkd.cluster.group import WorkerReport, WorkerReports
+from gkd.cluster.workers.group import WorkerReport, WorkerReports
 from gkd.data.stream import PromptStream
 from gkd.driver.best import BestModel
 from gkd.driver.early_stop import EarlyStop

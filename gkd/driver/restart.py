@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from gkd.cluster.failure import WorkerDied
+from gkd.cluster.workers.failure import WorkerDied
 from gkd.config import Config, quoted
 from gkd.driver.checkpoint import complete
 from gkd.errors import ControlLost, RunFailed

@@ -11,10 +11,10 @@ import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from gkd.cluster.assignment import print_table
-from gkd.cluster.placement import Placement, PlacementFault, lay_out, place
-from gkd.cluster.queues import QueueFile
-from gkd.cluster.session import Session
+from gkd.cluster.health.queues import QueueFile
+from gkd.cluster.layout.assignment import print_table
+from gkd.cluster.session.connect import Session
+from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, place
 from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts

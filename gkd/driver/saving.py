@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gkd.actor.batches import over_mini_batches
 from gkd.actor.group import ActorGroup
-from gkd.cluster.group import Pending, gather, is_done, settle
+from gkd.cluster.workers.group import Pending, gather, is_done, settle
 from gkd.config import Config
 from gkd.driver import checkpoint
 from gkd.driver.checkpoint import RANKS, Cause, Saved, State

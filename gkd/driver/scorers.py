@@ -9,13 +9,13 @@ from typing import Any
 
 import ray
 
-from gkd.cluster.assignment import Report
-from gkd.cluster.colocation import SLACK_S
-from gkd.cluster.engines import Engines
-from gkd.cluster.fleet import Fleet
-from gkd.cluster.group import Group, Pending, gather
-from gkd.cluster.placement import Placement
-from gkd.cluster.restarts import StartAgain
+from gkd.cluster.health.fleet import Fleet
+from gkd.cluster.health.restarts import StartAgain
+from gkd.cluster.layout.assignment import Report
+from gkd.cluster.workers.colocation import SLACK_S
+from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.placement import Placement
 from gkd.config import Config, RewardModel, Scorer
 from gkd.config.top_k import top_k_for_validation, top_k_wanted
 from gkd.data.tokenizer import tokenizer_hash

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from gkd.actor.group import ActorGroup
-from gkd.cluster.colocation import Colocation
-from gkd.cluster.engines import Engines
-from gkd.cluster.group import Group, Pending, gather
-from gkd.cluster.placement import Placement
+from gkd.cluster.workers.colocation import Colocation
+from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.data.stream import PromptStream
 from gkd.driver.engines import RolloutEngines

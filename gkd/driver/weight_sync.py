@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gkd.actor.group import ActorGroup
-from gkd.cluster.assignment import Report
-from gkd.cluster.colocation import SLACK_S
-from gkd.cluster.failure import WorkerDied, WorkerHangs
-from gkd.cluster.group import Pending, first_death, gather
+from gkd.cluster.layout.assignment import Report
+from gkd.cluster.workers.colocation import SLACK_S
+from gkd.cluster.workers.failure import WorkerDied, WorkerHangs
+from gkd.cluster.workers.group import Pending, first_death, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gkd.cluster.engines import Engines
-from gkd.cluster.group import gather
-from gkd.cluster.placement import Placement
+from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.group import gather
+from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed, one_line

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gkd.cluster.assignment import print_table
-from gkd.cluster.placement import Placement, PlacementFault, place
-from gkd.cluster.reserve import read_nodes
-from gkd.cluster.session import Session, connect
+from gkd.cluster.layout.assignment import print_table
+from gkd.cluster.session.connect import Session, connect
+from gkd.cluster.workers.placement import Placement, PlacementFault, place
+from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import Config
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import Answered, AnswerLog

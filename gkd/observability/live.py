@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gkd.cluster.queues import Queues
+from gkd.cluster.health.queues import Queues
 from gkd.observability.run_files import RunFiles
 
 if TYPE_CHECKING:

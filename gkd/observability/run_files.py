@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.queues import EngineQueue, Queues
+from gkd.cluster.health.queues import EngineQueue, Queues
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError, one_line
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.cluster.group import fetch_samples
+from gkd.cluster.workers.group import fetch_samples
 from gkd.config.groups import Trainer
 from gkd.observability.metrics import JsonLines, finite
 from gkd.observability.tracking import Trackers

@@ -18,13 +18,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
-from gkd.cluster.activity import ActivitySpan
+from gkd.cluster.workers.activity import ActivitySpan
 from gkd.config.base import SCORERS
 from gkd.durable import reason, replace
 from gkd.types import TrainingSample
 
 if TYPE_CHECKING:
-    from gkd.cluster.group import WorkerReport
+    from gkd.cluster.workers.group import WorkerReport
 
 log = logging.getLogger("gkd")
 

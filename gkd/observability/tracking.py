@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gkd.cluster.shutdown import abandon
+from gkd.cluster.session.shutdown import abandon
 from gkd.config import Config
 from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError, one_line

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from gkd.cluster.gpu import read_gpus
-from gkd.cluster.layout import group_requests, idle_nodes, solve
+from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
 from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
 from gkd.config.top_k import top_k_wanted
 from gkd.data.task import require_teacher, task_of

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.cluster.layout import GroupRequest, Node, idle_nodes, solve
+from gkd.cluster.layout.nodes import GroupRequest, Node, idle_nodes, solve
 from gkd.config import GROUP_OF, Config, Engine, Pool
 from gkd.errors import ConfigError
 from gkd.planning.layout import (

@@ -13,14 +13,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from gkd.cluster.colocation import SLACK_S, Colocation
-from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
-from gkd.cluster.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
-from gkd.cluster.group import Group, Pending, fetch_samples, gather
-from gkd.cluster.heartbeat import Heartbeat
-from gkd.cluster.port import listens
-from gkd.cluster.queues import EngineQueue, QueueFile, Queues
-from gkd.cluster.restarts import Restarts, StartAgain, return_text
+from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
+from gkd.cluster.health.heartbeat import Heartbeat
+from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
+from gkd.cluster.health.restarts import Restarts, StartAgain, return_text
+from gkd.cluster.session.port import listens
+from gkd.cluster.workers.colocation import SLACK_S, Colocation
+from gkd.cluster.workers.failure import WorkerDied, WorkerHangs, explain
+from gkd.cluster.workers.group import Group, Pending, fetch_samples, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.dispatch import RequestDispatcher

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from gkd.cluster.activity import HERE
-from gkd.cluster.failure import WorkerHangs
+from gkd.cluster.workers.activity import HERE
+from gkd.cluster.workers.failure import WorkerHangs
 from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import InferenceEngine
 from gkd.types import Sample, SampleRequest

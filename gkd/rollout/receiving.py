@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gkd.cluster.activity import noted
+from gkd.cluster.workers.activity import noted
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.loop import EngineLoop

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gkd.cluster.activity import report_here
+from gkd.cluster.workers.activity import report_here
 from gkd.config import Config
 from gkd.inference.engine import EngineSpec, InferenceEngine, Span
 from gkd.rollout.loop import EngineLoop
@@ -59,7 +59,7 @@ class RolloutWorker:
         return self.engine.forward_passes, self.sampler.n_unfinished + len(self.loop)
 
     def report(self) -> dict[str, Any]:
-        """Return memory and activity of this process, see :func:`gkd.cluster.activity.report_here`."""
+        """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""
         return report_here()
 
     def serve(self) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
-from gkd.cluster.activity import HERE
+from gkd.cluster.workers.activity import HERE
 from gkd.data.rendering import Rendering
 from gkd.errors import RunFailed
 from gkd.inference.engine import InferenceEngine

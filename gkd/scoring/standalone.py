@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.port import why_taken
-from gkd.cluster.shutdown import ServerStop
+from gkd.cluster.session.port import why_taken
+from gkd.cluster.session.shutdown import ServerStop
 from gkd.config import Config, Teacher
 from gkd.data.answers import template_end, with_turn_end
 from gkd.data.model_info import ModelInfo

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import ray
 
-from gkd.cluster.failure import WorkerHangs, explain
-from gkd.cluster.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
-from gkd.cluster.group import Group, Pending
-from gkd.cluster.heartbeat import Heartbeat
-from gkd.cluster.restarts import Restarts, StartAgain, return_text
+from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
+from gkd.cluster.health.heartbeat import Heartbeat
+from gkd.cluster.health.restarts import Restarts, StartAgain, return_text
+from gkd.cluster.workers.failure import WorkerHangs, explain
+from gkd.cluster.workers.group import Group, Pending
 from gkd.errors import ConfigError, RunFailed
 
 LOG = logging.getLogger("gkd")

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.cluster.activity import report_here
-from gkd.cluster.failure import WorkerHangs
+from gkd.cluster.workers.activity import report_here
+from gkd.cluster.workers.failure import WorkerHangs
 from gkd.config import RewardModel, Scorer
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
@@ -72,7 +72,7 @@ class ScoringWorker:
             raise RunFailed(f"{engine} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
 
     def report(self) -> dict[str, Any]:
-        """Return memory and activity of this process, see :func:`gkd.cluster.activity.report_here`."""
+        """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""
         return report_here()
 
     def serve(self) -> None:

@@ -33,10 +33,11 @@ from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from gkd.cluster import gpu, reaper
-from gkd.cluster.placement import place
-from gkd.cluster.reserve import read_nodes
-from gkd.cluster.session import connect
+from gkd.cluster import gpu
+from gkd.cluster.session import reaper
+from gkd.cluster.session.connect import connect
+from gkd.cluster.workers.placement import place
+from gkd.cluster.workers.reserve import read_nodes
 from gkd.config.compose import compose
 
 ROOT = Path(__file__).parents[2]

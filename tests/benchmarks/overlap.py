@@ -39,9 +39,9 @@ import ray
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.aggregation import Totals
-from gkd.cluster.activity import noted, report_here
-from gkd.cluster.group import Group, WorkerReports, gather
-from gkd.cluster.reserve import RemoteWorker
+from gkd.cluster.workers.activity import noted, report_here
+from gkd.cluster.workers.group import Group, WorkerReports, gather
+from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream

@@ -14,7 +14,7 @@ import pytest
 
 from gkd.cli.monitor import advice, main, progress_line, resident_gb
 from gkd.cluster.gpu import Gpu
-from gkd.cluster.queues import EngineQueue, QueueFile, Queues
+from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
 from gkd.errors import ConfigError
 from gkd.observability.live import sparkline
 from gkd.observability.run_files import RunFiles

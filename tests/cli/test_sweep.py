@@ -56,7 +56,7 @@ def test_a_sweep_of_which_one_run_cannot_begin_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("gkd.cluster.shutdown.exit_on_signals", lambda: None)
+    monkeypatch.setattr("gkd.cluster.session.shutdown.exit_on_signals", lambda: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (tmp_path / "trainer.seed=0").mkdir()

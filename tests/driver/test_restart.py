@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gkd.cluster.failure import WorkerDied, WorkerHangs
+from gkd.cluster.workers.failure import WorkerDied, WorkerHangs
 from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.driver.restart import COUNT, begin_again, may_begin_again, restarts, start_over

@@ -12,14 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STUCK = """
 import threading
-from gkd.cluster.shutdown import leave, within
+from gkd.cluster.session.shutdown import leave, within
 assert not within(0.1, "waiting for ever", threading.Event().wait)
 threading.Thread(target=threading.Event().wait).start()  # which Python would wait for at its end
 print("the last words")
 leave(7)
 """
 LARGE = """
-from gkd.cluster.shutdown import leave, skip_teardown
+from gkd.cluster.session.shutdown import leave, skip_teardown
 skip_teardown()
 import atexit, sys
 class Library:

@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from gkd.cluster.assignment import print_table
+from gkd.cluster.layout.assignment import print_table
 from gkd.observability.progress import Progress, changes, rewrites
-from tests.cluster.test_assignment import report
+from tests.cluster.layout.test_assignment import report
 
 
 class Terminal(io.StringIO):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gkd.cluster.activity import Activity, ActivitySpan, noted
-from gkd.cluster.group import WorkerReport
+from gkd.cluster.workers.activity import Activity, ActivitySpan, noted
+from gkd.cluster.workers.group import WorkerReport
 from gkd.observability.page.run import spans as read_spans
 from gkd.observability.timeline import StepStages, Timeline
 from tests.weights.reports import report
@@ -159,7 +159,7 @@ def test_activity_is_cut_where_it_is_fetched_and_nested_ones_come_back() -> None
 
 
 def test_what_raises_is_noted_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gkd.cluster import activity as module
+    from gkd.cluster.workers import activity as module
 
     here = Activity()
     monkeypatch.setattr(module, "HERE", here)

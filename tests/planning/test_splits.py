@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gkd.cluster.layout import Node, group_requests, solve
+from gkd.cluster.layout.nodes import Node, group_requests, solve
 from gkd.config import Config, Rollout
 from gkd.config.compose import compose
 from gkd.errors import ConfigError

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gkd.scoring.server
-from gkd.cluster.activity import Activity
+from gkd.cluster.workers.activity import Activity
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.requests import FULL_VOCABULARY, Generate, Score, ScorerRefused
 from gkd.scoring import wire

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.cluster.assignment import Report
+from gkd.cluster.layout.assignment import Report
 
 
 def report(group: str, rank: int, uuid: str, node: str = "10.0.0.1") -> Report:

@@ -43,7 +43,7 @@ def _findings(address: str | None) -> Iterator[Finding]:
         )
         return
     from gkd.cli.doctor import devices, packages, system
-    from gkd.cluster import local
+    from gkd.cluster.session import local
 
     gpus = devices.read_gpus()
     n_gpus = 0 if gpus is None else len(gpus.names)
@@ -74,7 +74,7 @@ def _cluster(wanted: str | None) -> Iterator[Finding]:
     import ray
 
     from gkd.cli.doctor.cluster import check_cluster
-    from gkd.cluster.session import cluster_address, join
+    from gkd.cluster.session.connect import cluster_address, join
 
     address = cluster_address(wanted)
     if address is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gkd.cli.doctor.finding import GIB, Finding, failed, ok, warning
-from gkd.cluster.port import is_free
+from gkd.cluster.session.port import is_free
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
 LITTLE_DISK, TOO_LITTLE_DISK = 20 * GIB, 1 * GIB

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import psutil
 
-from gkd.cluster.shutdown import exit_on_signals, ignoring_signals
+from gkd.cluster.session.shutdown import exit_on_signals, ignoring_signals
 from gkd.errors import RunFailed, entry_point
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>

@@ -15,7 +15,7 @@ import ray
 import requests
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from gkd.cluster.address import require_same_ray, use_token
+from gkd.cluster.session.address import require_same_ray, use_token
 from gkd.errors import ConfigError, RunFailed, one_line
 
 CONNECT_TIMEOUT_S = 10.0

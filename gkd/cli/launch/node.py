@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from gkd.errors import ConfigError, Parser, RunFailed, entry_point
 
 if TYPE_CHECKING:
-    from gkd.cluster import local
+    from gkd.cluster.session import local
 
 START_TIMEOUT_S = 120.0
 CONNECT_TIMEOUT_S = 10.0
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     """Run the program; returns its exit code."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:split])
-    from gkd.cluster import local
+    from gkd.cluster.session import local
 
     if options.command == "stop":
         return local.stop_all()
@@ -89,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start(options: argparse.Namespace, further: list[str]) -> int:
-    from gkd.cluster import local
-    from gkd.cluster.shutdown import exit_on_signals
+    from gkd.cluster.session import local
+    from gkd.cluster.session.shutdown import exit_on_signals
 
     exit_on_signals()
     there = next((node for node in local.nodes() if _matches(node, options)), None)
@@ -109,7 +109,7 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
 
 def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
     """Return whether ``node`` is what the command is to start. Raises ConfigError when it stands in its way."""
-    from gkd.cluster.port import listens
+    from gkd.cluster.session.port import listens
 
     if options.command == "worker":
         # A machine is one node, unless its GPUs are simulated.
@@ -137,8 +137,8 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     """Start it and wait until it is up. Raises RunFailed when it does not come up."""
     from ray.util import get_node_ip_address
 
-    from gkd.cluster import local
-    from gkd.cluster.shutdown import ignoring_signals
+    from gkd.cluster.session import local
+    from gkd.cluster.session.shutdown import ignoring_signals
 
     local.make_directory()
     ip = options.node_ip_address or get_node_ip_address()
@@ -176,7 +176,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
 
 def _wait_for_head(address: str, timeout_s: float) -> None:
     """Wait until the head at ``host:port`` answers. Raises ConfigError, as for one attempt, after ``timeout_s``."""
-    from gkd.cluster.address import require_cluster
+    from gkd.cluster.session.address import require_cluster
 
     deadline = time.monotonic() + timeout_s
     while True:
@@ -192,7 +192,7 @@ def _wait_for_nodes(address: str, n_nodes: int, timeout_s: float) -> None:
     """Wait until the cluster has ``n_nodes``. Raises RunFailed when it has fewer after ``timeout_s``."""
     import ray
 
-    from gkd.cluster.session import join
+    from gkd.cluster.session.connect import join
 
     deadline = time.monotonic() + timeout_s
     _wait_for_head(address, timeout_s)
@@ -207,8 +207,8 @@ def _wait_for_nodes(address: str, n_nodes: int, timeout_s: float) -> None:
 
 
 def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
-    from gkd.cluster.control_service import SETTING
-    from gkd.cluster.port import free_port
+    from gkd.cluster.session.control_service import SETTING
+    from gkd.cluster.session.port import free_port
 
     chosen = [
         f"--node-ip-address={ip}",
@@ -236,8 +236,9 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
     """Return variables of the node and so of every worker and job on it."""
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 
-    from gkd.cluster import address, gpu, local
-    from gkd.cluster.control_service import VARIABLE
+    from gkd.cluster import gpu
+    from gkd.cluster.session import address, local
+    from gkd.cluster.session.control_service import VARIABLE
 
     if "RAY_AUTH_MODE" not in os.environ:
         address.require_token()  # a cluster runs whatever it is sent, so not everybody's
@@ -297,8 +298,8 @@ def _show_next(node: local.LocalNode) -> None:
 
 def _stay(node: local.LocalNode) -> int:
     """Wait for a signal, or for the node to end by itself, and end all of it."""
-    from gkd.cluster import local
-    from gkd.cluster.shutdown import ignoring_signals
+    from gkd.cluster.session import local
+    from gkd.cluster.session.shutdown import ignoring_signals
 
     try:
         while node.alive:
@@ -315,7 +316,7 @@ def _dashboard(options: argparse.Namespace, ip: str) -> str:
 
 
 def _require_free(port: int, option: str) -> None:
-    from gkd.cluster.port import is_free
+    from gkd.cluster.session.port import is_free
 
     if not is_free(port):
         raise ConfigError(f"port {port} is taken by another program: choose another with {option}")

@@ -7,7 +7,7 @@ import sys
 
 STUCK = """
 import sys, time
-from gkd.cluster import control_service
+from gkd.cluster.session import control_service
 control_service.STUCK_S = 1.0
 service = control_service.ControlService(sys.argv[1], 0.0, 600.0)
 end = time.monotonic() + 4.0

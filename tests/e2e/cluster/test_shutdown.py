@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import time
-from gkd.cluster.shutdown import exit_on_signals
+from gkd.cluster.session.shutdown import exit_on_signals
 from gkd.errors import guarded
 
 def run():

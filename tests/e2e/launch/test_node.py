@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gkd.cli.launch.node import main
-from gkd.cluster import local
-from gkd.cluster.local import LocalNode
+from gkd.cluster.session import local
+from gkd.cluster.session.local import LocalNode
 from tests.messages import NODE, entries, names_what_is_wrong, overrides
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster import reaper
+from gkd.cluster.session import reaper
 from tests.e2e.conftest import ROOT, SMALL, environment
 
 HEAD_GPUS, WORKER_GPUS = 2, 4
@@ -63,7 +63,7 @@ class ClusterHere:
     def free_gpus(self) -> int:
         """GPUs that nobody has reserved, as a new connection to the cluster sees it."""
         ask = (
-            "from gkd.cluster.session import join; from gkd.cluster.reserve import read_nodes; "
+            "from gkd.cluster.session.connect import join; from gkd.cluster.workers.reserve import read_nodes; "
             f"join('{self.address}'); print(sum(node.free_gpus for node in read_nodes()))"
         )
         return int(self.run(sys.executable, "-c", ask).stdout.split()[-1])

@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.group import ActorGroup
-from gkd.cluster.group import gather
-from gkd.cluster.placement import lay_out, place
-from gkd.cluster.session import connect
+from gkd.cluster.session.connect import connect
+from gkd.cluster.workers.group import gather
+from gkd.cluster.workers.placement import lay_out, place
 from gkd.config import load
 from tests.actor import models
 from tests.gpu.checks.context import Context, require

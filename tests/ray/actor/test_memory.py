@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gkd.actor.batches import pack
 from gkd.actor.group import ActorGroup
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
-from gkd.cluster.group import gather
-from gkd.cluster.placement import place
-from gkd.cluster.session import connect
+from gkd.cluster.session.connect import connect
+from gkd.cluster.workers.group import gather
+from gkd.cluster.workers.placement import place
 from gkd.config import Config, load
 from gkd.errors import OutOfMemory
 from gkd.weights.transfer import Piece

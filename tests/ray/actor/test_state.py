@@ -21,7 +21,7 @@ from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging
 from gkd.actor.state import part_of, write_part
 from gkd.cli.export import main as export
-from gkd.cluster.group import Pending
+from gkd.cluster.workers.group import Pending
 from gkd.config import Config
 from gkd.driver import checkpoint
 from gkd.driver.checkpoint import Saved, State

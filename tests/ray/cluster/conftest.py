@@ -12,10 +12,11 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group, remove_placement_group
 
-from gkd.cluster import gpu, reaper
-from gkd.cluster.placement import place
-from gkd.cluster.reserve import read_nodes
-from gkd.cluster.session import connect, needed_servers_only
+from gkd.cluster import gpu
+from gkd.cluster.session import reaper
+from gkd.cluster.session.connect import connect, needed_servers_only
+from gkd.cluster.workers.placement import place
+from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import load
 
 

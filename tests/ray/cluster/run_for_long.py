@@ -8,12 +8,12 @@ so on the cluster that RAY_ADDRESS names. Otherwise it has done what it wanted w
 import sys
 import time
 
-from gkd.cluster import session as session_module
-from gkd.cluster.assignment import assignment_line
-from gkd.cluster.group import gather
-from gkd.cluster.placement import place
-from gkd.cluster.session import connect
-from gkd.cluster.shutdown import exit_on_signals, leave
+from gkd.cluster.layout.assignment import assignment_line
+from gkd.cluster.session import connect as session_module
+from gkd.cluster.session.connect import connect
+from gkd.cluster.session.shutdown import exit_on_signals, leave
+from gkd.cluster.workers.group import gather
+from gkd.cluster.workers.placement import place
 from gkd.errors import guarded
 from tests.ray.cluster.conftest import configuration
 

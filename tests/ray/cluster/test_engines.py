@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from gkd.cluster.engines import Engines
-from gkd.cluster.failure import NodeLeft
-from gkd.cluster.group import gather
-from gkd.cluster.reserve import read_nodes
-from gkd.cluster.restarts import return_text
+from gkd.cluster.health.restarts import return_text
+from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.failure import NodeLeft
+from gkd.cluster.workers.group import gather
+from gkd.cluster.workers.reserve import read_nodes
 from gkd.errors import RunFailed
 from tests.ray.cluster.conftest import alive, configuration, eventually
 

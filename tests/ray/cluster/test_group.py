@@ -8,11 +8,11 @@ import subprocess
 import pytest
 import ray
 
-from gkd.cluster.failure import WorkerDied, explain
-from gkd.cluster.group import gather, kill_worker
-from gkd.cluster.placement import place
-from gkd.cluster.reserve import read_nodes
-from gkd.cluster.session import connect
+from gkd.cluster.session.connect import connect
+from gkd.cluster.workers.failure import WorkerDied, explain
+from gkd.cluster.workers.group import gather, kill_worker
+from gkd.cluster.workers.placement import place
+from gkd.cluster.workers.reserve import read_nodes
 from gkd.errors import ConfigError, RunFailed
 from tests.ray.cluster.conftest import alive, configuration, eventually
 

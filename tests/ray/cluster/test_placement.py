@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gkd.cluster import reserve as reserve_module
-from gkd.cluster.placement import place
-from gkd.cluster.reserve import read_nodes
-from gkd.cluster.session import connect
+from gkd.cluster.session.connect import connect
+from gkd.cluster.workers import reserve as reserve_module
+from gkd.cluster.workers.placement import place
+from gkd.cluster.workers.reserve import read_nodes
 from gkd.errors import ConfigError, RunFailed
 from tests.ray.cluster.conftest import alive, configuration, device_ids, eventually
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster import gpu, reaper
-from gkd.cluster import session as session_module
-from gkd.cluster.control_service import VARIABLE
-from gkd.cluster.session import connect
+from gkd.cluster import gpu
+from gkd.cluster.session import connect as session_module
+from gkd.cluster.session import reaper
+from gkd.cluster.session.connect import connect
+from gkd.cluster.session.control_service import VARIABLE
 from gkd.errors import ConfigError, RunFailed
 from tests.ray.cluster.conftest import alive, configuration, eventually
 
@@ -250,7 +251,7 @@ def test_an_address_that_cannot_be_is_one_line(address, said):
 
 
 def test_an_address_that_takes_the_call_but_is_no_ray_is_one_line(monkeypatch):
-    monkeypatch.setattr("gkd.cluster.session.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("gkd.cluster.session.connect.CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         said = r"^RAY_ADDRESS=.*: what answers there is not a Ray"
@@ -276,7 +277,7 @@ def test_simulated_gpus_cannot_be_added_to_a_cluster():
 def test_what_does_not_fit_this_machine_ends_before_ray_starts(monkeypatch, settings, said):
     monkeypatch.delenv(gpu.VISIBLE, raising=False)
     monkeypatch.setattr(gpu, "nvml_uuids", lambda: [])
-    monkeypatch.setattr("gkd.cluster.session._start_private", None)
+    monkeypatch.setattr("gkd.cluster.session.connect._start_private", None)
     with pytest.raises(ConfigError, match=said), connect(configuration(**settings)):
         pass
 

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from gkd.actor.batches import Applied
-from gkd.cluster.group import Pending
+from gkd.cluster.workers.group import Pending
 from gkd.config import Config, load
 from gkd.driver.checkpoint import State, complete, read
 from gkd.driver.resume import differences, find, finished

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from gkd.actor.batches import Applied, over_mini_batches
-from gkd.cluster.group import Pending
+from gkd.cluster.workers.group import Pending
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoint import State

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.cluster.group import Group, gather
-from gkd.cluster.reserve import RemoteWorker
+from gkd.cluster.workers.group import Group, gather
+from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
 from gkd.evaluation.asking import Job, JobAnswer, answer_all

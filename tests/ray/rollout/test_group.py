@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.cluster.fleet import Fleet, Health
-from gkd.cluster.group import Group, WorkerReports, gather
-from gkd.cluster.heartbeat import Heartbeat
-from gkd.cluster.port import free_port
-from gkd.cluster.reserve import RemoteWorker
-from gkd.cluster.restarts import StartAgain
+from gkd.cluster.health.fleet import Fleet, Health
+from gkd.cluster.health.heartbeat import Heartbeat
+from gkd.cluster.health.restarts import StartAgain
+from gkd.cluster.session.port import free_port
+from gkd.cluster.workers.group import Group, WorkerReports, gather
+from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.errors import RunFailed
 from gkd.observability.metrics import of_memory

@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.group import ActorGroup
-from gkd.cluster.group import Group, gather
-from gkd.cluster.reserve import RemoteWorker
+from gkd.cluster.workers.group import Group, gather
+from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.driver.weight_sync import WeightSync
 from gkd.errors import RunFailed

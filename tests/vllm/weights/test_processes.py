@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.gpu import nvml_uuids
-from gkd.cluster.group import Group, gather
-from gkd.cluster.reserve import RemoteWorker
+from gkd.cluster.workers.group import Group, gather
+from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, Weights, load
 from gkd.data.model_info import ModelInfo
 from gkd.driver.weight_sync import WeightSync

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import ObjectLostError, ObjectReconstructionFailedError, OwnerDiedError, RayTaskError
 
-from gkd.cluster.failure import NodeLeft, WorkerDied, WorkerHangs, explain
+from gkd.cluster.workers.failure import NodeLeft, WorkerDied, WorkerHangs, explain
 from gkd.errors import RunFailed
 
 

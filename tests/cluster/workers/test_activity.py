@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gkd.cluster.activity import memory_here
+from gkd.cluster.workers.activity import memory_here
 
 
 def test_a_report_of_memory_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:

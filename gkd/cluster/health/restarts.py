@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from gkd.cluster.assignment import Report
-from gkd.cluster.failure import NodeLeft, WorkerDied
-from gkd.cluster.fleet import Fleet, Health, HealthEvent
-from gkd.cluster.group import Group
+from gkd.cluster.health.fleet import Fleet, Health, HealthEvent
+from gkd.cluster.layout.assignment import Report
+from gkd.cluster.workers.failure import NodeLeft, WorkerDied
+from gkd.cluster.workers.group import Group
 from gkd.errors import one_line
 
 LOG = logging.getLogger("gkd")

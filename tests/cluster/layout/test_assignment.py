@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from gkd.cluster import placement as placement_module
-from gkd.cluster.assignment import DeviceReport, Report, assignment_line, faults, print_table
-from gkd.cluster.group import Group
-from gkd.cluster.placement import Placement, PlacementFault
-from gkd.cluster.reserve import Claim
+from gkd.cluster.layout.assignment import DeviceReport, Report, assignment_line, faults, print_table
+from gkd.cluster.workers import placement as placement_module
+from gkd.cluster.workers.group import Group
+from gkd.cluster.workers.placement import Placement, PlacementFault
+from gkd.cluster.workers.reserve import Claim
 from gkd.errors import RunFailed
 
 NO_RANGES = {"actor": None, "rollout": None}
@@ -113,7 +113,7 @@ def test_the_file_has_the_processes_of_workers_that_were_started_again(tmp_path,
     def written():
         return [(record["group"], record["pid"]) for record in json.loads((tmp_path / "placement.json").read_text())]
 
-    monkeypatch.setattr("gkd.cluster.placement.start_again", started_again)
+    monkeypatch.setattr("gkd.cluster.workers.placement.start_again", started_again)
     ranks = Group("actor", (None, None), (report("actor", 0, 0), report("actor", 1, 1)))
     service = object()
     placement = Placement({"actor": ranks}, {"actor": [claim(one) for one in ranks.reports]}, {"n1": "10.0.0.1"})

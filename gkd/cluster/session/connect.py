@@ -20,12 +20,13 @@ from ray._private.node import Node as RayNode
 from ray._private.state import state  # Ray has no public way to read a cluster's own settings
 from ray.util import remove_placement_group
 
-from gkd.cluster import gpu, local, reaper
-from gkd.cluster.address import require_cluster
-from gkd.cluster.control_service import SETTING, VARIABLE, ControlService, finish_s
-from gkd.cluster.fit import require_fit, share_gpus
-from gkd.cluster.layout import Node, group_requests
-from gkd.cluster.shutdown import (
+from gkd.cluster import gpu
+from gkd.cluster.layout.fit import require_fit, share_gpus
+from gkd.cluster.layout.nodes import Node, group_requests
+from gkd.cluster.session import local, reaper
+from gkd.cluster.session.address import require_cluster
+from gkd.cluster.session.control_service import SETTING, VARIABLE, ControlService, finish_s
+from gkd.cluster.session.shutdown import (
     abandon,
     ignoring_signals,
     keeping_children_from_hangups,

@@ -15,9 +15,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gkd.cluster.assignment import Report
-from gkd.cluster.control_service import ControlService
-from gkd.cluster.failure import WorkerDied, WorkerHangs, explain
+from gkd.cluster.layout.assignment import Report
+from gkd.cluster.session.control_service import ControlService
+from gkd.cluster.workers.failure import WorkerDied, WorkerHangs, explain
 from gkd.errors import ControlLost, RunFailed
 from gkd.types import ScoredSample, TrainingSample
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.cluster.fit import nearest_layout, require_fit
-from gkd.cluster.layout import GroupRequest, Node, choose_devices, group_requests, solve
+from gkd.cluster.layout.fit import nearest_layout, require_fit
+from gkd.cluster.layout.nodes import GroupRequest, Node, choose_devices, group_requests, solve
 from gkd.config import GROUP_OF
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError

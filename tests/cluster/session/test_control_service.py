@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from gkd.cluster import control_service, group
-from gkd.cluster.control_service import ControlService, finish_s
-from gkd.cluster.group import Group, Pending, gather, settle
+from gkd.cluster.session import control_service
+from gkd.cluster.session.control_service import ControlService, finish_s
+from gkd.cluster.workers import group
+from gkd.cluster.workers.group import Group, Pending, gather, settle
 from gkd.errors import ControlLost, RunFailed, guarded
-from tests.cluster.test_assignment import report
+from tests.cluster.layout.test_assignment import report
 from tests.ray.cluster.conftest import eventually
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.cluster.failure import NodeLeft
-from gkd.cluster.group import Group, Pending, gather
-from gkd.cluster.placement import Placement
+from gkd.cluster.workers.failure import NodeLeft
+from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.placement import Placement
 from gkd.errors import RunFailed
 from gkd.inference.engine import Span
 

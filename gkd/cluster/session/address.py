@@ -10,7 +10,7 @@ from typing import Any
 
 import ray._raylet  # Ray has no public way to ask for its token
 
-from gkd.cluster.port import connect
+from gkd.cluster.session.port import connect
 from gkd.errors import ConfigError
 
 _PROBE = """

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gkd.cluster.layout import GroupRequest, Node, group_requests, solve
+from gkd.cluster.layout.nodes import GroupRequest, Node, group_requests, solve
 from gkd.config import Config, Engine, load, parse_gpus
 from gkd.config.loading import CONF_DIR, read_yaml
 from gkd.errors import ConfigError

@@ -14,7 +14,7 @@ EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EngineQueue:
-    """One engine: ``health`` as :class:`gkd.cluster.fleet.Health` calls it, requests it samples, samples it scores."""
+    """One engine: ``health`` as :class:`gkd.cluster.health.fleet.Health` names it, and its requests."""
 
     rank: int
     health: str

@@ -23,12 +23,12 @@ from ray.util import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from gkd.cluster import gpu
-from gkd.cluster.assignment import DeviceReport
-from gkd.cluster.failure import explain
-from gkd.cluster.fit import request_text, require_fit
-from gkd.cluster.layout import GroupRequest, Node, Slot, choose_devices, solve
-from gkd.cluster.session import Session
-from gkd.cluster.worker import CONCURRENCY_GROUPS, Worker
+from gkd.cluster.layout.assignment import DeviceReport
+from gkd.cluster.layout.fit import request_text, require_fit
+from gkd.cluster.layout.nodes import GroupRequest, Node, Slot, choose_devices, solve
+from gkd.cluster.session.connect import Session
+from gkd.cluster.workers.failure import explain
+from gkd.cluster.workers.worker import CONCURRENCY_GROUPS, Worker
 from gkd.config import Cluster
 from gkd.errors import RunFailed
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gkd import durable
-from gkd.cluster.assignment import Report, faults
-from gkd.cluster.failure import NodeLeft
-from gkd.cluster.fit import fits, gpus_text, may_share, share_gpus
-from gkd.cluster.group import Group
-from gkd.cluster.layout import GroupRequest, group_requests
-from gkd.cluster.reserve import Claim, NodeGone, NoRoom, read_nodes, reserve, start_workers
-from gkd.cluster.session import Session
+from gkd.cluster.layout.assignment import Report, faults
+from gkd.cluster.layout.fit import fits, gpus_text, may_share, share_gpus
+from gkd.cluster.layout.nodes import GroupRequest, group_requests
+from gkd.cluster.session.connect import Session
+from gkd.cluster.workers.failure import NodeLeft
+from gkd.cluster.workers.group import Group
+from gkd.cluster.workers.reserve import Claim, NodeGone, NoRoom, read_nodes, reserve, start_workers
 from gkd.config import Cluster, Config
 from gkd.errors import RunFailed
 
@@ -110,7 +110,7 @@ class PlacementFault(RunFailed):
 
 
 def lay_out(config: Config) -> Config:
-    """Return ``config`` as :func:`gkd.cluster.fit.share_gpus` has it on the nodes of the connected Ray, and log it."""
+    """Return ``config`` as :func:`gkd.cluster.layout.fit.share_gpus` has it on the nodes of Ray; log it."""
     if not may_share(config) or fits(config, read_nodes()):
         return config
     nodes = read_nodes({})  # with the indices of their GPUs, which a layout names

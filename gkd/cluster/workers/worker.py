@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import ray
 
-from gkd.cluster.assignment import DeviceReport
 from gkd.cluster.gpu import VISIBLE, devices_seen, smallest_memory
-from gkd.cluster.port import free_port
+from gkd.cluster.layout.assignment import DeviceReport
+from gkd.cluster.session.port import free_port
 from gkd.errors import RunFailed
 from gkd.inference.vllm_environment import allocate_by
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.cluster.failure import NodeLeft
-from gkd.cluster.fleet import NEXT, PRESENT, WORKING, Fleet, Health, HealthEvent
-from gkd.cluster.restarts import Restarts, StartAgain
+from gkd.cluster.health.fleet import NEXT, PRESENT, WORKING, Fleet, Health, HealthEvent
+from gkd.cluster.health.restarts import Restarts, StartAgain
+from gkd.cluster.workers.failure import NodeLeft
 from gkd.errors import RunFailed
 
 H, C = Health, HealthEvent

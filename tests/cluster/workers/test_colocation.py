@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.cluster.assignment import Report
-from gkd.cluster.colocation import Colocation
-from gkd.cluster.group import Group
+from gkd.cluster.layout.assignment import Report
+from gkd.cluster.workers.colocation import Colocation
+from gkd.cluster.workers.group import Group
 from gkd.driver.startup import waves
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from gkd.cluster.port import connect
+from gkd.cluster.session.port import connect
 from gkd.errors import ControlLost
 
 SETTING = "gcs_rpc_server_reconnect_timeout_s"

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from gkd.cluster import session
-from gkd.cluster.fit import share_gpus
-from gkd.cluster.layout import Node, group_requests, idle_nodes, solve
-from gkd.cluster.session import _plan_private
+from gkd.cluster.layout.fit import share_gpus
+from gkd.cluster.layout.nodes import Node, group_requests, idle_nodes, solve
+from gkd.cluster.session import connect as session
+from gkd.cluster.session.connect import _plan_private
 from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.errors import ConfigError

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gkd.cluster import reaper
+from gkd.cluster.session import reaper
 from gkd.errors import ConfigError, one_line
 
 DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
