@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from gkd.algorithms.training_samples import require_rewards, with_advantages
+from gkd.cluster.activity import HERE, noted
 from gkd.config import Config
 from gkd.driver.checkpoint import State
 from gkd.driver.collect import Batches, Collected
@@ -47,13 +49,14 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
         batches.dispatch(step - 1)
         stream = BatchStream(config, parts.actor)
         collected = batches.collect(step, stream.feed) if config.streams else batches.collect(step)
+        HERE.switch("prepare")
         stream.close()
         sampled, validates = time.monotonic(), ends.validates
         state = ends.finish(state)
         if log.stopped:
             break
         ready = time.monotonic()
-        parts.actor.beside = partial(log.samples.write, step, collected.batch)
+        parts.actor.beside = partial(_log_samples, log, step, collected.batch)
         batch, row = _learned_from(config, log, collected, step)
         if validates:
             row["timing_s/validation"] = ready - sampled
@@ -77,12 +80,16 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
         began = None if config.cluster.offload is True else done
         _request(config, batches, ends, step)
         row |= {"timing_s/sync": done - drained, "timing_s/step": done - started}
-        row |= throughput(n_tokens, done - started, parts.n_gpus) | measured.of_memory(reports := parts.report())
-        row |= log.timeline.add(step, stages(ready if validates else None, updated, done), reports)
-        state = replace(state, row=measured.finite(row))
-        log.checkpoints.train(state)
-        state = ends.end(state)
+        row |= throughput(n_tokens, done - started, parts.n_gpus)
+        state = _log(parts, log, ends, replace(state, row=row), stages(ready if validates else None, updated, done))
     return ends.finish(state)
+
+
+def _log_samples(log: RunLog, step: int, samples: Sequence[TrainingSample]) -> None:
+    """Log samples while the actor computes; then the driver waits for it."""
+    HERE.switch("log samples")
+    log.samples.write(step, samples)
+    HERE.switch(None)
 
 
 def _learned_from(
@@ -103,6 +110,7 @@ def _learned_from(
     return batch, row
 
 
+@noted("request")
 def _request(config: Config, batches: Batches, ends: StepEnds, step: int) -> None:
     """Request what is measured after ``step``, and samples that may be drawn from its weights.
 
@@ -116,6 +124,17 @@ def _request(config: Config, batches: Batches, ends: StepEnds, step: int) -> Non
     else:
         batches.dispatch(step)
         ends.validate(step)
+
+
+@noted("log")
+def _log(parts: Parts, log: RunLog, ends: StepEnds, state: State, stages: StepStages) -> State:
+    """Add what the workers report to a step's row, and log and save it unless its validation is under way."""
+    reports = parts.report()
+    row = {**(state.row or {}), **measured.of_memory(reports)}
+    row |= log.timeline.add(state.step, stages, reports, HERE.take()[1])
+    state = replace(state, row=measured.finite(row))
+    log.checkpoints.train(state)
+    return ends.end(state)
 
 
 def actors_time(started: float, sampled: float, updated: float, computed: float | None) -> dict[str, float]:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("gkd")
 
 WRITE_EVERY_S = 30.0
+DRIVER = "driver 0"
+"""The driver's process among the workers', beside the lane ``driver``, which has the stages of the steps."""
 SHORTEST_S = 1e-4
 """Waits below this are no events of their own."""
 CAUSES = {"generate": "batch", "score": "teacher", "validate": "validation", "update": "weights", "sync": "weights"}
@@ -66,6 +68,10 @@ class StepStages:
             bounds.append(min(max(bound, bounds[-1]), self.end))
         return list(zip(CAUSES, bounds, bounds[1:], strict=False))
 
+    def step_of(self, span: ActivitySpan, step: int) -> int:
+        """Return the step of a span; what was done before ``step``, as in a validation, is of the one before."""
+        return step - (span.end < self.start) + (span.start >= self.end)
+
 
 class Timeline:
     """Collects the steps of a run, and writes the newest ``n_steps`` of them to ``path``.
@@ -85,8 +91,10 @@ class Timeline:
         if n_steps and step:
             self._read(step)
 
-    def add(self, step: int, stages: StepStages, reports: Iterable[WorkerReport]) -> dict[str, float]:
-        """Add a step, by what the workers say of themselves after it.
+    def add(
+        self, step: int, stages: StepStages, reports: Iterable[WorkerReport], own: Iterable[ActivitySpan] = ()
+    ) -> dict[str, float]:
+        """Add a step, by what the workers say of themselves after it, and what the driver did by its ``own`` spans.
 
         Returns perf/busy/GROUP, the share of the step in which the group's workers did something, and
         perf/waits_for/GROUP, the share in which workers (of all groups, on average) did nothing because of the group.
@@ -96,17 +104,13 @@ class Timeline:
         self._begun = {lane: [span for span in its if span.end > stages.end] for lane, its in new.items()}
         length = max(stages.end - stages.start, 1e-9)
         events = [self._event("driver", name, a, b, step) for name, a, b in stages.spans() if b - a > SHORTEST_S]
+        events += [self._event(DRIVER, s.name, s.start, s.end, stages.step_of(s, step)) for s in own]
         busy: dict[str, list[float]] = defaultdict(list)
         waited: dict[str, float] = defaultdict(float)
         pace = _slowest_scorer(spans, stages)
         for lane, its in spans.items():
             group = lane.rpartition(" ")[0]
-            # What was done before the step, as in a validation, belongs to the one before.
-            events += [
-                self._event(lane, s.name, s.start, s.end, step - (s.end < stages.start) + (s.start >= stages.end),
-                            s.version)
-                for s in new[lane]
-            ]  # fmt: skip
+            events += [self._event(lane, s.name, s.start, s.end, stages.step_of(s, step), s.version) for s in new[lane]]
             idle = list(_idle(its, stages))
             busy[group].append(1.0 - sum(b - a for _, a, b in idle) / length)
             for stage, start, end in idle:

@@ -16,8 +16,10 @@ from gkd.config.base import SCORERS
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
 from gkd.planning.busy import busy_seconds
+from gkd.planning.driver_times import driver_times
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.pipeline import Factors, stages_of
+from gkd.planning.run_timeline import RunTimeline
 from gkd.planning.simulated_run import Step
 from gkd.planning.steps import simulate_layout
 
@@ -28,7 +30,7 @@ SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it s
 def factors_of(directory: str, layout: Layout) -> Factors:
     """Compare what a run measured with its plan on the hardware of ``layout``.
 
-    Read are its config.yaml and metrics.jsonl, and what workers were busy for in timeline.json, where it has one.
+    Read are its config.yaml and metrics.jsonl, and what workers and the driver did in timeline.json, where it has one.
 
     Raises ConfigError for a directory that holds no run, or one on other devices.
     """
@@ -40,14 +42,15 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     )
     config = lengths.lengths(config)
     ran = replace(layout, config=config, models=models_of(config))
-    busy = busy_seconds(path, ran.hosts)
+    timeline = RunTimeline.read(path)
+    busy = busy_seconds(timeline, ran.hosts)
     simulated = simulate_layout(ran, config.schedule.max_staleness)
     if set(simulated.busy) <= set(busy):
         generate, score, update = _by_busy(busy, ran, simulated)
     else:
         generate, score, update = _by_timings(rows, ran, simulated)
     sync = _ratio(_median(rows, "sync"), stages_of(ran).sync)
-    return replace(lengths, generate=generate, score=score, update=update, sync=sync)
+    return replace(lengths, generate=generate, score=score, update=update, sync=sync, driver=driver_times(timeline))
 
 
 def _by_busy(busy: Mapping[str, float], ran: Layout, simulated: Step) -> tuple[float, float, float]:

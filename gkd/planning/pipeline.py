@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gkd.config import TRANSFERS, Config, Engine, Pool
 from gkd.planning.actor_memory import adapter_weights
 from gkd.planning.layout import F32, Layout, engine_class, with_settings
 from gkd.planning.memory import concurrent_sequences, kv_bytes, largest_micro_batch
 from gkd.planning.shapes import ModelShape
+from gkd.planning.simulated_run import DriverTimes
 from gkd.weights.choice import choose
 
 READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
@@ -49,7 +50,7 @@ class Stages:
 class Factors:
     """Holds measured over planned seconds of each stage, and the run's lengths (None: not measured).
 
-    ``spread`` is the standard deviation of the logarithms of responses' lengths.
+    ``spread`` is the standard deviation of the logarithms of responses' lengths; ``driver`` is in seconds as measured.
     """
 
     generate: float = 1.0
@@ -59,6 +60,7 @@ class Factors:
     prompt: int | None = None
     response: int | None = None
     spread: float | None = None
+    driver: DriverTimes = field(default_factory=DriverTimes)
 
     def lengths(self, config: Config) -> Config:
         """Return the configuration with the run's lengths, where it has none of its own."""

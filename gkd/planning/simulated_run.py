@@ -48,6 +48,28 @@ class TrainingGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class DriverTimes:
+    """Seconds of the driver's own work and of messages in a step, while nobody it waits for does anything.
+
+    ``start_s``: from new weights until engines sample what was requested with them; ``record_s``: until the driver has
+    requested, measured and logged all, before which it takes no sample in; ``deliver_s``: from a scored batch until it
+    takes it in; ``prepare_s``: until it has handed the batch to the actor; ``call_s``: of the actor's calls, until the
+    driver knows that the update is done.
+    """
+
+    start_s: float = 0.0
+    record_s: float = 0.0
+    deliver_s: float = 0.0
+    prepare_s: float = 0.0
+    call_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step in which nothing is sampled."""
+        return self.record_s + self.deliver_s + self.prepare_s + self.call_s
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """Describes what is simulated.
 
@@ -67,6 +89,7 @@ class SimulatedRun:
     max_staleness: int = 0
     in_flight: bool = False
     hosts: Mapping[str, str] = field(default_factory=dict)
+    driver: DriverTimes = field(default_factory=DriverTimes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Simulated is what the driver's loop does: requests go to the emptiest engine and hold a place there until they are
 sampled, scorers take samples as they finish, the actor adds up chunks in the batch's order, engines are drained before
-new weights unless these are loaded in flight. Not counted is what the driver itself takes, and messages.
+new weights unless these are loaded in flight. What the driver itself takes, and messages, are counted where a run has
+measured them.
 
 Where groups share devices, each works as much slower as others there are busy.
 """
@@ -91,6 +92,7 @@ class _Simulation:
         self.run, self.total, self.time = run, total, 0.0
         workers = {"actor": 1, "rollout": run.sampling.n_engines} | {k: s.n_servers for k, s in run.scoring.items()}
         self.groups = {name: _GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
+        self.driver = _GroupClock("driver", 1)
         self.engines = [_EngineClock() for _ in range(run.sampling.n_engines)]
         # In the order in which they come, those that come at the same time in that of the batch.
         self.queues: dict[str, list[tuple[float, int, int, _Sample]]] = {name: [] for name in run.scoring}
@@ -98,17 +100,19 @@ class _Simulation:
         self.waiting: deque[_Sample] = deque()
         self.homes: dict[tuple[int, int], int] = {}
         self.batches: dict[int, list[_Sample]] = {}
-        self.scored: dict[int, set[int]] = {}
+        self.delivered: dict[int, set[int]] = {}
         self.unsampled: dict[int, int] = {}
+        self.unscored: dict[int, int] = {}
         self.requested: dict[int, float] = {}
         self.generated: dict[int, float] = {}
         self.all_scored: dict[int, float] = {}
         self.ends: list[float] = []
         self.number = 0
-        # Of the actor's present step: samples that were fed, the open chunk's tokens, chunks that wait, and its state.
+        # Of the actor's present step: samples that were fed, the open chunk's tokens, chunks that wait, and its state;
+        # the driver's is recording while it logs the step before.
         self.step, self.fed, self.chunk = 1, 0, 0.0
         self.chunks: deque[float] = deque()
-        self.began = self.computing = self.draining = False
+        self.began = self.prepared = self.computing = self.draining = self.recording = False
 
     def run_all(self) -> None:
         self._dispatch(0)
@@ -118,28 +122,41 @@ class _Simulation:
     def _advance(self) -> None:
         """Go on to the next event of any group."""
         load: dict[str, int] = {}
-        for group in self.groups.values():
+        clocks = [*self.groups.values(), self.driver]
+        for group in clocks:
             if group.works:
                 load[group.device] = load.get(group.device, 0) + 1
         nearest: _GroupClock | None = None
         dt = float("inf")
-        for group in self.groups.values():
+        for group in clocks:
             if group.works and group.events:
                 left = max(0.0, group.events[0][0] - group.now) * load[group.device]
                 if left < dt:
                     nearest, dt = group, left
         assert nearest is not None, "somebody works until the last step has ended"
         self.time += dt
-        for group in self.groups.values():
+        for group in clocks:
             if group.works:
                 group.advance(dt / load[group.device])
         heapq.heappop(nearest.events)[2]()
 
-    def _at(self, group: str, seconds: float, action: Callable[[], None]) -> None:
+    def _at(self, clock: _GroupClock, seconds: float, action: Callable[[], None]) -> None:
         """Have ``action`` happen after so many seconds of a group's own time."""
-        clock = self.groups[group]
         self.number += 1
         heapq.heappush(clock.events, (clock.now + seconds, self.number, action))
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have ``action`` happen after so many seconds of the driver's, or of a message."""
+        if not seconds:
+            action()
+            return
+        self.driver.busy += 1
+
+        def happen() -> None:
+            self.driver.busy -= 1
+            action()
+
+        self._at(self.driver, seconds, happen)
 
     # Requests and engines
 
@@ -150,10 +167,11 @@ class _Simulation:
                 _Sample(step, i, (step, i // self.run.n), length, unscored=len(self.run.scoring))
                 for i, length in enumerate(lengths)
             ]
-            self.batches[step], self.scored[step], self.unsampled[step] = batch, set(), len(batch)
+            self.batches[step], self.delivered[step] = batch, set()
+            self.unsampled[step] = self.unscored[step] = len(batch)
             self.requested[step] = self.time
             self.waiting += batch
-        self._hand_out()
+        self._later(self.run.driver.start_s, self._hand_out)
 
     def _hand_out(self) -> None:
         """Fill the engines' free places, as :class:`gkd.rollout.dispatch.RequestDispatcher` does."""
@@ -188,7 +206,7 @@ class _Simulation:
         engine.planned += 1
         if engine.running:
             left = (engine.running[0][0] - engine.tokens) * sampling.token_s(len(engine.running))
-            self._at("rollout", engine.at - group.now + left, partial(self._end_sampling, number, engine.planned))
+            self._at(group, engine.at - group.now + left, partial(self._end_sampling, number, engine.planned))
 
     def _account(self, engine: _EngineClock) -> None:
         now = self.groups["rollout"].now
@@ -236,7 +254,7 @@ class _Simulation:
             sample = heapq.heappop(self.queues[name])[-1]
             group.busy += 1
             tokens = (self.run.prompt + sample.length) / self.run.mean_tokens
-            self._at(name, scoring.seconds * tokens, partial(self._end_scoring, name, sample))
+            self._at(group, scoring.seconds * tokens, partial(self._end_scoring, name, sample))
 
     def _end_scoring(self, name: str, sample: _Sample) -> None:
         self.groups[name].busy -= 1
@@ -247,9 +265,13 @@ class _Simulation:
 
     def _finish(self, sample: _Sample) -> None:
         """Give the sample to the actor once it is its turn."""
-        self.scored[sample.step].add(sample.place)
-        if len(self.scored[sample.step]) == len(self.batches[sample.step]):
+        self.unscored[sample.step] -= 1
+        if not self.unscored[sample.step]:
             self.all_scored[sample.step] = self.time
+        self._later(self.run.driver.deliver_s, partial(self._deliver, sample))
+
+    def _deliver(self, sample: _Sample) -> None:
+        self.delivered[sample.step].add(sample.place)
         if sample.step == self.step:
             self._feed()
 
@@ -257,10 +279,10 @@ class _Simulation:
 
     def _feed(self) -> None:
         """Close chunks as the batch's samples come in its order; begin the update once it is whole."""
-        updating, batch, scored = self.run.updating, self.batches.get(self.step), self.scored.get(self.step, set())
-        if batch is None or self.fed == len(batch):
+        updating, batch, there = self.run.updating, self.batches.get(self.step), self.delivered.get(self.step, set())
+        if batch is None or self.fed == len(batch) or self.recording:
             return
-        while self.fed < len(batch) and all(i in scored for i in range(self.fed, self.fed + updating.unit)):
+        while self.fed < len(batch) and all(i in there for i in range(self.fed, self.fed + updating.unit)):
             unit = batch[self.fed : self.fed + updating.unit]
             tokens = sum(self.run.prompt + sample.length for sample in unit)
             if updating.chunk_tokens is not None and self.chunk and self.chunk + tokens > updating.chunk_tokens:
@@ -270,15 +292,21 @@ class _Simulation:
             self.fed += len(unit)
         if self.fed == len(batch):
             self.chunks.append(self.chunk)
+            self._later(self.run.driver.prepare_s, self._end_preparing)
+        self._compute()
+
+    def _end_preparing(self) -> None:
+        self.prepared = True
         self._compute()
 
     def _compute(self) -> None:
-        if self.computing:
+        """Have the actor compute what it has: a batch that was not begun in chunks once it is prepared."""
+        if self.computing or not (self.began or self.prepared):
             return
         if self.chunks:
             share = self.chunks.popleft() / (self.run.mean_tokens * len(self.batches[self.step]))
             self._occupy(self.run.updating.accumulate_s * share, self._compute)
-        elif self.fed == len(self.batches[self.step]):
+        elif self.prepared:
             self._occupy(self.run.updating.apply_s, self._end_update)
 
     def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
@@ -289,9 +317,12 @@ class _Simulation:
             self.computing, self.groups["actor"].busy = False, 0
             then()
 
-        self._at("actor", seconds, done)
+        self._at(self.groups["actor"], seconds, done)
 
     def _end_update(self) -> None:
+        self._later(self.run.driver.call_s, self._end_call)
+
+    def _end_call(self) -> None:
         self.draining = self.run.max_staleness > 0 and not self.run.in_flight
         if self.draining:
             self._drain()
@@ -324,8 +355,13 @@ class _Simulation:
         self.ends.append(self.time)
         for group in self.groups.values():
             group.worked_at.append(group.worked)
-        for by_step in (self.batches, self.scored, self.unsampled):
+        for by_step in (self.batches, self.delivered, self.unsampled, self.unscored):
             by_step.pop(self.step)
         self.step, self.fed, self.chunk = self.step + 1, 0, 0.0
+        self.began, self.prepared, self.recording = False, False, True
         self._dispatch(self.step - 1)
+        self._later(self.run.driver.record_s, self._end_recording)
+
+    def _end_recording(self) -> None:
+        self.recording = False
         self._feed()

@@ -37,8 +37,8 @@ def simulate_layout(layout: Layout, staleness: int, factors: Factors | None = No
     """Return a step of a layout at ``schedule.max_staleness``, its other settings as they are."""
     factors = factors or Factors()
     if layout.config.algorithm.supervised:  # nothing is sampled
-        seconds = factors.apply(stages_of(layout)).update
-        return Step(staleness, seconds, {"actor": seconds, "rollout": 0.0}, "actor")
+        update = factors.apply(stages_of(layout)).update
+        return Step(staleness, update + factors.driver.seconds, {"actor": update, "rollout": 0.0}, "actor")
     return simulate(run_of(layout, staleness, factors))
 
 
@@ -73,6 +73,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
         max_staleness=staleness,
         in_flight=schedule.in_flight and staleness > 0,
         hosts=layout.hosts,
+        driver=factors.driver,
     )
 
 

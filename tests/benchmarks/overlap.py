@@ -5,10 +5,10 @@ takes lognormal times for its responses, a scorer and an actor that sleep. So th
 (:mod:`gkd.planning.simulation`) is given the same times, and the measured push.
 
     python tests/benchmarks/overlap.py [--steps 8] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
-        [--in-flight] [--val-every 4]
+        [--streaming no yes] [--in-flight] [--val-every 4]
 
 A step's longest stage is the longest, on average, of sampling a batch (by an engine that has nothing else: as measured
-at staleness 0 without streaming, in a run of its own where that is not among ``--staleness``), scoring it and learning
+at staleness 0 without streaming, in a run of its own where that is not among the rows), scoring it and learning
 from it. ``drain``: seconds a step that the actor waited for engines to finish before new weights; ``between``: what is
 left of a step without waiting, updating, draining and pushing. ``--val-every`` validates, on as many prompts as a step
 has; the last column, seconds of the whole run, beside that of a run without says what that costs. ``--timelines DIR``
@@ -261,6 +261,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="that are measured, once a run has settled")
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
+    parser.add_argument("--streaming", nargs="+", default=["no", "yes"], choices=["no", "yes"])
     parser.add_argument("--scale", type=float, default=1.0, help="of all imposed times; the longer, the less messages")
     parser.add_argument("--in-flight", action="store_true", help="weights load while samples are under way")
     parser.add_argument("--val-every", type=int, default=10_000, help="at the end by default")
@@ -286,10 +287,11 @@ def main() -> None:
     for bound in options.bound:
         times = Times(*(options.scale * seconds for seconds in astuple(BOUND[bound])))
         generate: float | None = None
-        if 0 not in options.staleness:
+        if 0 not in options.staleness or "no" not in options.streaming:
             alone = setting(base, 0, False, False, WITHOUT_OVERLAP)
             generate = mean(measured_rows(actor, alone, times)[0], "generate")
-        for staleness, streaming in itertools.product(sorted(options.staleness), (False, True)):
+        for staleness, streams in itertools.product(sorted(options.staleness), options.streaming):
+            streaming = streams == "yes"
             config = setting(base, staleness, streaming, options.in_flight and staleness > 0, options.steps)
             name = f"{bound}_{'streaming' if streaming else 'whole'}_{staleness}.json"
             kept = options.timelines / name if options.timelines else None

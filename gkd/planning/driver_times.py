@@ -1,0 +1,62 @@
+"""What the driver itself and its messages take of a step, by a run's timeline.json.
+
+Measured is what the simulation lets pass while nobody it waits for works (:class:`DriverTimes`), each by itself, so
+that what is hidden behind other groups' work in one schedule can show in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from statistics import median
+
+from gkd.planning.busy import WORK
+from gkd.planning.run_timeline import STAGES, RunTimeline, Span
+from gkd.planning.simulated_run import DriverTimes
+
+RECORDING, PREPARING = ("request", "log"), ("prepare",)
+"""Activities of the driver between new weights and the next batch, and between that and the actor's update."""
+
+
+def driver_times(timeline: RunTimeline) -> DriverTimes:
+    """Return the medians over a run's steps; nothing where its file does not say what the driver did."""
+    recording, preparing = timeline.named("driver", RECORDING), timeline.named("driver", PREPARING)
+    updates = [span for span in timeline.spans if (span.lane, span.name) == (STAGES, "update")]
+    working, sampling = timeline.named("actor", WORK["actor"]), timeline.named("rollout", WORK["rollout"])
+    times = []
+    for start, end in timeline.steps():
+        recorded = max((span.end for span in _within(recording, start, end)), default=start)
+        prepared, updated = _within(preparing, start, end), _within(updates, start, end)
+        if not prepared or not updated:
+            continue
+        update, handed_over = updated[-1], prepared[-1].end
+        own = DriverTimes(
+            start_s=_until_begun(sampling, start, end),
+            record_s=recorded - start,
+            deliver_s=max(0.0, prepared[-1].start - max(recorded, update.start)),
+            prepare_s=handed_over - prepared[-1].start,
+            call_s=_idle(working, handed_over, update.end),
+        )
+        times.append(astuple(own))
+    return DriverTimes(*(median(column) for column in zip(*times, strict=True)))
+
+
+def _within(spans: Sequence[Span], start: float, end: float) -> list[Span]:
+    """Return the spans whose middle lies in a step."""
+    return [span for span in spans if start <= (span.start + span.end) / 2 < end]
+
+
+def _until_begun(sampling: Sequence[Span], start: float, end: float) -> float:
+    """Return how long after ``start`` the first engine begins; nothing where one is at work already."""
+    begun = min((max(start, span.start) for span in sampling if span.end > start and span.start < end), default=start)
+    return begun - start
+
+
+def _idle(working: Sequence[Span], start: float, end: float) -> float:
+    """Return the seconds between ``start`` and ``end`` in which none of the actor's ranks works."""
+    idle, since = 0.0, start
+    for span in working:
+        if span.end > since and span.start < end:
+            idle += max(0.0, span.start - since)
+            since = span.end
+    return idle + max(0.0, end - since)
