@@ -103,7 +103,7 @@ class SampleRequest:
     """One sample wanted: the ``index``-th of its prompt. Equal seeds give equal samples for equal weights.
 
     ``own_answer``: the data's answer is the sample, and nothing is drawn. ``key`` names the request among those of its
-    run; :class:`gkd.rollout.group.RolloutGroup` sets it.
+    run, and those of a lower ``order`` are waited for first; :class:`gkd.rollout.group.RolloutGroup` sets both.
     """
 
     prompt: Prompt
@@ -113,6 +113,7 @@ class SampleRequest:
     scoring: Scoring = Scoring()
     own_answer: bool = False
     key: int = 0
+    order: float = 0
 
 
 class VersionSpan(NamedTuple):

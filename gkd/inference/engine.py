@@ -109,6 +109,8 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     can_sample: ClassVar[bool] = False
     can_score: ClassVar[bool] = False
     can_rate: ClassVar[bool] = False
+    continuous: ClassVar[bool] = True
+    """Of an engine that samples: whether a request begins when another one is done, instead of all together."""
     needs_vllm: ClassVar[bool] = False
     """Whether vLLM has to know the model, and be built for the device."""
     tensor_parallel: ClassVar[bool] = False

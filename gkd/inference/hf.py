@@ -100,7 +100,7 @@ class _Stops:
 class HFSampler(ModuleEngine[SampleRequest, Sample]):
     """Batches of requests with equal sampling settings, one ``generate`` call each, on one GPU."""
 
-    can_sample = True
+    can_sample, continuous = True, False
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch

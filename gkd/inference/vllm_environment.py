@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -83,10 +84,12 @@ def compute_threads(models: Iterable[str], wanted: int | None = None) -> int:
     That is one for each :data:`BYTES_PER_THREAD` of the largest model's files, and at most all that this process may
     use.
     """
-    if wanted is not None:
-        return wanted
-    largest = max(map(_weight_bytes, models), default=0)
-    return max(1, min(len(os.sched_getaffinity(0)), -(-largest // BYTES_PER_THREAD)))
+    return threads_for(max(map(_weight_bytes, models), default=0), wanted)
+
+
+def threads_for(weight_bytes: float, wanted: int | None = None) -> int:
+    """Return threads for a model with so many bytes of weights, as :func:`compute_threads`."""
+    return wanted or max(1, min(len(os.sched_getaffinity(0)), math.ceil(weight_bytes / BYTES_PER_THREAD)))
 
 
 def _weight_bytes(model: str) -> int:

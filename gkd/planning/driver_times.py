@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from statistics import median
 
+from gkd.config.base import SCORERS
 from gkd.planning.busy import WORK
 from gkd.planning.run_timeline import STAGES, RunTimeline, Span
 from gkd.planning.simulated_run import DriverTimes
@@ -22,7 +23,9 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
     """Return the medians over a run's steps; nothing where its file does not say what the driver did."""
     recording, preparing = timeline.named("driver", RECORDING), timeline.named("driver", PREPARING)
     updates = [span for span in timeline.spans if (span.lane, span.name) == (STAGES, "update")]
+    scoring = [(span.start, span.end) for span in timeline.spans if (span.lane, span.name) == (STAGES, "score")]
     working, sampling = timeline.named("actor", WORK["actor"]), timeline.named("rollout", WORK["rollout"])
+    scorers = sorted((s for name in SCORERS for s in timeline.named(name, WORK[name])), key=lambda span: span.start)
     times = []
     for start, end in timeline.steps():
         recorded = max((span.end for span in _within(recording, start, end)), default=start)
@@ -32,6 +35,7 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
         update, handed_over = updated[-1], prepared[-1].end
         own = DriverTimes(
             start_s=_until_begun(sampling, start, end),
+            score_s=sum(_idle(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
             record_s=recorded - start,
             deliver_s=max(0.0, prepared[-1].start - max(recorded, update.start)),
             prepare_s=handed_over - prepared[-1].start,
@@ -53,7 +57,7 @@ def _until_begun(sampling: Sequence[Span], start: float, end: float) -> float:
 
 
 def _idle(working: Sequence[Span], start: float, end: float) -> float:
-    """Return the seconds between ``start`` and ``end`` in which none of the actor's ranks works."""
+    """Return the seconds between ``start`` and ``end`` in which none of these workers works."""
     idle, since = 0.0, start
     for span in working:
         if span.end > since and span.start < end:

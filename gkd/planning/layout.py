@@ -17,6 +17,7 @@ from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
 from gkd.config.top_k import top_k_wanted
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
+from gkd.inference.vllm_environment import threads_for
 from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size
 
 if TYPE_CHECKING:
@@ -187,6 +188,15 @@ class Layout:
         if not self.hardware.is_cpu:
             return self.config.hosts()
         return dict.fromkeys(self.config.groups(), "actor")
+
+    @property
+    def groups_at_once(self) -> int:
+        """Return how many groups compute at full speed on the devices that they share: on a CPU, as cores allow."""
+        if not self.hardware.is_cpu:
+            return 1
+        shapes = [self.models.student] + ([self.models.teacher] if self.models.teacher is not None else [])
+        largest = max(F32 * shape.n_parameters for shape in shapes)
+        return max(1, len(os.sched_getaffinity(0)) // threads_for(largest, self.config.cluster.cpu_threads))
 
     def workload(self) -> Workload:
         """Return the batch of a step."""

@@ -43,7 +43,7 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     config = lengths.lengths(config)
     ran = replace(layout, config=config, models=models_of(config))
     timeline = RunTimeline.read(path)
-    busy = busy_seconds(timeline, ran.hosts)
+    busy = busy_seconds(timeline, ran.hosts, ran.groups_at_once)
     simulated = simulate_layout(ran, config.schedule.max_staleness)
     if set(simulated.busy) <= set(busy):
         generate, score, update = _by_busy(busy, ran, simulated)

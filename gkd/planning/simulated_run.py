@@ -13,6 +13,7 @@ class SamplingGroup:
     Each of ``n_engines`` is given at most ``capacity`` requests and samples at most ``running`` of them at a time; a
     token of all n of those takes ``token_s(n)`` seconds. A new sequence keeps an engine busy for ``prefill_s`` seconds,
     and one that is under way when weights are loaded in flight for ``recompute_s`` for each of its tokens so far.
+    ``continuous``: a sequence ends by itself and another takes its place; else all that began together end together.
     """
 
     n_engines: int
@@ -21,6 +22,7 @@ class SamplingGroup:
     token_s: Callable[[float], float]
     prefill_s: float = 0.0
     recompute_s: float = 0.0
+    continuous: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,15 @@ class TrainingGroup:
 class DriverTimes:
     """Seconds of the driver's own work and of messages in a step, while nobody it waits for does anything.
 
-    ``start_s``: from new weights until engines sample what was requested with them; ``record_s``: until the driver has
-    requested, measured and logged all, before which it takes no sample in; ``deliver_s``: from a scored batch until it
-    takes it in; ``prepare_s``: until it has handed the batch to the actor; ``call_s``: of the actor's calls, until the
-    driver knows that the update is done.
+    ``start_s``: from new weights until engines sample what was requested with them; ``score_s``: of what lies between a
+    sample and its scores besides scorers' work, messages and rewards; ``record_s``: from new weights until the driver
+    has requested, measured and logged all, before which it takes no sample in; ``deliver_s``: from a scored batch until
+    it takes it in; ``prepare_s``: until it has handed the batch to the actor; ``call_s``: of the actor's calls, until
+    the driver knows that the update is done.
     """
 
     start_s: float = 0.0
+    score_s: float = 0.0
     record_s: float = 0.0
     deliver_s: float = 0.0
     prepare_s: float = 0.0
@@ -75,7 +79,7 @@ class SimulatedRun:
 
     ``lengths(step)`` are the tokens of the responses to ``n_prompts`` prompts, ``n`` neighbours each, of ``prompt``
     tokens; ``mean_tokens`` those of a sample that the times of scoring and updating are for, its prompt included.
-    ``hosts`` maps groups to the one whose devices they compute on.
+    ``hosts`` maps groups to the one whose devices they compute on; ``at_once`` groups have a device's full speed each.
     """
 
     n_prompts: int
@@ -89,6 +93,7 @@ class SimulatedRun:
     max_staleness: int = 0
     in_flight: bool = False
     hosts: Mapping[str, str] = field(default_factory=dict)
+    at_once: int = 1
     driver: DriverTimes = field(default_factory=DriverTimes)
 
 

@@ -5,7 +5,7 @@ sampled, scorers take samples as they finish, the actor adds up chunks in the ba
 new weights unless these are loaded in flight. What the driver itself takes, and messages, are counted where a run has
 measured them.
 
-Where groups share devices, each works as much slower as others there are busy.
+Where groups share devices, each works as much slower as more of them are busy than these have room for at once.
 """
 
 from __future__ import annotations
@@ -121,11 +121,12 @@ class _Simulation:
 
     def _advance(self) -> None:
         """Go on to the next event of any group."""
-        load: dict[str, int] = {}
+        load: dict[str, float] = {}
         clocks = [*self.groups.values(), self.driver]
         for group in clocks:
             if group.works:
-                load[group.device] = load.get(group.device, 0) + 1
+                load[group.device] = load.get(group.device, 0.0) + 1 / self.run.at_once
+        load = {device: max(1.0, busy) for device, busy in load.items()}
         nearest: _GroupClock | None = None
         dt = float("inf")
         for group in clocks:
@@ -197,16 +198,25 @@ class _Simulation:
         engine, group, sampling = self.engines[number], self.groups["rollout"], self.run.sampling
         self._account(engine)
         was_busy = bool(engine.running)
-        while engine.waiting and len(engine.running) < sampling.running:
-            sample = engine.waiting.popleft()
+        for sample, length in self._begin(engine):
             self.number += 1
-            heapq.heappush(engine.running, (engine.tokens + sample.length, self.number, sample))
+            heapq.heappush(engine.running, (engine.tokens + length, self.number, sample))
             engine.at += sampling.prefill_s
         group.busy += bool(engine.running) - was_busy
         engine.planned += 1
         if engine.running:
             left = (engine.running[0][0] - engine.tokens) * sampling.token_s(len(engine.running))
             self._at(group, engine.at - group.now + left, partial(self._end_sampling, number, engine.planned))
+
+    def _begin(self, engine: _EngineClock) -> list[tuple[_Sample, float]]:
+        """Return the waiting samples that an engine begins now, and the tokens after which each comes out of it."""
+        sampling = self.run.sampling
+        if engine.running and not sampling.continuous:
+            return []
+        n = min(len(engine.waiting), sampling.running - len(engine.running))
+        begun = [engine.waiting.popleft() for _ in range(n)]
+        longest = max((sample.length for sample in begun), default=0.0)
+        return [(sample, sample.length if sampling.continuous else longest) for sample in begun]
 
     def _account(self, engine: _EngineClock) -> None:
         now = self.groups["rollout"].now
@@ -238,15 +248,18 @@ class _Simulation:
             self.unsampled[sample.step] -= 1
             if not self.unsampled[sample.step]:
                 self.generated[sample.step] = self.time
-            for name in self.run.scoring:
-                heapq.heappush(self.queues[name], (self.time, sample.step, sample.place, sample))
-                self._score(name)
-            if not self.run.scoring:
-                self._finish(sample)
+            self._later(self.run.driver.score_s, partial(self._begin_scoring, sample))
         self._continue(number)
         self._hand_out()
         if self.draining:
             self._drain()
+
+    def _begin_scoring(self, sample: _Sample) -> None:
+        for name in self.run.scoring:
+            heapq.heappush(self.queues[name], (self.time, sample.step, sample.place, sample))
+            self._score(name)
+        if not self.run.scoring:
+            self._finish(sample)
 
     def _score(self, name: str) -> None:
         group, scoring = self.groups[name], self.run.scoring[name]

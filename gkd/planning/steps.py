@@ -14,7 +14,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from gkd.planning.colocation import needs_offload
-from gkd.planning.layout import Layout
+from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory import concurrent_sequences, largest_micro_batch, slots_of
 from gkd.planning.pipeline import (
     Factors,
@@ -73,6 +73,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
         max_staleness=staleness,
         in_flight=schedule.in_flight and staleness > 0,
         hosts=layout.hosts,
+        at_once=layout.groups_at_once,
         driver=factors.driver,
     )
 
@@ -115,6 +116,7 @@ def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> SamplingGroup:
         token_s=token_s,
         prefill_s=prefill * each * share,
         recompute_s=recompute * each * share,
+        continuous=engine_class(engine, layout.models.student).continuous,
     )
 
 

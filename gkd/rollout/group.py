@@ -120,7 +120,7 @@ class RolloutGroup:
             self._heartbeat.begin()
         keys = list(range(self._next_key, self._next_key + len(requests)))
         self._next_key += len(requests)
-        keyed = [replace(request, key=key) for key, request in zip(keys, requests, strict=True)]
+        keyed = [replace(request, key=key, order=order) for key, request in zip(keys, requests, strict=True)]
         self._requests |= {request.key: (order, request) for request in keyed}
         self._dispatcher.add(keyed, order)
         self._hand_out()

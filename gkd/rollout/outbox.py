@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from gkd.rollout.slots import Slots
-from gkd.types import ScoredSample, TrainingSample, Unscored
+from gkd.types import SampleRequest, ScoredSample, TrainingSample, Unscored
 
 GATHER_S = 0.05
 """Scored samples wait so long for others, so that the driver gets few messages."""
@@ -31,9 +31,9 @@ class Outbox:
         """Send scored samples, or what ends :meth:`batches`."""
         self._items.put(item)
 
-    def accept(self, keys: Sequence[int]) -> None:
+    def accept(self, requests: Sequence[SampleRequest]) -> None:
         """Note requests that the engine has taken on."""
-        self._announce(self._slots.take(keys))
+        self._announce(self._slots.take({request.key: request.order for request in requests}))
 
     def generated(self, keys: Sequence[int]) -> None:
         """Note samples that are generated, and to be scored now."""
@@ -69,11 +69,16 @@ class Outbox:
     def gather(self) -> list[Scored | Unscored | BaseException]:
         """Wait for scored samples, and a moment for more of them where nobody waits for these."""
         batch: list[Scored | Unscored | BaseException] = []
+        keys: set[int] = set()
         item: list[Scored] | Unscored | BaseException = self._items.get()
         end = time.monotonic() + GATHER_S
         with suppress(queue.Empty):
             while True:
-                batch += item if isinstance(item, list) else [item]
-                urgent = isinstance(item, BaseException | Unscored) or not self._slots.may_wait(len(batch))
-                item = self._items.get(timeout=0.0 if urgent else max(0.0, end - time.monotonic()))
+                if isinstance(item, list):
+                    batch += item
+                    keys.update(sample.key for sample, _ in item)
+                else:
+                    batch.append(item)
+                waits = isinstance(item, list) and self._slots.may_wait(keys)
+                item = self._items.get(timeout=max(0.0, end - time.monotonic()) if waits else 0.0)
         return batch

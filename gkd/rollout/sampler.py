@@ -48,7 +48,7 @@ class Sampler:
             return
         if self._asleep:
             raise RunFailed(f"rollout rank {self._rank} was asked to sample while its memory was others'")
-        self._outbox.accept([request.key for request in requests])
+        self._outbox.accept(requests)
         for request in requests:
             if request.own_answer and request.prompt.answer_ids is not None:
                 self._outbox.generated([request.key])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 
 class Slots:
@@ -19,16 +19,15 @@ class Slots:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._undelivered: set[int] = set()
+        self._undelivered: dict[int, float] = {}  # orders by key
         self._occupied: set[int] = set()  # of these, those that hold slots as far as the driver knows
         self._generated: set[int] = set()  # of these, those being scored
 
-    def take(self, keys: Iterable[int]) -> tuple[int, ...]:
-        """Note new requests."""
+    def take(self, orders: Mapping[int, float]) -> tuple[int, ...]:
+        """Note new requests, by key; those of a lower order are waited for first."""
         with self._lock:
-            new = set(keys)
-            self._undelivered |= new
-            self._occupied |= new
+            self._undelivered |= orders
+            self._occupied.update(orders)
             return self._announced()
 
     def generate(self, keys: Iterable[int]) -> tuple[int, ...]:
@@ -41,17 +40,21 @@ class Slots:
         """Note samples that go to the driver, scored."""
         delivered = set(keys)
         with self._lock:
-            self._undelivered -= delivered
+            for key in delivered:
+                self._undelivered.pop(key, None)
             self._occupied -= delivered
             self._generated -= delivered
 
-    def may_wait(self, n: int) -> bool:
-        """Return whether ``n`` scored samples may wait for others before they are delivered.
+    def may_wait(self, keys: Collection[int]) -> bool:
+        """Return whether scored samples may wait for others before they are delivered.
 
-        So it is where the driver has free slots without them, and requests that are not scored yet.
+        So it is where the driver has free slots without them, and waits for others that are not scored first, or with
+        them: not for those of a higher order, as of steps that are sampled ahead.
         """
         with self._lock:
-            return n < len(self._undelivered) and len(self._occupied) < self._capacity
+            order = max(self._undelivered[key] for key in keys)
+            missing = any(its <= order for key, its in self._undelivered.items() if key not in keys)
+            return missing and len(self._occupied) < self._capacity
 
     def _announced(self) -> tuple[int, ...]:
         samples_on = len(self._generated) < len(self._occupied) < self._capacity

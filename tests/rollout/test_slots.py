@@ -27,12 +27,12 @@ CAPACITY, N = 3, 10
 
 def test_what_is_generated_is_announced_once_and_only_by_an_engine_that_is_full_or_idle() -> None:
     slots = Slots(capacity=3)
-    assert slots.take([1, 2]) == slots.generate([1]) == ()  # the driver knows of a free slot
-    assert slots.take([3]) == (1,)  # now it does not
+    assert slots.take({1: 0, 2: 0}) == slots.generate([1]) == ()  # the driver knows of a free slot
+    assert slots.take({3: 0}) == (1,)  # now it does not
     assert slots.generate([2]) == ()
-    assert slots.take([4]) == (2,)
+    assert slots.take({4: 0}) == (2,)
     slots.deliver([1, 2, 3])
-    assert slots.take([5, 6]) == ()
+    assert slots.take({5: 0, 6: 0}) == ()
     assert slots.generate([4, 5]) == (4, 5)
     assert slots.generate([6]) == (6,)  # all that the engine had
     assert slots.generate([]) == ()
@@ -40,11 +40,20 @@ def test_what_is_generated_is_announced_once_and_only_by_an_engine_that_is_full_
 
 def test_scored_samples_wait_for_those_that_are_announced_and_not_scored() -> None:
     slots = Slots(capacity=3)
-    slots.take([1, 2])
+    slots.take({1: 0, 2: 0})
     assert slots.generate([1, 2]) == (1, 2)
-    assert slots.may_wait(1) and not slots.may_wait(2)
+    assert slots.may_wait({1}) and not slots.may_wait({1, 2})
     slots.deliver([1])
-    assert not slots.may_wait(1)
+    assert not slots.may_wait({2})
+
+
+def test_what_is_sampled_ahead_keeps_no_step_waiting() -> None:
+    slots = Slots(capacity=8)
+    slots.take({1: 5, 2: 5, 3: 6})
+    assert slots.may_wait({1}) and not slots.may_wait({1, 2})
+    assert slots.may_wait({3})  # for what the driver waits for first
+    slots.deliver([1, 2])
+    assert not slots.may_wait({3})
 
 
 class OneAStep(InferenceEngine[SampleRequest, Sample]):

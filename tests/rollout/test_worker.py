@@ -97,7 +97,7 @@ def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_th
 ) -> None:
     monkeypatch.setattr(gkd.rollout.outbox, "GATHER_S", 60.0)
     monkeypatch.setattr(worker.outbox, "_slots", Slots(capacity))
-    worker.outbox._slots.take(range(3))
+    worker.outbox._slots.take(dict.fromkeys(range(3), 0))
     prompt = Prompt(0, np.array([A], np.int32), "a", answer_ids=np.array([B, TURN_END], np.int32))
     requests = [SampleRequest(prompt, 0, 0, Sampling(2), own_answer=True, key=key) for key in range(3)]
     finished = worker.finished()
@@ -123,7 +123,7 @@ def test_what_ends_the_engine_does_not_wait_for_further_samples(
 ) -> None:
     monkeypatch.setattr(gkd.rollout.outbox, "GATHER_S", 60.0)
     monkeypatch.setattr(worker.outbox, "_slots", Slots(8))
-    worker.outbox._slots.take(range(3))
+    worker.outbox._slots.take(dict.fromkeys(range(3), 0))
     worker.outbox.put(RunFailed("the engine ended"))
     with pytest.raises(RunFailed, match="the engine ended"):
         next(worker.finished())
