@@ -17,8 +17,8 @@ def busy_seconds(timeline: RunTimeline, hosts: Mapping[str, str], at_once: int =
     """Return the seconds that a group's workers were busy in a step, on average: the median of steps.
 
     ``hosts`` maps groups to the one whose devices they compute on. While more than ``at_once`` groups on the same
-    devices are busy, each is taken to have so many times less of them, as the simulation has it. Empty without a step in
-    the timeline.
+    devices are busy, each is taken to have so many times less of them, as the simulation has it. Empty without any
+    step in the timeline.
     """
     steps = timeline.steps()
     if not steps:
