@@ -96,10 +96,10 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     assert [events[0]["kind"], events[-1]["kind"], events[-1]["failed"]] == ["start", "end", False]
     trace = json.loads((output / "timeline.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {
-        "driver", "validation", "actor 0", "rollout 0", "teacher 0",
+        "driver", "driver 0", "validation", "actor 0", "rollout 0", "teacher 0",
     }  # fmt: skip
     last = {e["name"] for e in trace if e["ph"] == "X" and e["args"]["step"] == STEPS}
-    assert last >= {"sample", "score", "update", "load weights", "generate", "waits-for-batch", "waits-for-weights"}
+    assert last >= {"sample", "score", "update", "load weights", "generate", "prepare", "waits-for-batch", "waits-for-weights"}
     assert (output / "config.yaml").read_text().startswith(f"# gkd {__version__}\n")
     assert json.loads((output / "summary.json").read_text())["version"] == __version__
     config = compose([str(output / "config.yaml")])
