@@ -99,7 +99,8 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
         "driver", "driver 0", "validation", "actor 0", "rollout 0", "teacher 0",
     }  # fmt: skip
     last = {e["name"] for e in trace if e["ph"] == "X" and e["args"]["step"] == STEPS}
-    assert last >= {"sample", "score", "update", "load weights", "generate", "prepare", "waits-for-batch", "waits-for-weights"}
+    assert last >= {"sample", "score", "update", "load weights", "generate", "waits-for-batch", "waits-for-weights"}
+    assert last >= {"request", "log", "prepare", "log samples"}  # of the driver's own process
     assert (output / "config.yaml").read_text().startswith(f"# gkd {__version__}\n")
     assert json.loads((output / "summary.json").read_text())["version"] == __version__
     config = compose([str(output / "config.yaml")])
