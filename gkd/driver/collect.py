@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from gkd.algorithms.advantages import groups_that_differ
 from gkd.algorithms.training_samples import groups_of, rewards_of
-from gkd.cluster.activity import noted
+from gkd.cluster.workers.activity import noted
 from gkd.config import Config, Rollout
 from gkd.config.top_k import top_k_wanted
 from gkd.data.stream import PromptStream

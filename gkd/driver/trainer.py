@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from gkd.algorithms.training_samples import require_rewards, with_advantages
-from gkd.cluster.activity import HERE, noted
+from gkd.cluster.workers.activity import HERE, noted
 from gkd.config import Config
 from gkd.driver.checkpoint import State
 from gkd.driver.collect import Batches, Collected

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gkd.cluster.activity import ActivitySpan
-from gkd.cluster.group import WorkerReport
+from gkd.cluster.workers.activity import ActivitySpan
+from gkd.cluster.workers.group import WorkerReport
 from gkd.observability.timeline import StepStages, Timeline
 from gkd.planning.driver_times import driver_times
 from gkd.planning.measured import factors_of
