@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from gkd.config import Config
-    from gkd.driver.preview import FilePreview, Preview
+    from gkd.driver.inputs.preview import FilePreview, Preview
     from gkd.types import Int32, Prompt
 
 BINS = 12
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
     from gkd.config.compose import compose
-    from gkd.driver.preview import preview
+    from gkd.driver.inputs.preview import preview
     from gkd.observability.progress import console, log_to
 
     config, out = compose(options.overrides), console()
@@ -97,7 +97,7 @@ def _show_lengths(file: FilePreview, longest: int, out: Console) -> None:
     """Print a histogram of lengths in tokens, as the longer view has them, up to what a prompt may have."""
     from rich.table import Table
 
-    from gkd.driver.preview import longer_view
+    from gkd.driver.inputs.preview import longer_view
 
     lengths = [len(longer_view(prompt)) for prompt in file.prompts]
     width = max(1, -(-min(max(lengths), longest) // BINS))

@@ -82,7 +82,7 @@ def _of_run(named: str, overrides: Sequence[str]) -> tuple[Config, tuple[Further
     from gkd.config import user_path
     from gkd.config.compose import compose
     from gkd.config.overrides import overrides_of
-    from gkd.driver.run_models import models_of_run, settings_of
+    from gkd.driver.checkpoints.run_models import models_of_run, settings_of
 
     run = user_path(named).absolute()
     if not (run / "config.yaml").exists():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gkd.errors import ConfigError, Parser, entry_point
 
 if TYPE_CHECKING:
-    from gkd.driver.checkpoint import Saved
+    from gkd.driver.checkpoints.checkpoint import Saved
 
 
 @entry_point
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
     saved = choose_checkpoint(options.run / "checkpoints", options.step)
-    from gkd.driver.run_models import export
+    from gkd.driver.checkpoints.run_models import export
 
     export(saved, out)
     print(f"step {saved.state.step} of {options.run} is in {options.out}")
@@ -41,7 +41,7 @@ def choose_checkpoint(directory: Path, step: int | None) -> Saved:
 
     Raises ConfigError when there is none, or when the one of that step is damaged.
     """
-    from gkd.driver.checkpoint import Damaged, complete, newest_intact, read_intact, step_of
+    from gkd.driver.checkpoints.checkpoint import Damaged, complete, newest_intact, read_intact, step_of
 
     checkpoints = complete(directory)
     if not checkpoints:

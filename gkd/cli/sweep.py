@@ -72,7 +72,7 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
 
 def _require_files(configs: Sequence[Config]) -> None:
     """Raise ConfigError where one of the runs would not find its models or data."""
-    from gkd.driver.inputs import require_files  # imports what a machine that submits jobs may lack
+    from gkd.driver.inputs.find import require_files  # imports what a machine that submits jobs may lack
     from gkd.observability.tracking import require_trackers
 
     checked: set[tuple[str, bool, bool]] = set()

@@ -83,9 +83,9 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     """
     from gkd.cluster.session.connect import connect
     from gkd.cluster.workers.worker import uncollected
-    from gkd.driver.inputs import find_inputs
-    from gkd.driver.restart import begin_again, may_begin_again, start_over
-    from gkd.driver.resume import differences, find, finished, require_same_data
+    from gkd.driver.checkpoints.restart import begin_again, may_begin_again, start_over
+    from gkd.driver.checkpoints.resume import differences, find, finished, require_same_data
+    from gkd.driver.inputs.find import find_inputs
     from gkd.observability.progress import console, log_to
     from gkd.observability.tracking import require_trackers
 

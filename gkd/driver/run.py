@@ -18,17 +18,17 @@ from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, pl
 from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
-from gkd.driver.best import BestModel
-from gkd.driver.checkpoint import Saved, State
-from gkd.driver.early_stop import EarlyStop
-from gkd.driver.final_scores import write_scores
-from gkd.driver.inputs import Inputs, with_scoring_engines
-from gkd.driver.parts import Parts, RunLog
-from gkd.driver.restart import restarts
-from gkd.driver.resume import cut
-from gkd.driver.saving import Checkpoints
+from gkd.driver.checkpoints.checkpoint import Saved, State
+from gkd.driver.checkpoints.restart import restarts
+from gkd.driver.checkpoints.resume import cut
+from gkd.driver.checkpoints.saving import Checkpoints
+from gkd.driver.inputs.find import Inputs, with_scoring_engines
+from gkd.driver.loop.parts import Parts, RunLog
+from gkd.driver.loop.train import train
 from gkd.driver.startup import start, with_transfer
-from gkd.driver.trainer import train
+from gkd.driver.validation.best import BestModel
+from gkd.driver.validation.early_stop import EarlyStop
+from gkd.driver.validation.final_scores import write_scores
 from gkd.durable import replace
 from gkd.errors import ConfigError
 from gkd.observability import report

@@ -2,8 +2,8 @@
 
 The group is vLLM's communicator, joined by the id that actor rank 0 makes: NCCL itself opens a port in that process,
 and the id travels in Ray calls of this run's driver. (vLLM's other way to meet, a store at an agreed port, unpickles
-what it finds there.) NCCL has no deadlines: the driver has (:mod:`gkd.driver.weight_sync`), and ends the processes of a
-run that waits in vain.
+what it finds there.) NCCL has no deadlines: the driver has (:mod:`gkd.driver.groups.weight_sync`), and ends the
+processes of a run that waits in vain.
 
 Nothing of this has run on GPUs so far.
 """

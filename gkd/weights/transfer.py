@@ -2,8 +2,8 @@
 
 The setting ``weights.transfer`` names a class that derives from :class:`Transfer`. The ranks pack one :class:`Piece`
 after the other and send them to the engines (:mod:`gkd.weights.delivery`), which load them in their order; deadlines
-and deaths are the driver's (:mod:`gkd.driver.weight_sync`). The modules of such classes import torch, vLLM and Ray
-within functions alone.
+and deaths are the driver's (:mod:`gkd.driver.groups.weight_sync`). The modules of such classes import torch, vLLM and
+Ray within functions alone.
 """
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream
-from gkd.driver.checkpoint import State
-from gkd.driver.parts import RunLog
-from gkd.driver.saving import Checkpoints
-from gkd.driver.trainer import train
-from gkd.driver.validation import Validation
+from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.saving import Checkpoints
+from gkd.driver.loop.parts import RunLog
+from gkd.driver.loop.train import train
+from gkd.driver.validation.held_out import Validation
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.requests import Score
 from gkd.observability.metrics import JsonLines

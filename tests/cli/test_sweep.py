@@ -15,7 +15,7 @@ from gkd.cli import sweep
 from gkd.cli.compare import main as main_compare
 from gkd.cli.sweep import SweptRun, expand, show
 from gkd.cli.train import configure, main
-from gkd.driver.final_scores import write_scores
+from gkd.driver.validation.final_scores import write_scores
 from gkd.observability.page.run import wilson
 from tests.observability.runs import make_run
 

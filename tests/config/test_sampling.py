@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gkd.config import load
-from gkd.driver.collect import sampling_of
+from gkd.driver.loop.collect import sampling_of
 from gkd.observability.watch import warnings
 
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from gkd.config import load
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.model_info import ModelInfo
-from gkd.driver.inputs import find_inputs
+from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 from tests.data.models import TEMPLATE, WORDS, save_model, word_tokenizer

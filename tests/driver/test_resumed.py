@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gkd.data.prompts import fingerprint
-from gkd.driver.checkpoint import Saved, State
-from gkd.driver.resume import cut, require_same_data
+from gkd.driver.checkpoints.checkpoint import Saved, State
+from gkd.driver.checkpoints.resume import cut, require_same_data
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.observability.run_files import RunFiles

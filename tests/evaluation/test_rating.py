@@ -11,8 +11,8 @@ import pytest
 from gkd.cli.evaluate import compose_evaluation
 from gkd.config import Config, load
 from gkd.config.overrides import overrides_of
-from gkd.driver import run_models
-from gkd.driver.run_models import RunModels
+from gkd.driver.checkpoints import run_models
+from gkd.driver.checkpoints.run_models import RunModels
 from gkd.errors import ConfigError
 from gkd.evaluation.questions import load_questions
 from gkd.evaluation.rating import reward_settings

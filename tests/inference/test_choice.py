@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from gkd.config.compose import compose
 from gkd.config.groups import Teacher
 from gkd.data.model_info import ModelInfo
-from gkd.driver.inputs import _require_engines_run, with_scoring_engines
+from gkd.driver.inputs.find import _require_engines_run, with_scoring_engines
 from gkd.errors import ConfigError
 from gkd.inference.engine import EngineSpec
 from gkd.inference.torch_scorer import TorchScorer

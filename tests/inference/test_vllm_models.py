@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
-from gkd.driver.inputs import _require_engines_run
+from gkd.driver.inputs.find import _require_engines_run
 from gkd.errors import ConfigError
 from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs, why_not_at_all, why_not_on_a_cpu
 from tests.families import FAMILIES, STATEFUL, config_of

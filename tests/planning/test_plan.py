@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from gkd.cli.plan import main
 from gkd.config import settings
 from gkd.config.compose import compose
-from gkd.driver.inputs import find_inputs
+from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.planning.layout import known_gpu_type, models_of

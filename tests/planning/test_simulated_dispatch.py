@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gkd.config import load
-from gkd.driver.streaming import BatchStream
+from gkd.driver.loop.streaming import BatchStream
 from gkd.planning.simulated_run import SamplingGroup, SimulatedRun, TrainingGroup
 from gkd.planning.simulation import _Simulation
 from gkd.rollout.dispatch import RequestDispatcher
@@ -92,7 +92,7 @@ def test_chunks_are_those_that_the_stream_cuts(unit: int) -> None:
     stream._unit = unit
     samples: Any = [SimpleNamespace(n_tokens=5 + int(length)) for length in run.lengths(1)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gkd.driver.streaming.settle", lambda config, group: group)
+        patch.setattr("gkd.driver.loop.streaming.settle", lambda config, group: group)
         stream.feed(samples)
         stream.update(samples, 1)
     assert len(handed) > 5

@@ -13,7 +13,7 @@ import pytest
 
 from gkd.cli.doctor.devices import Gpus
 from gkd.config.compose import compose
-from gkd.driver.checkpoint import Saved, State, write
+from gkd.driver.checkpoints.checkpoint import Saved, State, write
 from gkd.durable import Sum
 from gkd.errors import ConfigError
 from tests.gpu import acceptance

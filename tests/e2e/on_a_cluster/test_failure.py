@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gkd.driver.checkpoint import complete
+from gkd.driver.checkpoints.checkpoint import complete
 from tests.e2e.conftest import Run, alive, run_here
 from tests.ray.cluster.conftest import eventually
 

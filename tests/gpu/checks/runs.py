@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gkd.driver.checkpoint import newest_intact
+from gkd.driver.checkpoints.checkpoint import newest_intact
 from tests.gpu.checks.context import Context, require
 from tests.gpu.checks.program import SMALL_TASK, SMALLER_TASK, Run, run
 

@@ -23,8 +23,8 @@ from gkd.actor.state import part_of, write_part
 from gkd.cli.export import main as export
 from gkd.cluster.workers.group import Pending
 from gkd.config import Config
-from gkd.driver import checkpoint
-from gkd.driver.checkpoint import Saved, State
+from gkd.driver.checkpoints import checkpoint
+from gkd.driver.checkpoints.checkpoint import Saved, State
 from gkd.errors import RunFailed
 from tests.actor import models
 from tests.actor.test_lora import base

@@ -19,9 +19,9 @@ import ray
 from gkd.actor.batches import Applied
 from gkd.cluster.workers.group import Pending
 from gkd.config import Config, load
-from gkd.driver.checkpoint import State, complete, read
-from gkd.driver.resume import differences, find, finished
-from gkd.driver.saving import Checkpoints
+from gkd.driver.checkpoints.checkpoint import State, complete, read
+from gkd.driver.checkpoints.resume import differences, find, finished
+from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.durable import sum_of
 from gkd.errors import ConfigError, RunFailed
 from gkd.recipes.sort_digits.sorting import make_tokenizer

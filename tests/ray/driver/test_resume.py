@@ -18,11 +18,11 @@ from gkd.actor.batches import Applied, over_mini_batches
 from gkd.cluster.workers.group import Pending
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
-from gkd.driver.checkpoint import State
-from gkd.driver.parts import RunLog
-from gkd.driver.resume import cut, find
-from gkd.driver.saving import Checkpoints
-from gkd.driver.trainer import train
+from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.resume import cut, find
+from gkd.driver.checkpoints.saving import Checkpoints
+from gkd.driver.loop.parts import RunLog
+from gkd.driver.loop.train import train
 from gkd.durable import sum_of
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines

@@ -19,7 +19,7 @@ from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Group, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
-from gkd.driver.weight_sync import WeightSync
+from gkd.driver.groups.weight_sync import WeightSync
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Prompt, SampleRequest, Sampling

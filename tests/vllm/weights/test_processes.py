@@ -20,7 +20,7 @@ from gkd.cluster.workers.group import Group, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, Weights, load
 from gkd.data.model_info import ModelInfo
-from gkd.driver.weight_sync import WeightSync
+from gkd.driver.groups.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import environment, installed_device
 from gkd.rollout.group import RolloutGroup

@@ -1,0 +1,149 @@
+"""Going on with a run: from which checkpoint, and whether it is the same run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gkd.config import Config
+from gkd.config.overrides import flat
+from gkd.data.tokenizer import check_causal_lm
+from gkd.driver.checkpoints.checkpoint import Saved, complete, newest_intact, step_of
+from gkd.driver.validation.early_stop import EarlyStop
+from gkd.durable import replace
+from gkd.errors import ConfigError
+from gkd.observability.report import steps_done
+from gkd.version import __version__
+
+log = logging.getLogger("gkd")
+
+_SAME = (
+    "actor.lora", "algorithm", "data", "model", "reward", "rollout.n", "trainer.batch_size", "trainer.seed",
+)  # fmt: skip
+"""Settings that a run must go on with, but for those of :data:`_FREE`."""
+
+_FREE = (
+    "data.train_files", "data.val_files", "reward.judge.api_key_env", "reward.judge.retries", "reward.judge.slow_s",
+    "reward.judge.timeout_s", "reward.judge.url", "reward.max_failed_share", "reward.timeout_s", "reward.workers",
+)  # fmt: skip
+"""Where files are, whose prompts are compared, and how rewards are computed: a run may have ended for want of time."""
+
+_OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")
+"""Settings that say nothing of what a run does."""
+
+
+def finished(config: Config, output: Path) -> str | None:
+    """Say of a run in ``output`` that it is done with all its steps and has written its student; else None.
+
+    Raises ConfigError when it has done more steps than it is to have now.
+    """
+    if (steps := steps_done(output)) is None:
+        return None
+    wanted = config.trainer.total_steps
+    if steps > wanted:
+        raise ConfigError(
+            f"trainer.resume=true: the run in {output} has done {steps} steps, more than trainer.total_steps={wanted}"
+        )
+    stopped = None if steps == wanted else EarlyStop(config.trainer.stop_early, output / "metrics.jsonl").reason
+    if steps < wanted and stopped is None:
+        return None
+    model = output / "model"
+    try:
+        check_causal_lm(str(model), "model")
+    except ConfigError as error:
+        log.warning("the run has done its %d steps, but its student is not all there: %s", steps, error)
+        return None
+    if stopped is not None:
+        return (
+            f"the run in {output} is finished: it stopped early after step {steps}, and the trained student is in "
+            f"{model}; {stopped}: other values of trainer.stop_early would go on"
+        )
+    there = complete(output / "checkpoints")
+    further = (
+        f"a larger trainer.total_steps would go on after step {step_of(there[-1])}, from {there[-1]}"
+        if there
+        else f"it left no checkpoint, so more steps are a run of their own, with model.path={model}"
+    )
+    return (
+        f"the run in {output} is finished: all {steps} steps are done and the trained student is in {model}; {further}"
+    )
+
+
+def find(config: Config, output: Path) -> Saved:
+    """Return the newest intact checkpoint in ``output``; damaged ones after it are named in a warning.
+
+    Raises ConfigError when there is none, or when it is of a run with other settings.
+    """
+    directory = output / "checkpoints"
+    saved, damaged = newest_intact(directory)
+    if saved is None and damaged:
+        what = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
+        raise ConfigError(f"trainer.resume=true: every checkpoint in {directory} is damaged: {what}")
+    if saved is None:
+        raise ConfigError(f"trainer.resume=true: there is no complete checkpoint in {directory}")
+    for path, why in damaged.items():
+        log.warning("%s is damaged and left out: %s", path, why)
+    here, there = flat(config.model_dump(mode="json")), flat(saved.config)
+    for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
+        if _is_of(key, _SAME) and not _is_of(key, _FREE) and here.get(key) != there.get(key):
+            raise ConfigError(
+                f"trainer.resume=true: {saved.path} was made with {key}={there.get(key)}, this is {here.get(key)}"
+            )
+    if saved.state.step > config.trainer.total_steps:
+        raise ConfigError(
+            f"trainer.resume=true: {saved.path} is beyond trainer.total_steps={config.trainer.total_steps}"
+        )
+    return saved
+
+
+def differences(saved: Saved, config: Config) -> str:
+    """Return settings with other values than in the run's earlier part, in one line; empty where there are none.
+
+    Another version of gkd counts as one of them.
+    """
+    here, there = flat(config.model_dump(mode="json")), flat(saved.config)
+    changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
+    changed += [
+        f"{key} {_shown(there.get(key))} -> {_shown(here.get(key))}"
+        for key in sorted({*here, *there})
+        if not _is_of(key, _OWN) and here.get(key) != there.get(key)
+    ]
+    return f"goes on with other settings: {', '.join(changed)}" if changed else ""
+
+
+def require_same_data(saved: Saved, data: Mapping[str, str]) -> None:
+    """Raise ConfigError unless ``data``, fingerprints of the prompts by their use, are those of the checkpoint."""
+    for use, fingerprint in data.items():
+        if saved.data.get(use) != fingerprint:
+            raise ConfigError(
+                f"trainer.resume=true: the prompts of data.{use}_files are not those that {saved.path} was made with"
+            )
+
+
+def cut(file: Path, step: int) -> None:
+    """Forget what a JSON-lines file says of steps after ``step``: they are done again.
+
+    So is a last line that is not whole. Others that are no JSON are left out with a warning.
+    """
+    if not file.exists():
+        return
+    until_step = []
+    *rows, _ = file.read_bytes().split(b"\n")
+    for number, row in enumerate(rows, 1):
+        try:
+            if json.loads(row)["step"] <= step:
+                until_step.append(row + b"\n")
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("%s line %d is left out: it is no row of a step (%s)", file, number, error)
+    replace(file, b"".join(until_step))
+
+
+def _is_of(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)

@@ -1,0 +1,151 @@
+"""The models that a run has left: where it began, every checkpoint, and the trained student."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gkd.config import Config, Lora
+from gkd.data.tokenizer import check_causal_lm
+from gkd.driver.checkpoints.checkpoint import Damaged, Saved, complete, read_intact
+from gkd.driver.inputs.find import find_files
+from gkd.errors import ConfigError
+from gkd.evaluation.answers import fingerprint
+from gkd.evaluation.plan import START
+from gkd.evaluation.questions import PROMPT_SETTINGS
+from gkd.evaluation.reloading import FurtherWeights
+from gkd.observability.report import steps_done
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gkd.actor.model import Student
+
+log = logging.getLogger("gkd")
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """``base``: directory of the model that the run began with; ``further``: what became of it, by step."""
+
+    base: str
+    further: tuple[FurtherWeights, ...]
+
+
+def models_of_run(run: Path, config: Config) -> RunModels:
+    """Find the models of the run with ``config`` in the directory ``run``; damaged checkpoints are warned of.
+
+    Raises ConfigError where nothing was trained yet, or the model that was trained is not where it was.
+    """
+    checkpoints: dict[int, Saved] = {}
+    for path in complete(run / "checkpoints"):
+        try:
+            saved = read_intact(path)
+            checkpoints[saved.state.step] = saved
+        except Damaged as why:
+            log.warning("%s is damaged and left out: %s", path, why)
+    base = next((saved.model for saved in checkpoints.values()), None) or find_files(config, log.info)[0]
+    base = check_causal_lm(base, "the model that was trained")
+    its = fingerprint(base)
+    further = [
+        FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved)) for step, saved in checkpoints.items()
+    ]
+    if (steps := steps_done(run)) is not None and steps not in checkpoints:
+        model = check_causal_lm(str(run / "model"), "the student of the run")
+        further.append(FurtherWeights(f"step_{steps}", fingerprint(model), partial(_read_model, model)))
+    if not further:
+        raise ConfigError(f"{run} holds neither a whole checkpoint nor a trained student (trainer.save_every)")
+    return RunModels(base, tuple(further))
+
+
+def _sum(model: str, saved: Saved) -> str:
+    """Return the fingerprint of a checkpoint of what began as the model with that fingerprint."""
+    files = {name: asdict(sum_) for name, sum_ in saved.files.items()}
+    return hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(saved: Saved) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint, an adapter merged into them."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of files that are read in an instant
+
+    student = _load_student(saved, saved.model)
+    with torch.no_grad():
+        yield from student.file_tensors(getattr(torch, saved.dtype))
+
+
+def _load_student(saved: Saved, base: str) -> Student:
+    """Load the student of a checkpoint of what began as the model in ``base``."""
+    import torch
+
+    from gkd.actor.loading import load
+    from gkd.actor.state import load_state
+
+    student = load(base, lora=_lora(saved), dtype=getattr(torch, saved.dtype))
+    load_state(student, None, saved.rank_files)
+    return student
+
+
+def _lora(saved: Saved) -> Lora:
+    return Lora.model_validate(saved.config["actor"]["lora"])
+
+
+def export(saved: Saved, out: Path) -> None:
+    """Write a checkpoint as a Hugging Face model directory ``out``, as the run itself writes its student.
+
+    Raises ConfigError where the model that was trained is not where it was.
+    """
+    import torch
+
+    from gkd.actor.pretrained import write_pretrained
+
+    base = check_causal_lm(saved.model, "the model that was trained")
+    student = _load_student(saved, base)
+    with torch.no_grad():
+        write_pretrained(student, base, _lora(saved), getattr(torch, saved.dtype), out, writes=True)
+
+
+def _read_model(path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model's files."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, opened.get_tensor(name)
+
+
+def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -> dict[str, Any]:
+    """Return the settings of an evaluation that asks as the run with ``config`` does.
+
+    ``with_sets``: on its own questions, those of ``data.val_files`` as the set ``val`` and ``data.val_sets``.
+    """
+    rollout, sets, reward = config.rollout, dict[str, Any](), dict[str, Any]()
+    if with_sets:
+        data = config.data
+        shared = {name: getattr(data, name) for name in PROMPT_SETTINGS if getattr(data, name) is not None}
+        sets["val"] = {**shared, "files": find_files(config, log.debug)[3], "limit": data.val_limit}
+        for name, one in data.val_sets.items():
+            sets[name] = one.model_dump(exclude_defaults=True, exclude={"every"})
+        reward = config.reward.of_functions(config.reward.of_sets)
+        reward = {name: value for name, value in reward.items() if name not in ("functions", "weights", "of_sets")}
+    return {
+        f"models.{START}": models.base,
+        "model.dtype": config.model.dtype,
+        "data.max_prompt_length": config.data.max_prompt_length,
+        "trainer.seed": config.trainer.seed,
+        "rollout.engine": rollout.engine,
+        "rollout.max_response_length": rollout.max_response_length,
+        "rollout.stop": rollout.stop,
+        "evaluate.output_dir": run / "evaluate",
+        **({"evaluate.sets": sets} if sets else {}),
+        **({"reward": reward} if reward else {}),
+    }

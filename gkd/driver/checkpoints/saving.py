@@ -1,0 +1,206 @@
+"""Writing a run's checkpoints: by step, by time, and where it ends before its time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gkd.actor.batches import over_mini_batches
+from gkd.actor.group import ActorGroup
+from gkd.cluster.workers.group import Pending, gather, is_done, settle
+from gkd.config import Config
+from gkd.driver.checkpoints import checkpoint
+from gkd.driver.checkpoints.checkpoint import RANKS, Cause, Saved, State
+from gkd.durable import Sum, reason
+from gkd.errors import RunFailed, one_line
+from gkd.observability import events
+from gkd.observability.metrics import finite
+
+log = logging.getLogger("gkd")
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A checkpoint that the ranks are writing, until ``deadline`` (``time.monotonic``)."""
+
+    saved: Saved
+    calls: Pending
+    deadline: float
+
+
+class Checkpoints:
+    """Has the actor write checkpoints while the run goes on, which waits for the copy of its state alone.
+
+    What a checkpoint is called is what the ranks say that their weights are; :meth:`train` and :meth:`after` are given
+    the driver's part of each step. A checkpoint is completed at the first of these calls after its files are written.
+
+    ``started`` is when the run began (``time.monotonic``); ``data`` are its prompts' fingerprints; ``first`` is the
+    step that it goes on after. A directory of checkpoints belongs to one run at a time.
+    """
+
+    def __init__(self, config: Config, output: Path, started: float, data: Mapping[str, str], first: int = 0) -> None:
+        self.config, self.directory, self.started, self.data = config, output / "checkpoints", started, data
+        self._newest = self._done = first  # steps: of the newest checkpoint; that are trained, validated and logged
+        self._states: dict[int, State] = {}
+        self._writing: Writing | None = None
+        self._begun = time.monotonic()
+        self._failure: str | None = None
+        self._last: int | None = None  # the step that the run ends with, once that is known
+        self._ending = False
+
+    def train(self, state: State) -> None:
+        """Note that the actor may hold the weights of this step from now on, whose row is not written yet."""
+        self._keep(state)
+        writing = self._writing
+        if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
+            self._complete()
+
+    def after(self, actor: ActorGroup, state: State, last: bool = False) -> None:
+        """Begin a checkpoint if it is time, after a step is trained, validated and logged. A failure is a warning.
+
+        ``last``: the run ends with this step, before ``trainer.total_steps``.
+        """
+        self.train(state)
+        self._done = state.step
+        trainer = self.config.trainer
+        if last or state.step == trainer.total_steps:
+            self._last = state.step
+        last = self._last is not None
+        if trainer.save_every is not None and (state.step % trainer.save_every == 0 or last):
+            self._complete()
+            self._begin(actor, "step")
+        elif self._writing is None and self._minutes() >= (trainer.save_minutes or math.inf):
+            self._begin(actor, "time")
+
+    def wait(self) -> None:
+        """Return once the one under way is complete, or has failed."""
+        self._complete()
+
+    def finish(self) -> None:
+        """Raise RunFailed when the last step's, if it was asked for, could not be written."""
+        if self._failure is not None:
+            raise RunFailed(self._failure)
+
+    def rescue(self, actor: ActorGroup) -> None:
+        """Save what is whole of a run that ends before its time, and say what there is to go on from. Never raises."""
+        self._ending = True
+        try:
+            if self._writing is None or is_done(self._writing.calls) or actor.answers():
+                self._complete()
+            step = actor.applied().step
+            if step < self._done:
+                raise RunFailed("its processes were being started again")
+            if step > self._newest:
+                self._start(actor, "end")
+                self._complete(warn=False)
+            elif step == 0:
+                return  # nothing was trained yet
+        except Exception as error:  # what ends the run is on its way, and must not be hidden by another error
+            log.warning("no checkpoint of the last step could be written: %s", self._why(error))
+        if self._newest:
+            path = self.directory / f"step_{self._newest}"
+            text = "checkpoint of step %d: %s (go on with trainer.resume=true)"
+            log.warning(text, self._newest, path, extra={"kind": "checkpoint"})
+        else:
+            log.warning("there is no checkpoint to go on from")
+
+    def _minutes(self) -> float:
+        """Return minutes since the last checkpoint was begun, or the run."""
+        return (time.monotonic() - self._begun) / 60
+
+    def _keep(self, state: State) -> None:
+        self._states = {step: kept for step, kept in self._states.items() if step == state.step - 1}
+        self._states[state.step] = state
+
+    def _begin(self, actor: ActorGroup, cause: Cause) -> None:
+        try:
+            self._start(actor, cause)
+        except (RunFailed, OSError) as error:
+            self._fail(max(self._states), cause, error)
+
+    def _start(self, actor: ActorGroup, cause: Cause) -> None:
+        """Have all ranks copy what they hold and write it. Raises RunFailed or OSError."""
+        self._begun = time.monotonic()
+        applied = actor.stage()
+        state = self._states.get(applied.step)
+        if state is None:
+            raise RunFailed(f"the actor holds the weights of step {applied.step}, which the run knows nothing of")
+        if state.row is not None:  # of an update whose metrics never arrived
+            state = replace(state, row={**finite(over_mini_batches(applied.rows)), **state.row})
+        path = self.directory / f"step_{state.step}"
+        checkpoint.remove(path)
+        (path / RANKS).mkdir(parents=True)
+        config = self.config.model_dump(mode="json")
+        saved = Saved(path, cause, state, config, actor.model_path, actor.dtype, self.data, {})
+        deadline = time.monotonic() + self.config.trainer.save_timeout_s
+        self._writing = Writing(saved, actor.write_staged(str(path / RANKS)), deadline)
+
+    def _complete(self, warn: bool = True) -> None:
+        """Wait until the checkpoint under way is written, and complete it. With ``warn`` a failure is a warning."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        saved = writing.saved
+        try:
+            left = max(0.0, writing.deadline - time.monotonic())
+            if not left and not is_done(writing.calls):
+                limit = self.config.trainer.save_timeout_s
+                raise RunFailed(f"it was not on the disk after {limit:g} s (trainer.save_timeout_s)")
+            written: list[tuple[str, Sum]] = gather([writing.calls], left)[0]
+            files = {f"{RANKS}/{name}": sum_ for name, sum_ in written}
+            state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
+            checkpoint.write(replace(saved, files=files, state=state))
+        except (RunFailed, OSError) as error:
+            with suppress(RunFailed):  # of one rank; others may be writing there still
+                settle(writing.calls, max(0.0, writing.deadline - time.monotonic()))
+            shutil.rmtree(saved.path, ignore_errors=True)
+            if not warn:
+                raise
+            self._fail(saved.state.step, saved.cause, error)
+            return
+        except BaseException:
+            self._writing = writing  # the run is ended while it waits: whoever saves what is whole waits again
+            raise
+        self._newest = saved.state.step
+        events.note("checkpoint", f"checkpoint of step {self._newest}: {saved.path}", step=self._newest)
+        with suppress(OSError):  # what cannot be deleted now is tried again after the next one
+            self._forget(self._newest)
+
+    def _fail(self, step: int, cause: Cause, error: Exception) -> None:
+        text = f"the checkpoint of step {step} could not be written: {self._why(error)}"
+        if cause == "step" and step == self._last:
+            self._failure = text
+            events.note("warning", text)
+        else:
+            log.warning("%s%s", text, "" if self._ending else "; the run goes on")
+
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, OSError):
+            return reason(error, self.directory)
+        return str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {one_line(error)}"
+
+    def _forget(self, newest: int) -> None:
+        """Delete all but the newest ones: of those by time what is not among the newest of all.
+
+        Damaged ones of later steps, which the run does not go on from, are left to be looked at or written again.
+        """
+        keep = self.config.trainer.keep_checkpoints
+        there = [path for path in checkpoint.complete(self.directory) if checkpoint.step_of(path) <= newest]
+        lasting = [path for path in there if _cause(path) != "time"]
+        for path in {*there} - {*there[-keep:], *lasting[-keep:]}:
+            checkpoint.remove(path)
+        for path in checkpoint.incomplete(self.directory):
+            shutil.rmtree(path)
+
+
+def _cause(path: Path) -> Cause:
+    try:
+        return checkpoint.read(path).cause
+    except checkpoint.Damaged:
+        return "time"

@@ -1,0 +1,77 @@
+"""Starting the rollout engines: all at the beginning, and one again that died."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gkd.cluster.health.restarts import StartAgain
+from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.placement import Placement
+from gkd.config import Config
+from gkd.driver.inputs.find import Inputs
+from gkd.inference.engine import EngineSpec
+from gkd.inference.vllm_environment import environment
+from gkd.scoring.watch import ScorerWatch
+
+WORKER, FOLLOWER = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"
+
+
+def refusal(engines: Engines, in_turn: bool) -> str | None:
+    """Return why engines are not started again when they die; None: they are. ``in_turn``: others have their GPUs."""
+    if in_turn:
+        return "where groups have GPUs in turn (cluster.offload) none is started again"
+    if engines.nnodes > 1:
+        return f"one over {engines.nnodes} nodes is not started again"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEngines:
+    """The engines that sample, on the workers of ``placement``."""
+
+    config: Config
+    inputs: Inputs
+    placement: Placement
+    engines: Engines
+
+    def build(self) -> list[Pending]:
+        """Start building all of them."""
+        arguments = [self._arguments(engine, self.engines.leaders) for engine in range(len(self.engines.leaders))]
+        return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)
+
+    def again(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> StartAgain:
+        """Return how one that died is started again, and reaches the scorers that are there. After the build.
+
+        On its GPU its cache has the size of before: what is free there, while others use it, says nothing.
+        """
+        limit = self.config.cluster.start_timeout_s
+        caches = self.engines.leaders.control("cache_bytes", timeout_s=limit, what="saying how large caches are")
+
+        def start(engine: int) -> Group:
+            worker = self.engines.start_again(self.placement, engine)
+            config, spec = self._arguments(engine, self.engines.leaders)
+            if worker.reports[0].gpu_uuids == self.engines.leaders.reports[engine].gpu_uuids:
+                spec = replace(spec, cache_bytes=caches[engine])
+            built_of = (config, spec, None)
+            gather([worker.submit_build(WORKER, [built_of], environment=self._environment)], limit)
+            absent = [expected.name for expected in scorers.absent()]
+            reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}
+            worker.control("pipeline.connect", reached, timeout_s=limit, what="connecting to the models that score")
+            return worker
+
+        cluster, why_not = self.config.cluster, refusal(self.engines, self.config.cluster.offload is True)
+        within_s = cluster.start_timeout_s + cluster.reserve_timeout_s
+        return StartAgain(cluster.worker_restarts, start, self.placement.session.threads, why_not, within_s)
+
+    def _arguments(self, engine: int, group: Group) -> tuple[Config, EngineSpec]:
+        inputs, device = self.inputs, group.reports[engine].device
+        spec = EngineSpec.for_rollout(self.config, inputs.student, inputs.model, inputs.max_length, engine, device)
+        return self.config, spec
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        device = self.engines.leaders.reports[0].device
+        return environment(device, [self.inputs.student], self.config.cluster.cpu_threads)

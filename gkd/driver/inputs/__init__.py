@@ -1,0 +1,1 @@
+"""Models and data of a run, found and checked before Ray starts."""

@@ -1,0 +1,60 @@
+"""What the loop drives, and where it writes what it did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gkd.actor.group import ActorGroup
+from gkd.cluster.workers.group import WorkerReport, WorkerReports
+from gkd.data.stream import PromptStream
+from gkd.driver.checkpoints.saving import Checkpoints
+from gkd.driver.groups.weight_sync import WeightSync
+from gkd.driver.validation.best import BestModel
+from gkd.driver.validation.early_stop import EarlyStop
+from gkd.driver.validation.held_out import Validation
+from gkd.driver.validation.val_sets import ValSets
+from gkd.observability.metrics import JsonLines
+from gkd.observability.progress import Progress
+from gkd.observability.samples import SampleLog
+from gkd.observability.timeline import Timeline
+from gkd.rollout.group import RolloutGroup
+from gkd.rollout.own_answers import OwnAnswers
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything the loop drives, started and holding the same weights."""
+
+    prompts: PromptStream
+    rollout: RolloutGroup
+    actor: ActorGroup
+    sync: WeightSync
+    validation: Validation
+    val_sets: ValSets
+    n_gpus: int
+    vocab_size: int
+    reports: WorkerReports = field(default_factory=WorkerReports)
+    answers: OwnAnswers | None = None
+    """What is learned from in place of samples; the engines are then for validation alone."""
+
+    def report(self) -> list[WorkerReport]:
+        """Return what the workers of every group say of themselves."""
+        return self.reports.read([self.actor.group, self.rollout.living, *self.rollout.scorers.groups])
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """Where the loop writes what it did."""
+
+    metrics: JsonLines
+    samples: SampleLog
+    progress: Progress
+    checkpoints: Checkpoints
+    timeline: Timeline
+    best: BestModel | None = None
+    stop: EarlyStop | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ends before its last step."""
+        return self.stop is not None and self.stop.reason is not None

@@ -1,0 +1,154 @@
+"""The training loop: sample, score, update, send the weights back, over and over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from gkd.algorithms.training_samples import require_rewards, with_advantages
+from gkd.cluster.workers.activity import HERE, noted
+from gkd.config import Config
+from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.loop.collect import Batches, Collected
+from gkd.driver.loop.parts import Parts, RunLog
+from gkd.driver.loop.step_ends import StepEnds
+from gkd.driver.loop.streaming import BatchStream
+from gkd.errors import RunFailed
+from gkd.observability import metrics as measured
+from gkd.observability.timeline import StepStages
+from gkd.types import TrainingSample
+
+
+def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
+    """Run the steps up to ``trainer.total_steps`` after ``start``, and the validations; returns the state after the
+    last one, which ``trainer.stop_early`` may make an earlier one.
+
+    A step is counted, logged, validated and saved only after the actor has been updated and the engines serve its
+    weights; where nothing is sampled they get them for validations alone. Where the run ends after the update and
+    before that, a checkpoint has what is left to do.
+
+    Samples are logged while the actor computes, and a step's metrics while the engines sample the next one: a step
+    begins with the end of the one before. The next one is sampled, scored and differentiated beside a validation, too,
+    which ends before the optimizer step.
+    """
+    last = start.step if log.stopped else config.trainer.total_steps
+    batches = Batches(config, parts.prompts, parts.answers or parts.rollout, parts.vocab_size, start)
+    ends = StepEnds(config, parts, log, batches, start.step)
+    samples_ahead = config.schedule.max_staleness > 0
+    if samples_ahead:
+        parts.actor.meanwhile = parts.rollout.attend
+    state = start
+    if start.row is not None:
+        _request(config, batches, ends, start.step)
+        state = ends.end(start)
+    began: float | None = None  # when the step to come was handed out
+    for step in range(start.step + 1, last + 1):
+        started = time.monotonic() if began is None else began
+        batches.dispatch(step - 1)
+        stream = BatchStream(config, parts.actor)
+        collected = batches.collect(step, stream.feed) if config.streams else batches.collect(step)
+        HERE.switch("prepare")
+        stream.close()
+        sampled, validates = time.monotonic(), ends.validates
+        state = ends.finish(state)
+        if log.stopped:
+            break
+        ready = time.monotonic()
+        parts.actor.beside = partial(_log_samples, log, step, collected.batch)
+        batch, row = _learned_from(config, log, collected, step)
+        if validates:
+            row["timing_s/validation"] = ready - sampled
+        row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(collected.requested_s, batch)
+        state = replace(
+            state, step=step, prompts=parts.prompts.state(), ahead=batches.ahead(step), row=measured.finite(row)
+        )
+        log.checkpoints.train(state)
+        row |= stream.update(batch, step)
+        n_tokens, stages = sum(sample.n_tokens for sample in batch), StepStages.of_batch(batch, started)
+        del collected, batch, stream  # their arrays leave the object store before the next ones come
+        updated = drained = time.monotonic()
+        row |= actors_time(started, ready, updated, row.get("timing_s/update"))
+        if samples_ahead and not config.schedule.in_flight:  # every step is sampled from one version
+            parts.rollout.drain(config.rollout.timeout_s)
+            drained = time.monotonic()
+            row["timing_s/drain"] = drained - updated
+        if parts.answers is None:
+            parts.sync.push()
+        done = time.monotonic()
+        began = None if config.cluster.offload is True else done
+        _request(config, batches, ends, step)
+        row |= {"timing_s/sync": done - drained, "timing_s/step": done - started}
+        row |= throughput(n_tokens, done - started, parts.n_gpus)
+        state = _log(parts, log, ends, replace(state, row=row), stages(ready if validates else None, updated, done))
+    return ends.finish(state)
+
+
+def _log_samples(log: RunLog, step: int, samples: Sequence[TrainingSample]) -> None:
+    """Log samples while the actor computes; then the driver waits for it."""
+    HERE.switch("log samples")
+    log.samples.write(step, samples)
+    HERE.switch(None)
+
+
+def _learned_from(
+    config: Config, log: RunLog, collected: Collected, step: int
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    """Return the batch with its advantages, and what these and its settings measure.
+
+    Raises RunFailed where rewards failed on too many samples, which are logged.
+    """
+    try:
+        require_rewards(config, collected.all)
+    except RunFailed:  # why is in the samples
+        log.samples.write(step, collected.batch)
+        raise
+    batch, row = with_advantages(config, collected.batch)
+    if config.rollout.horizon.start is not None:
+        row["response/limit"] = float(config.rollout.limit_at(step))
+    return batch, row
+
+
+@noted("request")
+def _request(config: Config, batches: Batches, ends: StepEnds, step: int) -> None:
+    """Request what is measured after ``step``, and samples that may be drawn from its weights.
+
+    First what is waited for first: samples of the next step, the validation, those of later steps.
+    """
+    if config.cluster.offload is True:  # engines that sleep are not woken before the step is logged
+        ends.validate(step)
+    elif config.schedule.max_staleness:  # those of the next step were requested before
+        ends.validate(step)
+        batches.dispatch(step)
+    else:
+        batches.dispatch(step)
+        ends.validate(step)
+
+
+@noted("log")
+def _log(parts: Parts, log: RunLog, ends: StepEnds, state: State, stages: StepStages) -> State:
+    """Add what the workers report to a step's row, and log and save it unless its validation is under way."""
+    reports = parts.report()
+    row = {**(state.row or {}), **measured.of_memory(reports)}
+    row |= log.timeline.add(state.step, stages, reports, HERE.take()[1])
+    state = replace(state, row=measured.finite(row))
+    log.checkpoints.train(state)
+    return ends.end(state)
+
+
+def actors_time(started: float, sampled: float, updated: float, computed: float | None) -> dict[str, float]:
+    """Return timing_s/{wait,update} of a step, and overlap where the actor ``computed`` so long in several chunks.
+
+    The batch was complete at ``sampled``, and a validation beside it over; what the actor computed of it before then
+    overlaps with sampling.
+    """
+    overlap = min(max(0.0, (computed or 0.0) - (updated - sampled)), sampled - started)
+    times = {"timing_s/wait": sampled - started - overlap, "timing_s/update": updated - sampled + overlap}
+    return times if computed is None else {**times, "timing_s/overlap": overlap}
+
+
+def throughput(n_tokens: int, seconds: float, n_gpus: int) -> dict[str, float]:
+    """Return perf/*: tokens a second, prompts' too, also by each of all groups' GPUs, simulated ones included."""
+    rate = n_tokens / seconds
+    return {"perf/tokens_per_second": rate, "perf/tokens_per_second_per_gpu": rate / n_gpus}

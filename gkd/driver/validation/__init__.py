@@ -1,0 +1,1 @@
+"""What is measured on questions that nothing is learned from, and what follows from it."""

@@ -1,0 +1,109 @@
+"""val/NAME/*: the student on the sets of ``data.val_sets``, each as often and sampled as its own settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gkd.config import Config
+from gkd.evaluation.answers import Answered
+from gkd.evaluation.asking import seed_in_set
+from gkd.evaluation.questions import Question, Questions, sampling_of
+from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
+from gkd.evaluation.scores import Sampled, means, scores_of_question
+from gkd.rollout.group import RolloutGroup
+from gkd.types import SampleRequest, ScoredSample, TrainingSample
+
+RequestedSets = list[tuple[Questions, list[int]]]
+"""Sets whose answers are requested, with the keys of these."""
+
+NOT_SHOWN = ("cost", "iterations", "avg@")
+"""How scores begin of strategies, which validation has none of, and of what is the accuracy."""
+SEED = 1  # the same at every validation, so that curves are comparable
+
+
+@dataclass(frozen=True, slots=True)
+class ValSets:
+    """Measures the student on sets of questions."""
+
+    config: Config
+    sets: Sequence[Questions]
+    tokenizer: Any
+    rollout: RolloutGroup
+    scores: dict[str, dict[str, Mapping[str, float]]] = field(default_factory=dict)
+    """Of each set the last scores, by question."""
+
+    def run(self, sets: Sequence[Questions]) -> dict[str, float]:
+        """Measure it on some of the sets."""
+        return self.measure(self.request(sets))
+
+    def due(self, step: int, rest: bool = False) -> list[Questions]:
+        """Return the sets that are asked at ``step``, all of them at step 0 and at the end; or the ``rest``."""
+        every, last = self.config.trainer.val_every, step == self.config.trainer.total_steps
+        due = [last or step % (questions.settings.every or every) == 0 for questions in self.sets]
+        return [questions for questions, now in zip(self.sets, due, strict=True) if now != rest]
+
+    def request(self, sets: Sequence[Questions], order: float = 0) -> RequestedSets:
+        """Request answers from the weights that the engines have now."""
+        return [(questions, self.rollout.submit(self._requests(questions), order)) for questions in sets]
+
+    def measure(self, requested: RequestedSets) -> dict[str, float]:
+        """Wait for the answers and measure."""
+        limit = self.config.rollout.timeout_s
+        answered = [(questions, self.rollout.collect(keys, limit)) for questions, keys in requested]
+        return {name: value for one in answered for name, value in self._measure(*one).items()}
+
+    def _requests(self, questions: Questions) -> list[SampleRequest]:
+        sampling = sampling_of(self.config.rollout, questions.settings)
+        return [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in _jobs(questions)]
+
+    def last(self) -> list[tuple[str, int, Mapping[str, Mapping[str, float]]]]:
+        """Return each set's name, its samples of a question, and its last scores."""
+        settings = self.config.data.val_sets
+        return [(name, settings[name].samples, scores) for name, scores in self.scores.items()]
+
+    def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        settings, n = questions.settings, questions.settings.samples
+        length = sampling_of(self.config.rollout, settings).max_tokens
+        jobs = _jobs(questions)
+        fetched = self.rollout.fetch(samples)
+        answers = [self._answer_of(sample) for sample in fetched]
+        rewards: list[dict[str, float]] = [{} for _ in answers]
+        if (functions := reward_settings(self.config, questions)) is not None:
+            steps = self.config.trainer.total_steps
+            rated = [
+                RatedAnswer(q, answer, length, tuple(own.sample.sampled_ids.tolist()), sample.version, steps)
+                for (q, _), answer, own, sample in zip(jobs, answers, fetched, samples, strict=True)
+            ]
+            rewards = rate(functions, rated)
+        sampled = [
+            Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
+            for own, given in zip(answers, rewards, strict=True)
+        ]
+        values = [
+            scores_of_question(question, settings, sampled[place * n : (place + 1) * n])
+            for place, question in enumerate(questions.questions)
+        ]
+        self.scores[questions.name] = {q.key: own for q, own in zip(questions.questions, values, strict=True)}
+        return _metrics(questions.name, values)
+
+    def _answer_of(self, scored: ScoredSample) -> Answered:
+        ids = scored.sample.sampled_ids.tolist()
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Answered(text, float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0)
+
+
+def _jobs(questions: Questions) -> list[tuple[Question, int]]:
+    """Return what is asked of a set: each question, with the number of the answer."""
+    return [(question, index) for question in questions.questions for index in range(questions.settings.samples)]
+
+
+def _metrics(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return val/NAME/SCORE of a set, and the standard error of its accuracy over questions."""
+    scores = {score: mean for score, mean in means(values).items() if not score.startswith(NOT_SHOWN)}
+    row = {f"val/{name}/{score}": mean.value for score, mean in scores.items()}
+    accuracy = scores.get("accuracy")
+    if accuracy is not None and accuracy.stderr is not None:
+        row[f"val/{name}/stderr"] = accuracy.stderr
+    return row

@@ -1,0 +1,86 @@
+"""When a run begins again by itself, and with which command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gkd.cluster.workers.failure import WorkerDied, WorkerHangs
+from gkd.config import Config, load
+from gkd.config.compose import compose
+from gkd.driver.checkpoints.restart import COUNT, begin_again, may_begin_again, restarts, start_over
+from gkd.errors import ControlLost, RunFailed
+
+TWICE = load({"trainer": {"restarts": 2}})
+
+
+@pytest.fixture(autouse=True)
+def _first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COUNT, "0")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that has done three steps."""
+    (tmp_path / "config.yaml").write_text("trainer: {total_steps: 9}\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(4)))
+    (tmp_path / "samples.jsonl").write_text('{"step": 3}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("failure", "private", "again"),
+    [
+        (WorkerDied("actor"), False, True),
+        (WorkerHangs("engine"), True, True),
+        (ControlLost("gone"), True, True),
+        (ControlLost("gone"), False, False),  # the cluster's head: there is nothing to go on with
+        (RunFailed("a loss that is no number"), True, False),
+    ],
+)
+def test_only_what_was_lost_is_begun_again(run: Path, failure: Any, private: bool, again: bool) -> None:
+    assert may_begin_again(TWICE, run, 0, failure, private) == again
+
+
+def test_not_more_often_than_allowed_nor_without_a_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    died = WorkerDied("actor")
+    assert may_begin_again(TWICE, run, 2, died, True)
+    assert not may_begin_again(TWICE, run, 3, died, True)  # it went on from step 3 and has done none since
+    monkeypatch.setenv(COUNT, "1")
+    assert may_begin_again(TWICE, run, 0, died, True)
+    monkeypatch.setenv(COUNT, "2")
+    assert not may_begin_again(TWICE, run, 0, died, True)
+    assert not may_begin_again(load({"trainer": {"restarts": 0}}), run, 0, died, True)
+
+
+@given(st.text(st.sampled_from("ab \\'\",=#{}[]%\u00e4"), min_size=1).map(lambda name: f"/x{name}"))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_the_command_goes_on_in_the_same_directory(monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
+    monkeypatch.setenv(COUNT, "0")
+    begin_again(TWICE, ["+recipe=grpo", "trainer.output_dir=elsewhere"], Path(directory))
+    (command,) = commands
+    assert command[1:3] == ["-m", "gkd.main"]
+    config: Config = compose(command[3:])
+    assert (config.trainer.output_dir, config.trainer.resume, config.recipe) == (str(Path(directory)), True, "grpo")
+    assert restarts() == 1
+
+
+def test_without_a_checkpoint_it_starts_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not start_over(run)  # the user's own trainer.resume=true, which is refused elsewhere
+    assert (run / "metrics.jsonl").exists()
+    monkeypatch.setenv(COUNT, "1")
+    saved = run / "checkpoints" / "step_3"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text("{}")
+    assert not start_over(run)  # there is one, if a damaged one
+    assert (run / "metrics.jsonl").exists()
+    (saved / "state.json").unlink()
+    assert start_over(run)
+    assert not (run / "metrics.jsonl").exists() and not (run / "samples.jsonl").exists()

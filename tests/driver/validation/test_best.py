@@ -1,0 +1,59 @@
+"""The best student of a run: which validations write it, and what a run that goes on compares with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.driver.validation.best import BestModel
+from gkd.errors import ConfigError
+
+
+class Actor:
+    """Writes how often it was asked to."""
+
+    n = 0
+
+    def save(self, directory: str) -> None:
+        self.n += 1
+        Path(directory).mkdir()
+        Path(directory, "model.txt").write_text(str(self.n))
+
+
+def looked(best: BestModel, actor: Any, values: list[float | None], first: int = 1) -> list[int]:
+    kept = []
+    for step, value in enumerate(values, start=first):
+        before = actor.n
+        best.look(step, {} if value is None else {best.metric: value}, actor)
+        kept += [step] if actor.n > before else []
+    return kept
+
+
+def test_the_student_is_written_when_it_is_better_than_ever(tmp_path: Path) -> None:
+    actor = Actor()
+    assert looked(BestModel("val/hard/accuracy", tmp_path), actor, [0.2, 0.1, None, 0.2, 0.5, 0.4]) == [1, 5]
+    assert (tmp_path / "best" / "model.txt").read_text() == "2"
+    assert json.loads((tmp_path / "best.json").read_text()) == {"metric": "val/hard/accuracy", "value": 0.5, "step": 5}
+    assert looked(BestModel("val/hard/accuracy", tmp_path), actor, [0.45, 0.6], first=7) == [8]  # the run goes on
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "best.json"]
+
+
+def test_a_divergence_is_better_the_smaller_it_is(tmp_path: Path) -> None:
+    assert looked(BestModel("val/reverse_kl", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
+
+
+def test_a_reward_is_better_the_larger_it_is_whatever_its_name(tmp_path: Path) -> None:
+    assert looked(BestModel("val/reward/length", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["val/hard/length", "val/loss", "val/reward/length/failed"])
+def test_of_these_the_smaller_is_better(name: str, tmp_path: Path) -> None:
+    assert looked(BestModel(name, tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
+
+
+def test_a_figure_that_is_not_measured_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.keep_best=val/acuracy: validation measures val/accuracy, val/x"):
+        BestModel("val/acuracy", tmp_path).require({"val/accuracy": 0.1, "val/x": 1.0})

@@ -1,0 +1,59 @@
+"""trainer.stop_early: when a figure of validation counts as not getting better, and a run that ended for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gkd.config import load
+from gkd.config.validating import StopEarly
+from gkd.driver.checkpoints.resume import finished
+from gkd.driver.validation.early_stop import EarlyStop
+from gkd.errors import ConfigError
+from tests.data.models import save_model
+
+
+@pytest.mark.parametrize(
+    ("metric", "min_delta", "values", "stops"),
+    [
+        ("val/accuracy", 0.0, [0.1, 0.2, 0.2, 0.2], True),
+        ("val/accuracy", 0.0, [0.1, 0.2, 0.2, 0.3], False),
+        ("val/accuracy", 0.0, [0.1, 0.0, 0.05], True),
+        ("val/accuracy", 0.05, [0.10, 0.14, 0.16, 0.17], False),  # 0.16 is more than 0.05 above the first
+        ("val/accuracy", 0.05, [0.10, 0.14, 0.15], True),
+        ("val/loss", 0.0, [3.0, 2.0, 1.0, 0.9], False),
+        ("val/hard/length", 0.0, [3.0, 3.0, 4.0], True),
+        ("val/accuracy", 0.0, [0.5], False),
+        (None, 0.0, [0.5, 0.4, 0.3, 0.2], False),
+    ],
+)
+def test_so_many_validations_without_a_gain_end_a_run(
+    metric: str | None, min_delta: float, values: list[float], stops: bool
+) -> None:
+    settings = StopEarly(metric=metric, **({"patience": 2, "min_delta": min_delta} if metric else {}))
+    reason = settings.reason([(10 * i, value) for i, value in enumerate(values)])
+    assert (reason is not None) == stops
+    assert reason is None or "trainer.stop_early.patience=2" in reason
+
+
+def test_a_figure_that_validation_does_not_measure_is_refused(tmp_path: Path) -> None:
+    stop = EarlyStop(StopEarly(metric="val/accuracy"), tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"trainer.stop_early.metric=val/accuracy: validation measures val/loss"):
+        stop.require({"val/loss": 1.0})
+
+
+def test_a_run_that_was_stopped_is_finished_until_it_is_to_wait_longer(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 20}))
+    rows = [{"step": step, "val/accuracy": value} for step, value in ((0, 0.5), (10, 0.5), (20, 0.4))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def found(patience: int) -> str | None:
+        stop = {"metric": "val/accuracy", "patience": patience}
+        return finished(load({"trainer": {"total_steps": 100, "stop_early": stop}}), tmp_path)
+
+    said = found(2)
+    assert said is not None and "stopped early after step 20" in said and "better than 0.5000 of step 0" in said
+    assert found(3) is None

@@ -1,0 +1,170 @@
+"""What is measured on held-out prompts. The engines are played by functions: what they answer is chosen here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config import load
+from gkd.driver.validation.final_scores import write_scores
+from gkd.driver.validation.held_out import Validation
+from gkd.errors import RunFailed
+from gkd.evaluation.comparison import read_all
+from gkd.rewards.adapters import resolve
+from gkd.rewards.completion import Completion
+from gkd.types import Prompt, Sample, SampleRequest, ScoredSample, Scoring, TrainingSample
+from tests.data.models import word_tokenizer
+from tests.samples import training_sample
+
+TOKENIZER = word_tokenizer()
+OWN = "tests.rewards.functions"
+
+
+def prompts(*answers: str | None) -> list[Prompt]:
+    return [Prompt(i, np.array([5], np.int32), "a", answer=answer) for i, answer in enumerate(answers)]
+
+
+class Engines:
+    """Answers prompt i with i + 1 words "a", and evaluates the run's rewards as a worker does."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.calls, self.scored = config, [], []
+
+    def submit(self, requests: Sequence[SampleRequest], order: int) -> Sequence[SampleRequest]:
+        self.calls.append(requests)
+        return requests
+
+    def collect(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
+        self.scored = [
+            ScoredSample(
+                Sample.single_turn(r, np.full(r.prompt.id + 1, 5, np.int32), np.zeros(r.prompt.id + 1), 0, "stop")
+            )
+            for r in requests
+        ]
+        return [self._numbers(scored.sample) for scored in self.scored]
+
+    def _numbers(self, sample: Sample) -> TrainingSample:
+        prompt, n = sample.request.prompt, len(sample.sampled_ids)
+        completion = Completion(prompt.text, TOKENIZER.decode(sample.sampled_ids), prompt.answer, n, 8, False)
+        rewards: dict[str, float | str] = {}
+        for name in self.config.reward.functions if sample.request.scoring.rewards else []:
+            try:
+                rewards[name] = float(resolve(name, self.config.reward)(completion))
+            except Exception as error:
+                rewards[name] = repr(error)
+        return training_sample(prompt_id=prompt.id, n_prompt=1, n=n, rewards=rewards)
+
+    def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
+        return self.scored
+
+
+def validated(held_out: list[Prompt], **settings: Any) -> tuple[dict[str, float], Engines]:
+    validation, engines = made(held_out, **settings)
+    return validation.run(), engines
+
+
+def made(held_out: list[Prompt], **settings: Any) -> tuple[Validation, Engines]:
+    algorithm = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}} if "reward" in settings else {}
+    config = load({**algorithm, **settings})
+    engines = Engines(config)
+    inputs = SimpleNamespace(
+        val=SimpleNamespace(prompts=held_out), tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9)
+    )
+    return Validation(config, inputs, engines, None, {}), engines  # type: ignore[arg-type]
+
+
+def test_rewards_of_ones_own_are_measured_without_answers() -> None:
+    functions = [f"{OWN}:words", "length"]
+    found, engines = validated(prompts(None, None, None), reward={"functions": functions, "weights": [1.0, 8.0]})
+    assert found == pytest.approx({"val/reward/words": 2.0, "val/reward/length": 0.75, "val/reward/mean": 8.0})
+    (requests,) = engines.calls
+    assert [request.sampling.temperature for request in requests] == [0.0] * 3
+    assert [request.scoring for request in requests] == [Scoring(rewards=True)] * 3
+
+
+def test_accuracy_stays_beside_them_and_only_prompts_with_answers_are_compared() -> None:
+    found, engines = validated(prompts("a", None, "b"), reward={"functions": ["accuracy", f"{OWN}:words"]})
+    assert found == {"val/accuracy": 0.5, "val/reward/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.5}
+    assert [request.prompt.id for request in engines.calls[0]] == [0, 2]
+    found, _ = validated(prompts("a", None, "b"), reward={"functions": [f"{OWN}:words"]})
+    assert found == {"val/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.0}
+
+
+def test_scores_of_questions_are_kept_for_comparisons(tmp_path: Path) -> None:
+    """By what is asked; those that not every question has are no part of the file."""
+    functions = ["accuracy", f"{OWN}:words", f"{OWN}:raises"]
+    validation, _ = made(prompts("a", "a", "b"), reward={"functions": functions, "max_failed_share": 1.0})
+    found = validation.run()
+    first, again, other = validation.scores
+    assert again == f"{first}-2" and other[:16] != first
+    own = {"usual": {"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0}}, "empty": {}}
+    write_scores([("val", 1, validation.scores), *((name, 4, scores) for name, scores in own.items())], tmp_path)
+    usual, val = read_all([tmp_path])
+    assert (usual.model, usual.set, usual.n, usual.samples) == (tmp_path.name, "usual", 2, 4)
+    assert {f"val/{name}": mean.value for name, mean in val.scores.items() if name != "accuracy"} | {
+        "val/accuracy": val.scores["accuracy"].value
+    } == {name: value for name, value in found.items() if "raises" not in name and name != "val/reward/mean"}
+    assert [own["accuracy"] for own in val.questions.values()] == [1.0, 0.0, 0.0]
+
+
+def test_what_failed_is_counted_and_left_out_of_the_means() -> None:
+    reward = {"functions": [f"{OWN}:raises", f"{OWN}:words"], "max_failed_share": 0.5}
+    found, _ = validated(prompts(None, None, None, None), reward=reward)
+    assert found == {
+        "val/reward/raises": 1.0, "val/reward/words": 2.5, "val/reward/raises/failed": 0.5, "val/reward/mean": 4.0
+    }  # fmt: skip
+    with pytest.raises(RunFailed, match=r"raises failed on 2 of 4 samples.*reward\.max_failed_share=0\.4"):
+        validated(prompts(None, None, None, None), reward={**reward, "max_failed_share": 0.4})
+
+
+def test_without_rewards_answers_alone_are_measured() -> None:
+    found, engines = validated(prompts("a", None))
+    assert found == {"val/accuracy": 1.0}
+    assert engines.calls[0][0].scoring == Scoring()
+    assert validated(prompts(None))[0] == {}
+
+
+def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with() -> None:
+    for name, training in (("on_policy_distill", {"loss": {"top_k": 2}}), ("grpo", {"advantage": {"teacher_kl": 0.1}})):
+        reward = {"functions": ["accuracy"]} if name == "grpo" else {}
+        config = load({"algorithm": {"name": name, **training}, "rollout": {"n": 2}, "reward": reward,
+                       "data": {"val_top_k": 5}})  # fmt: skip
+        engines, held_out = Engines(config), SimpleNamespace(prompts=prompts(None))
+        inputs = SimpleNamespace(val=held_out, tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9))
+        actor = SimpleNamespace(evaluate=lambda samples: {"distill/reverse_kl": 0.5})
+        found = Validation(config, inputs, engines, actor, {"teacher": None}).run()  # type: ignore[arg-type, dict-item]
+        assert found["val/reverse_kl"] == 0.5
+        (request,) = engines.calls[0]
+        assert request.scoring == Scoring(5) and request.sampling.temperature == 1.0
+
+
+def test_replicas_are_watched_while_the_teacher_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one, which dies meanwhile, answers once the watch has had it started again."""
+    monkeypatch.setattr("gkd.driver.validation.held_out.LOOK_EVERY_S", 0.05)
+    answer: Future[Any] = Future()
+    attended: list[float] = []
+
+    def attend(wait_s: float) -> None:
+        attended.append(wait_s)
+        if len(attended) == 2:
+            answer.set_result(np.array([5], np.int32))
+
+    config = load({"data": {"val_limit": 1}})
+    engines = SimpleNamespace(attend=attend, colocation=SimpleNamespace(wake_engines=lambda: None))
+    held_out = SimpleNamespace(prompts=prompts("a"))
+    inputs = SimpleNamespace(val=held_out, tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9))
+    teacher = SimpleNamespace(submit=lambda request: answer)
+    validation = Validation(config, inputs, engines, None, {"teacher": teacher})  # type: ignore[arg-type, dict-item]
+    assert validation.teacher() == {"val/accuracy": 1.0}
+    assert set(attended) == {0.0}  # without waiting: answers are what is waited for
+
+
+def test_answers_end_at_the_texts_that_end_responses_in_training() -> None:
+    _, engines = validated(prompts("a"), rollout={"stop": ["b"]})
+    assert [r.sampling.stop for requests in engines.calls for r in requests] == [("b",)]

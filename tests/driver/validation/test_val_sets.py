@@ -1,0 +1,98 @@
+"""data.val_sets: which are due, how they are sampled, and what comes of it. The engines are played by functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config import load
+from gkd.driver.validation.val_sets import ValSets
+from gkd.evaluation.questions import load_questions
+from gkd.types import Sample, SampleRequest, Sampling, ScoredSample
+from tests.data.models import WORDS, word_tokenizer
+
+TOKENIZER = word_tokenizer()
+ROWS = [{"prompt": "a", "answer": "b"}, {"prompt": "a a", "answer": "c"}, {"prompt": "a b", "answer": "c"}]
+
+
+class Engines:
+    """Replies with "b" to even samples and "c" to odd ones, the latter cut."""
+
+    def __init__(self) -> None:
+        self.requests: list[SampleRequest] = []
+
+    def submit(self, requests: Sequence[SampleRequest], order: int) -> Sequence[SampleRequest]:
+        self.requests += requests
+        return requests
+
+    def collect(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[Any]:
+        return list(requests)
+
+    def fetch(self, requests: Sequence[Any]) -> list[ScoredSample]:
+        return [
+            ScoredSample(
+                Sample.single_turn(
+                    r, np.array([WORDS.index("bc"[r.index % 2])]), np.zeros(1), 0, "length" if r.index % 2 else "stop"
+                )
+            )
+            for r in requests
+        ]
+
+
+def make(tmp_path: Path, **sets: dict[str, Any]) -> tuple[ValSets, Engines]:
+    file = tmp_path / "x.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    values = {name: {"files": [str(file)], "answer_key": "answer", **own} for name, own in sets.items()}
+    config = load({"data": {"val_sets": values}, "trainer": {"val_every": 10, "total_steps": 35}})
+    found = [
+        load_questions(name, settings, TOKENIZER, 8, section="data.val_sets")
+        for name, settings in config.data.val_sets.items()
+    ]
+    engines = Engines()
+    return ValSets(config, found, TOKENIZER, engines), engines  # type: ignore[arg-type]
+
+
+def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
+    own = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 0.2, "stop": ["c"]}
+    sets, engines = make(tmp_path, own={**own, "max_response_length": 4})
+    sets.run(sets.due(0))
+    assert {request.sampling for request in engines.requests} == {Sampling(4, 0.5, 1.0, 3, 0.1, 0.2, ("c",))}
+
+
+def test_every_set_has_its_own_interval(tmp_path: Path) -> None:
+    sets, _ = make(tmp_path, usual={}, seldom={"every": 25})
+    due = {step: {name.split("/")[1] for name in sets.run(sets.due(step))} for step in (0, 7, 10, 25, 35)}
+    assert due == {0: {"usual", "seldom"}, 7: set(), 10: {"usual"}, 25: {"seldom"}, 35: {"usual", "seldom"}}
+
+
+def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_path: Path) -> None:
+    sets, engines = make(tmp_path, hard={"samples": 2, "temperature": 0.7, "max_response_length": 5})
+    found = sets.run(sets.due(0))
+    wanted = {
+        "accuracy": 0.5,
+        "pass@2": 1.0,
+        "maj@2": 0.5,
+        "length": 1.0,
+        "truncated": 0.5,
+        "stderr": 0.0,
+    }
+    assert found == pytest.approx({f"val/hard/{name}": value for name, value in wanted.items()})
+    ((name, n_samples, scores),) = sets.last()
+    assert (name, n_samples, [own["accuracy"] for own in scores.values()]) == ("hard", 2, [0.5] * 3)
+    assert [(r.prompt.id, r.index) for r in engines.requests] == [(i, k) for i in range(3) for k in range(2)]
+    assert {(r.sampling.temperature, r.sampling.max_tokens) for r in engines.requests} == {(0.7, 5)}
+    assert len({r.seed for r in engines.requests}) == 6
+    first = [r.seed for r in engines.requests]
+    sets.run(sets.due(10))
+    assert [r.seed for r in engines.requests[6:]] == first  # the same at every validation
+
+
+def test_one_greedy_answer_is_the_default(tmp_path: Path) -> None:
+    sets, engines = make(tmp_path, usual={})
+    assert sets.run(sets.due(0))["val/usual/accuracy"] == pytest.approx(1 / 3)
+    assert {r.sampling.temperature for r in engines.requests} == {0.0}
