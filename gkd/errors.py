@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
-def guarded(call: Callable[[], int]) -> int:
+def catch_errors(call: Callable[[], int]) -> int:
     """Do ``call`` and return its exit code; an error becomes one line on standard error and a code.
 
     So does a package that this Python lacks, where ``call`` imports it and not the module around it.
@@ -87,11 +87,11 @@ def guarded(call: Callable[[], int]) -> int:
 
 
 def entry_point(main: Callable[[list[str]], int]) -> Callable[..., int]:
-    """Have ``main`` be :func:`guarded`, and given the command line's arguments where it is called without any."""
+    """Have ``main`` be :func:`catch_errors`, and given the command line's arguments where it is called without any."""
 
     @wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
-        return guarded(lambda: main(sys.argv[1:] if arguments is None else list(arguments)))
+        return catch_errors(lambda: main(sys.argv[1:] if arguments is None else list(arguments)))
 
     return run
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import gkd
 
@@ -94,3 +95,33 @@ def test_no_folders_import_each_other() -> None:
 
 def test_files_have_at_most_400_lines() -> None:
     assert [str(p) for p in PACKAGE.rglob("*.py") if len(p.read_text(encoding="utf-8").splitlines()) > 400] == []
+
+
+NO_VERBS = {"A", "An", "Be", "How", "It", "Say", "See", "Tell", "The", "This", "What", "Where", "Whether", "Why"}
+
+
+def definitions(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield every definition of a kind, with the file that has it."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kind):
+                yield str(path.relative_to(PACKAGE)), node
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """Those of properties name what they hold."""
+    wrong = []
+    for file, node in definitions(ast.FunctionDef):
+        words = (ast.get_docstring(node) or "").split()
+        is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if words and not is_property and words[0] in NO_VERBS:
+            wrong.append(f"{file}: {node.name}")
+    assert wrong == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """But ``Config``, which every entry of a registry has for its settings."""
+    files: dict[str, list[str]] = {}
+    for file, node in definitions(ast.ClassDef):
+        files.setdefault(node.name, []).append(file)
+    assert {name: where for name, where in files.items() if len(where) > 1 and name != "Config"} == {}

@@ -13,7 +13,7 @@ from tests.conftest import HERE, LANES, lane, tier
 
 
 def test_the_fast_tier_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"starts \['true'\]: it belongs into tests/e2e"):
+    with pytest.raises(pytest.fail.Exception, match=r"\['true'\]: .*tests/e2e"):
         subprocess.run(["true"], check=False)
     with pytest.raises(pytest.fail.Exception, match="tests/e2e"):
         multiprocessing.Process(target=print).start()

@@ -22,11 +22,11 @@ def over_mini_batches(rows: Sequence[Metrics]) -> Metrics:
     A mean of what each mini-batch had at most would hide the one token that the metric is for.
     """
 
-    def combined(name: str) -> float:
+    def combine(name: str) -> float:
         values = [row[name] for row in rows]
         return max(values) if name.endswith("max") else sum(values) / len(values)
 
-    return {name: combined(name) for name in rows[-1]} if rows else {}
+    return {name: combine(name) for name in rows[-1]} if rows else {}
 
 
 def share(lengths: Sequence[int], n_ranks: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 Each is compiled by itself: equal layers share what is compiled. Attention between sequences stays out of it: its
 kernels gain nothing, and its shapes change with every micro-batch. All other shapes are those of a pack, and packs are
-padded to a few sizes (:meth:`Compilation.padded`).
+padded to a few sizes (:meth:`Compilation.pad`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Compilation:
     dynamic: bool
     strict: bool
 
-    def padded(self, micro: MicroBatch) -> MicroBatch:
+    def pad(self, micro: MicroBatch) -> MicroBatch:
         """Return a pack of one of the sizes; what it has more than ``micro`` has no row in the loss."""
         n_tokens = len(micro.token_ids)
-        return micro if self.dynamic else micro.padded(pack_size(n_tokens, self.budget))
+        return micro if self.dynamic else micro.pad(pack_size(n_tokens, self.budget))
 
     @contextmanager
-    def allowed(self) -> Iterator[None]:
+    def allow_compiling(self) -> Iterator[None]:
         """Have torch compile what it meets here for the first time. Its limits and ways are settings of the thread."""
         from torch._dynamo import config
 
@@ -72,7 +72,7 @@ def compile_layers(
         return None
     layers = decoder_layers(lm)
     reason = None if layers else "transformers does not say which of its layers are alike"
-    if (reason := reason or unable(device)) is not None:
+    if (reason := reason or why_unavailable(device)) is not None:
         if strict:
             raise ConfigError(f"actor.compile=true: {reason}; {REMEDY}")
         log.warning("the actor's layers are not compiled (actor.compile=auto): %s", reason)
@@ -87,7 +87,7 @@ def compile_layers(
     return Compilation(budget, not packed, strict)
 
 
-def unable(device: torch.device) -> str | None:
+def why_unavailable(device: torch.device) -> str | None:
     """Return why torch cannot compile for ``device``, found by compiling a line; None where it can."""
     from torch._dynamo import config
 
@@ -113,8 +113,8 @@ def is_compile_failure(error: BaseException) -> bool:
 
 def compile_failure_text(error: BaseException, setting: bool | Literal["auto"]) -> str:
     """Return the one line that a run ends with; ``setting`` is ``actor.compile``."""
-    what = f"actor.compile={str(setting).lower()}: torch could not compile a layer of the student"
-    return f"{what}: {one_line(error)[:300]}; {REMEDY}"
+    failure = f"actor.compile={str(setting).lower()}: torch could not compile a layer of the student"
+    return f"{failure}: {one_line(error)[:300]}; {REMEDY}"
 
 
 def _is_dense(lm: nn.Module) -> bool:

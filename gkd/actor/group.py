@@ -144,7 +144,7 @@ class ActorGroup:
         size = settings.mini_batch_size or len(samples)
         parts = [samples[i : i + size] for i in range(0, len(samples), size)]
         # Later updates' ratios are against the weights that the first one starts from; the data's answers have none.
-        old = settings.epochs * len(parts) > 1 and not self.config.algorithm.supervised
+        old = settings.epochs * len(parts) > 1 and not self.config.algorithm.is_supervised
         reference = self._is_own_reference
         for part in parts if old or reference else []:
             shares = self._shares(part)
@@ -291,7 +291,9 @@ class ActorGroup:
         end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
         while True:
             results: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, what=what)
-            if results[0] is not None and all(one is not None and one.step == results[0].step for one in results):
+            if results[0] is not None and all(
+                applied is not None and applied.step == results[0].step for applied in results
+            ):
                 return results[0]
             end = min(end, time.monotonic() + WHOLE_S)
             if time.monotonic() >= end:

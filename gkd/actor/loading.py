@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from gkd.actor.compiling import Compilation
 from gkd.actor.model import Student, named_tensors, shard
-from gkd.actor.quantize import loading
+from gkd.actor.quantize import make_load_arguments
 from gkd.config import Lora
 from gkd.errors import ConfigError
 from gkd.modeling.architecture import exact_attention
-from gkd.modeling.backbone import pack_or_pad, wanted_attention
+from gkd.modeling.backbone import choose_attention, pack_or_pad
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
 
@@ -115,10 +115,10 @@ def load(
         path,
         config=config,
         dtype=dtype if adapted and device.type == "cuda" else torch.float32,
-        attn_implementation=exact_attention(config) if packed is False else wanted_attention(config),
+        attn_implementation=exact_attention(config) if packed is False else choose_attention(config),
         local_files_only=True,
         output_loading_info=True,
-        **(loading(device, dtype) if lora is not None and lora.quantize else {}),
+        **(make_load_arguments(device, dtype) if lora is not None and lora.quantize else {}),
         **({} if packed is None else {"device_map": "meta"}),
     )
     if lacking := sorted(report["missing_keys"]):  # transformers would fill them with random numbers

@@ -102,7 +102,7 @@ def _delta(layer: Any, whole: Whole) -> Tensor:
 
 
 @contextmanager
-def without_adapter(lm: nn.Module) -> Iterator[None]:
+def disable_adapter(lm: nn.Module) -> Iterator[None]:
     """Have the model be as it was before it had an adapter: what the penalty of ``algorithm.kl`` refers to."""
     layers: list[Any] = [module for module in lm.modules() if _is_linear(module)]
     scalings = [layer.scaling[ADAPTER] for layer in layers]

@@ -30,7 +30,7 @@ def stale_tokens(samples: Sequence[TrainingSample], version: int) -> Tensor:
     )
 
 
-def by_age(
+def split_by_age(
     sums: Mapping[str, Tensor], largest: Mapping[str, Tensor], stale: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the metrics of a micro-batch's tokens, ``mismatch/*`` of fresh, ``mismatch/stale_*`` of stale ones.
@@ -48,7 +48,7 @@ def by_age(
     return split, most
 
 
-def as_means(row: Metrics) -> Metrics:
+def compute_means(row: Metrics) -> Metrics:
     """Return a batch's metrics with means over fresh and over stale tokens, without those of which there are none."""
     if SHARE not in row:
         return row

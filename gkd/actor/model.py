@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gkd.actor.compiling import Compilation
-from gkd.actor.quantize import dequantized, packed_parameters, quantized
+from gkd.actor.quantize import dequantize_weights, find_quantized_layers, packed_parameters
 from gkd.losses.micro_batch import MicroBatch
 from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed
 from gkd.modeling.head import Head
@@ -52,8 +52,8 @@ class Student(nn.Module):
         """Return final hidden states [L, D] of every token of a micro-batch."""
         if self.compilation is None:
             return self._hidden(micro)
-        with self.compilation.allowed():
-            return self._hidden(self.compilation.padded(micro))[: len(micro.token_ids)]
+        with self.compilation.allow_compiling():
+            return self._hidden(self.compilation.pad(micro))[: len(micro.token_ids)]
 
     def _hidden(self, micro: MicroBatch) -> Tensor:
         return hidden_states(self.lm, micro.token_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
@@ -69,7 +69,7 @@ class Student(nn.Module):
         for module in self.modules():
             if getattr(module, "gradient_checkpointing", False) or isinstance(module, nn.modules.dropout._DropoutNd):
                 module.training = mode
-        for layer in quantized(self.lm).values():
+        for layer in find_quantized_layers(self.lm).values():
             layer.training = True  # otherwise bitsandbytes lays its weight out anew on a CPU, and not back
         return self
 
@@ -105,7 +105,7 @@ class Student(nn.Module):
         return ((name_in_peft(name), whole.to(dtype)) for name, whole in self.adapter_tensors())
 
     def _gather(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        return dequantized(self.lm, self._gather_stored(dtype))
+        return dequantize_weights(self.lm, self._gather_stored(dtype))
 
     def _gather_stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         return ((name, _whole(value.detach(), dtype)) for name, value in named_tensors(self.lm))

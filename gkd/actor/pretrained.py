@@ -95,9 +95,9 @@ def write_config(path: str, dtype: torch.dtype, directory: Path) -> None:
     lm = empty(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
     lm.config.dtype, lm.config.architectures = dtype, [type(lm).__name__]
     lm.config.save_pretrained(directory)
-    given = Path(path, "generation_config.json")
-    if given.exists():  # as it is: transformers refuses to write some that it reads
-        Path(directory, given.name).write_bytes(given.read_bytes())
+    settings_file = Path(path, "generation_config.json")
+    if settings_file.exists():  # as it is: transformers refuses to write some that it reads
+        Path(directory, settings_file.name).write_bytes(settings_file.read_bytes())
     else:
         lm.generation_config.save_pretrained(directory)
 

@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig
 from gkd.errors import ConfigError
 
 
-def loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def make_load_arguments(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` that read every linear layer but the head as NF4, computing in ``dtype``.
 
     Raises ConfigError where bitsandbytes is missing.
@@ -30,19 +30,19 @@ def loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": kind, "device_map": {"": device}}
 
 
-def quantized(model: nn.Module) -> dict[str, Any]:
+def find_quantized_layers(model: nn.Module) -> dict[str, Any]:
     """Return the 4-bit layers of a model by name; none, and nothing imported, where all are ordinary ones."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "quant_state")}
 
 
 def packed_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return weights that are not numbers to anyone but bitsandbytes: every rank keeps them whole."""
-    return {layer.weight for layer in quantized(model).values()}
+    return {layer.weight for layer in find_quantized_layers(model).values()}
 
 
-def dequantized(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def dequantize_weights(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield ``tensors`` of ``model`` by name, 4-bit weights as what they stand for, without what describes them."""
-    layers = quantized(model)
+    layers = find_quantized_layers(model)
     for name, value in tensors:
         layer, _, rest = name.rpartition(".weight")
         if layer in layers and not rest:

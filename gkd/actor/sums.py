@@ -30,7 +30,7 @@ class Sums:
             {name: torch.maximum(value, other.largest[name]) for name, value in self.largest.items()},
         )
 
-    def scaled(self, totals: Totals) -> Sums:
+    def scale(self, totals: Totals) -> Sums:
         """Return these as parts of the whole batch's means."""
         return Sums(
             {name: value * totals.scale for name, value in self.losses.items()},

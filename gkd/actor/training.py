@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from gkd.actor.batches import Metrics, pack
 from gkd.actor.compiling import compile_failure_text, is_compile_failure
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
-from gkd.actor.mismatch import as_means, by_age, stale_tokens
+from gkd.actor.mismatch import compute_means, split_by_age, stale_tokens
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
@@ -78,9 +78,9 @@ class RankTrainer:
         if old:
             self.old |= self._fitting(samples, lambda: self._logprobs(samples))
         if reference:
-            from gkd.actor.lora import without_adapter
+            from gkd.actor.lora import disable_adapter
 
-            with without_adapter(self.student.lm):
+            with disable_adapter(self.student.lm):
                 self.reference |= self._fitting(samples, lambda: self._logprobs(samples))
 
     def forget_logprobs(self) -> None:
@@ -143,7 +143,7 @@ class RankTrainer:
         if totals.scale != 1.0:
             gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
             torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], totals.scale)
-        metrics = as_means(self._reduce(sums.scaled(totals)))
+        metrics = compute_means(self._reduce(sums.scale(totals)))
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
@@ -272,7 +272,7 @@ class RankTrainer:
             by_token, most = measured.sums, measured.largest
             if self.config.schedule.max_staleness and train:
                 stale = send(stale_tokens([samples[i] for i in part], self._version), self.device)
-                by_token, most = by_age(by_token, most, stale)
+                by_token, most = split_by_age(by_token, most, stale)
             for name, value in measured.losses.items():
                 losses[name] += value.detach()
             for name, values in by_token.items():

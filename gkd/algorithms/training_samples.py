@@ -155,7 +155,7 @@ def require_rewards(config: Config, samples: Sequence[TrainingSample]) -> None:
 
 
 def _failures(config: Config, name: str, rewards: Sequence[float | str]) -> str | None:
-    """Say on how many samples a function failed and why, in one line; None where on none. Raises as require_rewards."""
+    """Describe on how many samples a function failed, and why; None where on none. Raises as require_rewards."""
     reasons = [reward for reward in rewards if isinstance(reward, str)]
     if not reasons:
         return None

@@ -89,16 +89,16 @@ def _format_difference(row: Comparison) -> str:
 
 
 def _verdict(row: Comparison) -> str:
-    """Say in a line what the comparison shows."""
+    """Describe in a line what the comparison shows."""
     difference, n = row.paired.difference.value, row.paired.n
     left_out = f"; {row.n_left_out} questions that only one answered are left out" if row.n_left_out else ""
-    what = f"{row.set}: {row.second}"
+    name = f"{row.set}: {row.second}"
     if row.holm_p < 0.05:
         word = "higher" if difference > 0 else "lower"
-        return f"{what} has a {word} {row.score} than {row.first} (p {_equals(row.holm_p)}, {n} questions){left_out}"
+        return f"{name} has a {word} {row.score} than {row.first} (p {_equals(row.holm_p)}, {n} questions){left_out}"
     needed = row.paired.needed
     more = "" if needed is None or needed <= n else f"; about {needed:,} questions would show such a difference"
-    return f"{what} and {row.first} cannot be told apart with {n} questions (p {_equals(row.holm_p)}){more}{left_out}"
+    return f"{name} and {row.first} cannot be told apart with {n} questions (p {_equals(row.holm_p)}){more}{left_out}"
 
 
 def _p(value: float) -> str:

@@ -116,9 +116,9 @@ def _show_lengths(file: FilePreview, longest: int, out: Console) -> None:
 
 
 def _show_counts(file: FilePreview, longest: int, config: Config, out: Console) -> None:
-    kept = file.kept(longest)
+    kept = file.keep_short(longest)
     n_answers = sum(bool(prompt.answers) for prompt in kept)
     first = f" (the first {config.data.val_limit}, data.val_limit)" if len(kept) == config.data.val_limit else ""
     out.print(f"{len(kept):,} prompts are used{first if file.use == 'val' else ''}, {n_answers:,} with an answer")
-    for reason, n in file.left_out(longest).items():
+    for reason, n in file.count_left_out(longest).items():
         out.print(f"{n:,} are left out: {reason} (data.max_prompt_length={config.data.max_prompt_length})")

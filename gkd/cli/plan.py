@@ -116,7 +116,7 @@ def _place_here(config: Config, best: bool) -> Config:
 
 
 def _names_a_gpu(config: Config) -> bool:
-    """Say whether the settings describe a GPU, which is then another machine's."""
+    """Return whether the settings describe a GPU, which is then another machine's."""
     return config.plan.gpu_type is not None or config.plan.memory_gb is not None
 
 

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from gkd.cli.compare import show_each_score
 from gkd.cli.output_dir import make_directory, require_no_run, require_writable
-from gkd.config import Config, quoted, user_path
+from gkd.config import Config, quote, user_path
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import read_all
-from gkd.observability.page.run import intervals
+from gkd.observability.page.run import read_intervals
 from gkd.observability.page.write import NAME, write_page
 from gkd.observability.progress import console
 from gkd.observability.report import Summary, read
@@ -128,11 +128,11 @@ def _directory(config: Config) -> Path:
 def _run(run: SweptRun, config: Config, directory: Path) -> int:
     """Do one run in a process of its own; returns its exit code. A signal that ends this program ends the run first."""
     path = directory / run.name
-    further = [f"trainer.output_dir={quoted(str(path))}"]
+    further = [f"trainer.output_dir={quote(str(path))}"]
     if config.trainer.resume:  # what an interrupted sweep has not begun has nothing to go on with
         further.append(f"trainer.resume={str(path.is_dir()).lower()}")
     if config.trainer.run_group is None:
-        further.append(f"trainer.run_group={quoted(directory.name)}")
+        further.append(f"trainer.run_group={quote(directory.name)}")
     with subprocess.Popen([sys.executable, "-m", "gkd.main", *run.overrides, *further]) as process:
         try:
             return process.wait()
@@ -168,7 +168,7 @@ def _with_interval(summary: Summary, name: str) -> str:
     value = summary.after.get(name)
     if value is None:
         return ""
-    interval = intervals(asdict(summary)).get(name, {}).get("after")
+    interval = read_intervals(asdict(summary)).get(name, {}).get("after")
     return f"{value:.4f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
 
 

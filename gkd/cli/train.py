@@ -84,7 +84,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     from gkd.cluster.session.connect import connect
     from gkd.cluster.workers.worker import uncollected
     from gkd.driver.checkpoints.restart import begin_again, may_begin_again, start_over
-    from gkd.driver.checkpoints.resume import differences, find, finished, require_same_data
+    from gkd.driver.checkpoints.resume import differences, explain_finished, find, require_same_data
     from gkd.driver.inputs.find import find_inputs
     from gkd.observability.progress import console, log_to
     from gkd.observability.tracking import require_trackers
@@ -99,7 +99,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     private, saved = False, None
     try:
         require_writable(output)
-        if config.trainer.resume and (text := finished(config, output)) is not None:
+        if config.trainer.resume and (text := explain_finished(config, output)) is not None:
             out.print(text)
             return output
         if config.trainer.resume and not start_over(output):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from gkd.config.base import Settings
-from gkd.config.open import changed
+from gkd.config.open import find_changed_settings
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -59,7 +59,7 @@ class Lora(Settings):
 
     @model_validator(mode="after")
     def _without_a_rank_there_are_no_adapters(self) -> Lora:
-        for name, value in changed(self).items() if self.r is None else ():
+        for name, value in find_changed_settings(self).items() if self.r is None else ():
             raise ValueError(f"{name}={value} is for adapters, and there are none: set r as well")
         return self
 

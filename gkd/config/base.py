@@ -18,7 +18,7 @@ def user_path(text: str) -> Path:
         return Path(text)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Return ``text`` as the value of an override: in quotes, as Hydra's grammar has them.
 
     Within them a backslash stands for itself, but before a quote, and where it is the last character.

@@ -9,19 +9,19 @@ from gkd.config.run import Config
 
 
 def _own_models_and_data_go_together(config: Config) -> None:
-    given = {"model.path": not config.uses_task}
+    present = {"model.path": not config.uses_task}
     model = config.teacher.model
     teacher = any((model.path, model.size, config.teacher.server_ip, config.teacher.models))
     if config.algorithm.needs_teacher:
-        given["teacher.model.path (or teacher.server_ip)"] = teacher
+        present["teacher.model.path (or teacher.server_ip)"] = teacher
     elif teacher:
         raise ValueError(f"a teacher is given, but algorithm.name={config.algorithm.name} asks none")
-    given |= {"data.train_files": bool(config.data.train_files), "data.val_files": bool(config.data.val_files)}
+    present |= {"data.train_files": bool(config.data.train_files), "data.val_files": bool(config.data.val_files)}
     if config.data.task is not None and not config.uses_task:
         raise ValueError(f"data.task={config.data.task} makes the models: name no other, or set data.task=null")
-    if any(given.values()) and not all(given.values()):
-        have = ", ".join(k for k, v in given.items() if v)
-        lack = ", ".join(k for k, v in given.items() if not v)
+    if any(present.values()) and not all(present.values()):
+        have = ", ".join(k for k, v in present.items() if v)
+        lack = ", ".join(k for k, v in present.items() if not v)
         raise ValueError(f"given {have} but not {lack}: name all of them, or none for the built-in task")
 
 
@@ -76,16 +76,16 @@ def _colocated_groups_fit_on_their_hosts(config: Config) -> None:
     pools = {GROUP_OF[section]: (section, pool) for section, pool in config.pools()}
     for group, host in config.hosts().items():
         (section, own), (other, its) = pools[group], pools[host]
-        what = f"{section}.colocate_with={own.colocate_with}"
+        key = f"{section}.colocate_with={own.colocate_with}"
         if own.n_gpus_per_node > its.n_gpus_per_node or own.nnodes > its.nnodes:
             raise ValueError(
-                f"{what}: {section} is to have {own.n_gpus_per_node} GPUs on {own.nnodes} nodes, and {other} has "
+                f"{key}: {section} is to have {own.n_gpus_per_node} GPUs on {own.nnodes} nodes, and {other} has "
                 f"{its.n_gpus_per_node} on {its.nnodes}"
             )
         if own.gpus_by_node is not None:
-            raise ValueError(f"{what}: {section} is on the first GPUs of {other}, so leave {section}.gpus_by_node out")
+            raise ValueError(f"{key}: {section} is on the first GPUs of {other}, so leave {section}.gpus_by_node out")
         if own.gpus is not None and not set(own.gpus) <= set(its.gpus or ()):
-            raise ValueError(f"{what}: {section}.gpus={own.gpus} is not within {other}.gpus={its.gpus}")
+            raise ValueError(f"{key}: {section}.gpus={own.gpus} is not within {other}.gpus={its.gpus}")
 
 
 def _turns_can_be_taken(config: Config) -> None:
@@ -182,7 +182,7 @@ def _own_answers_can_be_learned_from(config: Config) -> None:
 
 
 def _supervised_training_samples_nothing(config: Config) -> None:
-    if not config.algorithm.supervised:
+    if not config.algorithm.is_supervised:
         return
     rollout, schedule = config.rollout, config.schedule
     settings = {

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from gkd.config.base import OWN_CLASS, Settings
 from gkd.config.open import OpenSettings
-from gkd.config.registry import Registry, absolute
+from gkd.config.registry import Registry, make_absolute
 
 MAX_AUTO_SIMULATED_GPUS = 8
 
@@ -35,7 +35,7 @@ NO_TRANSFERS = {
 def _known_transfer(name: str) -> str:
     if name in NO_TRANSFERS:
         raise ValueError(f"{name} is vLLM's alone: {NO_TRANSFERS[name]}; nccl or auto would do (docs/weights.md)")
-    return absolute(name)
+    return make_absolute(name)
 
 
 class Weights(OpenSettings):

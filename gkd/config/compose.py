@@ -21,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from gkd.config import Config, hint, load, nearest, settings
 from gkd.config.base import GROUP_OF
 from gkd.config.data import TASKS
-from gkd.config.loading import CONF_DIR, is_text, open_sections, plain_name, read_yaml, unknown
+from gkd.config.loading import CONF_DIR, is_text, make_unknown_error, open_sections, plain_name, read_yaml
 from gkd.config.open import OpenSections
-from gkd.config.registry import absolute, short
+from gkd.config.registry import make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
 BASE: Mapping[str, Any] = {
@@ -51,24 +51,27 @@ def compose(overrides: Sequence[str]) -> Config:
     if len(files) > 1:
         raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
     parsed = _parse([o for o in overrides if o not in files])
-    below, given = _read(files[0]) if files else ({}, {})
+    below, stored = _read(files[0]) if files else ({}, {})
     above: dict[str, str] = {}
     for override in parsed:
         if (group := override.key_or_group) in groups():
             over_file = bool(files) and (group == "placement" or group in below)
             (above if over_file else below)[group] = _choice_text(override.value())
     values = [override for override in parsed if override.key_or_group not in groups()]
-    _drop_own_of_replaced(given, values)
+    _drop_own_of_replaced(stored, values)
 
     def compose_with(task: Mapping[str, str]) -> Config:
         return load(
-            _tree([_compose_groups(**{"placement": "auto", **below, **task}), given, _compose_groups(**above)], values)
+            _tree(
+                [_compose_groups(**{"placement": "auto", **below, **task}), stored, _compose_groups(**above)],
+                values,
+            )
         )
 
     config = compose_with({})
     if config.uses_task and "task" not in below:
         task = config.data.task or TASKS.names()[0]
-        by_token = config.algorithm.distils or config.algorithm.supervised
+        by_token = config.algorithm.distils or config.algorithm.is_supervised
         variants = [task] if by_token else [f"{task}_rewards", task]
         for variant in [name for name in variants if name in groups()["task"]][:1]:
             config = compose_with({"task": variant})
@@ -96,7 +99,7 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
     chosen = {group: values.pop(group, None) for group in ("recipe", "placement")}
     for key in values:
         if key not in Config.model_fields:
-            raise unknown(key, values[key])
+            raise make_unknown_error(key, values[key])
         if any(name.startswith(f"{key}.") for name in settings()) and not isinstance(values[key], Mapping | None):
             raise ConfigError(f"{file} does not fit: {key} is a section of settings, not {values[key]!r}")
     for group, choice in chosen.items():
@@ -158,7 +161,7 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Overrid
         if setting not in replaced:
             continue
         before, after = (
-            {absolute(str(name)) for name in ([named] if isinstance(named, str) else named or [])}
+            {make_absolute(str(name)) for name in ([named] if isinstance(named, str) else named or [])}
             for named in (_at(values, setting), replaced[setting])
         )
         if not issubclass(kind, OpenSections):
@@ -167,7 +170,7 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Overrid
             continue
         for name in before - after:
             if ":" in name:  # sections of built-in classes may stand there unused
-                _at(values, section).pop(short(name), None)
+                _at(values, section).pop(shorten_name(name), None)
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -221,8 +224,8 @@ def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
 def _check_choice(override: Override, choices: list[str], several: bool = False) -> None:
     if override.is_delete():
         raise ConfigError(f"{override.input_line}: one of {', '.join(choices)} is expected")
-    given = override.value()
-    for value in given if several and isinstance(given, list) else [given]:
+    choice = override.value()
+    for value in choice if several and isinstance(choice, list) else [choice]:
         if value not in choices:
             known = f"{nearest(str(value), choices)}; there are {', '.join(choices)}"
             raise ConfigError(f"{override.key_or_group}={value}: no such choice{known}")

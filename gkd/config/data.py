@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from gkd.config.eval_set import EvalSet, Files
 from gkd.config.open import OpenSections
-from gkd.config.registry import Registry, absolute
+from gkd.config.registry import Registry, make_absolute
 
 TASKS = Registry("data.task", {"sort_digits": "gkd.recipes.sort_digits.task:SortDigits"})
 
@@ -29,7 +29,7 @@ class Data(OpenSections):
     registry: ClassVar[Registry] = TASKS
     selects: ClassVar[str] = "task"
 
-    task: Annotated[str | None, AfterValidator(lambda name: name and absolute(name))] = Field(
+    task: Annotated[str | None, AfterValidator(lambda name: name and make_absolute(name))] = Field(
         None,
         description=f"what makes models and data where no model is named: {', '.join(TASKS.names())}, the default "
         "then, or your own as package.module:name or FILE.py:name; its settings are in data.NAME",

@@ -54,16 +54,16 @@ def _learning_rate(config: Config) -> str | None:
     lr, bounds = config.actor.lr, rates(config)
     if lr is None or config.uses_task or bounds.usual / 10 < lr < bounds.most:
         return None
-    what = "LoRA adapters" if config.actor.lora.r is not None else "all weights"
+    trained = "LoRA adapters" if config.actor.lora.r is not None else "all weights"
     algorithm = config.algorithm
-    source = "a teacher" if algorithm.distils else "answers" if algorithm.supervised else "rewards"
+    source = "a teacher" if algorithm.distils else "answers" if algorithm.is_supervised else "rewards"
     why = (
         "so little teaches next to nothing in hundreds of steps"
         if lr < bounds.usual
         else "AdamW moves every weight by about that much a step, which undoes a pretrained model"
     )
     return (
-        f"actor.lr={lr:g} is unlikely to work: for {what} learning from {source} {bounds.usual / 4:g} to "
+        f"actor.lr={lr:g} is unlikely to work: for {trained} learning from {source} {bounds.usual / 4:g} to "
         f"{bounds.usual * 5:g} is usual ({bounds.usual:g} unless set); {why}"
     )
 
@@ -71,7 +71,7 @@ def _learning_rate(config: Config) -> str | None:
 def _staleness(config: Config) -> str | None:
     """Return a warning where a loss is known to suffer from samples as old as these may be; None without one."""
     staleness, loss = config.schedule.max_staleness, config.algorithm.loss
-    most: int | None = loss.selected.max_staleness
+    most: int | None = loss.selected_class.max_staleness
     if not config.algorithm.distils or most is None or staleness <= most:
         return None
     return (

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from gkd.config.base import Settings
 from gkd.config.eval_set import EvalSet
 from gkd.config.open import OpenSections
-from gkd.config.registry import Registry, absolute
+from gkd.config.registry import Registry, make_absolute
 
 STRATEGIES = Registry(
     "evaluate.strategies",
@@ -60,7 +60,7 @@ class Evaluate(OpenSections):
         "single: one engine of rollout.tensor_parallel_size GPUs; data_parallel: as many such engines as there is room "
         "for; sharded: one engine over all GPUs of a node",
     )
-    strategies: Annotated[list[str], AfterValidator(lambda names: [absolute(name) for name in names])] = Field(
+    strategies: Annotated[list[str], AfterValidator(lambda names: [make_absolute(name) for name in names])] = Field(
         ["plain"],
         description=f"how a question is answered: {', '.join(STRATEGIES.names())}, or your own as package.module:name "
         "or FILE.py:name; each is measured on the same questions, and its settings are in evaluate.NAME",
@@ -92,4 +92,4 @@ def _takes_ask_and_row(strategy: Any) -> bool:
     except (TypeError, ValueError):
         return False
     plain = inspect.unwrap(call, stop=inspect.iscoroutinefunction)  # a decorator need not be async
-    return any(inspect.iscoroutinefunction(one) for one in (plain, type(plain).__call__))
+    return any(inspect.iscoroutinefunction(function) for function in (plain, type(plain).__call__))

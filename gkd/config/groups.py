@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import OWN_CLASS, Engine, Pool, Settings
 from gkd.config.open import OpenSections, OpenSettings
-from gkd.config.registry import Registry, absolute
+from gkd.config.registry import Registry, make_absolute
 from gkd.config.sampling import StudentSampling
 from gkd.config.validating import ValidationSettings
 
@@ -85,7 +85,7 @@ class EngineSection(OpenSettings):
     ability: ClassVar[str]
     """The class attribute of :class:`gkd.inference.engine.InferenceEngine` that says whether a class will do."""
 
-    engine: Annotated[str, AfterValidator(absolute)]
+    engine: Annotated[str, AfterValidator(make_absolute)]
 
     @property
     def engine_class(self) -> Any:
@@ -117,7 +117,7 @@ class Scorer(Served, Engine, EngineSection):
     registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES, ENGINE)
     ability: ClassVar[str] = "can_score"
 
-    engine: Annotated[str, AfterValidator(absolute)] = Field(
+    engine: Annotated[str, AfterValidator(make_absolute)] = Field(
         "auto",
         description="what scores: torch, one packed forward pass of transformers' model on one GPU; vllm; auto: torch "
         "where an engine has one GPU and the model is dense attention all through, or unknown to vLLM, and vllm "
@@ -222,7 +222,7 @@ class RewardModel(Served, EngineSection):
     )
     ability: ClassVar[str] = "can_rate"
 
-    engine: Annotated[str, AfterValidator(absolute)] = Field(
+    engine: Annotated[str, AfterValidator(make_absolute)] = Field(
         "classifier", description=f"what rates: classifier, transformers' sequence classification, or {OWN_CLASS}"
     )
     model: RewardModelModel = RewardModelModel()
@@ -232,7 +232,7 @@ class RewardModel(Served, EngineSection):
 
 def _absolute_once(names: list[str]) -> list[str]:
     """Return names with whole paths. Raises ValueError for one that is there twice."""
-    whole = [absolute(name) for name in names]
+    whole = [make_absolute(name) for name in names]
     if repeated := [name for name in whole if whole.count(name) > 1]:
         raise ValueError(f"{repeated[0]} is named more than once")
     return whole
@@ -309,7 +309,7 @@ class Rollout(StudentSampling, Engine, EngineSection):
     )
     ability: ClassVar[str] = "can_sample"
 
-    engine: Annotated[str, AfterValidator(absolute)] = Field(
+    engine: Annotated[str, AfterValidator(make_absolute)] = Field(
         "vllm",
         description=f"what samples: vllm; hf, transformers' generate, for models unknown to vLLM; or {OWN_CLASS}",
     )

@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
-from gkd.config.open import OpenSettings, changed
-from gkd.config.registry import Registry, absolute
+from gkd.config.open import OpenSettings, find_changed_settings
+from gkd.config.registry import Registry, make_absolute
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
-EntryName = Annotated[str, AfterValidator(absolute)]
+EntryName = Annotated[str, AfterValidator(make_absolute)]
 
 ALGORITHMS = Registry(
     "algorithm.name",
@@ -67,12 +67,12 @@ class Loss(OpenSettings):
     @property
     def is_policy_gradient(self) -> bool:
         """Whether it is an estimate from sampled tokens, which importance weights are for."""
-        return bool(self.selected.is_policy_gradient)
+        return bool(self.selected_class.is_policy_gradient)
 
     @property
     def compares_tokens_alone(self) -> bool:
         """Whether it needs no more of the teacher than the log-probabilities of the response tokens."""
-        return bool(self.selected.teacher_logprobs == "token")
+        return bool(self.selected_class.teacher_logprobs == "token")
 
 
 class Advantage(OpenSettings):
@@ -215,7 +215,9 @@ class Algorithm(Settings):
         unused = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
         sampling = [] if self.weighs_samples else ["importance_sampling"]
         for section in ("advantage", "policy", *sampling, "dynamic_sampling"):
-            unused += [f"{section}.{name}={value}" for name, value in changed(getattr(self, section)).items()]
+            unused += [
+                f"{section}.{name}={value}" for name, value in find_changed_settings(getattr(self, section)).items()
+            ]
         if unused:
             raise ValueError(
                 f"{unused[0]} is about learning from rewards, and name={self.name} does not: reward_weight=0"
@@ -224,11 +226,15 @@ class Algorithm(Settings):
 
     def _require_nothing_of_samples(self) -> None:
         """Raise ValueError for what is about samples or a teacher where the data's answers alone are learned from."""
-        if not self.supervised:
+        if not self.is_supervised:
             return
-        unused = {key: value for key, value in changed(self).items() if key in ("on_policy_share", "supervised_weight")}
-        unused |= {f"loss.{name}": value for name, value in changed(self.loss).items()}
-        unused |= {f"kl.{name}": value for name, value in changed(self.kl).items()}
+        unused = {
+            key: value
+            for key, value in find_changed_settings(self).items()
+            if key in ("on_policy_share", "supervised_weight")
+        }
+        unused |= {f"loss.{name}": value for name, value in find_changed_settings(self.loss).items()}
+        unused |= {f"kl.{name}": value for name, value in find_changed_settings(self.kl).items()}
         for name, value in unused.items():
             raise ValueError(
                 f"{name}={value}: name={self.name} learns from the data's own answers alone, with the cross-entropy"
@@ -240,24 +246,24 @@ class Algorithm(Settings):
         return bool(ALGORITHMS.load(self.name).distils)
 
     @property
-    def supervised(self) -> bool:
+    def is_supervised(self) -> bool:
         """Whether the cross-entropy on the data's own answers is the loss, for which nothing is sampled."""
         return bool(ALGORITHMS.load(self.name).supervised)
 
     @property
     def learns_answers(self) -> bool:
         """Whether the data's own answers are learned from."""
-        return self.supervised or self.on_policy_share < 1
+        return self.is_supervised or self.on_policy_share < 1
 
     @property
     def cross_entropy_weight(self) -> float:
         """Weight of the cross-entropy on the data's own answers; 0 where there is none."""
-        return 1.0 if self.supervised else self.supervised_weight
+        return 1.0 if self.is_supervised else self.supervised_weight
 
     @property
     def policy_weight(self) -> float:
         """Weight of the policy-gradient loss on rewards; 0 where there is none."""
-        return self.reward_weight if self.distils else 0.0 if self.supervised else 1.0
+        return self.reward_weight if self.distils else 0.0 if self.is_supervised else 1.0
 
     @property
     def ratio(self) -> Literal["token", "sequence"]:

@@ -31,16 +31,16 @@ CONF_DIR = _INSIDE if _INSIDE.is_dir() else _TOP
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read what a configuration file says, unchecked. Raises ConfigError for a file that holds no names and values."""
     try:
-        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: it is nested too deep, or holds itself") from None
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {one_line(error)}") from None
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} is no configuration: names and values are expected")
-    return {str(name): value for name, value in given.items()}
+    return {str(name): value for name, value in content.items()}
 
 
 @cache
@@ -108,12 +108,12 @@ def _error(error: ValidationError) -> ConfigError:
     # Union branches add their type's name to the location; only real keys are shown.
     key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|bool|float)$", str(part)))
     if first["type"] == "extra_forbidden":
-        return unknown(key, first["input"])
+        return make_unknown_error(key, first["input"])
     if first["type"] == OWN:
         context = first["ctx"]
         if context["unknown"]:
             known = [f"{key}.{name}" for name in context["known"]]
-            return unknown(f"{key}.{context['key']}", context["value"], known)
+            return make_unknown_error(f"{key}.{context['key']}", context["value"], known)
         shown = f"={context['value']}" if context["value"] else ""
         return ConfigError(f"{key}.{context['key']}{shown}: {_lower_first(str(context['why']))}")
     message = _lower_first(str(first["msg"]).removeprefix("Value error, "))
@@ -145,7 +145,7 @@ def is_text(text: str) -> bool:
         return False
 
 
-def unknown(key: str, value: Any, own: Iterable[str] = ()) -> ConfigError:
+def make_unknown_error(key: str, value: Any, own: Iterable[str] = ()) -> ConfigError:
     """Return the error of an unknown setting; of an unknown section that of its first setting.
 
     ``own``: settings of a user's class, one of which may be meant.

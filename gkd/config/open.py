@@ -9,7 +9,7 @@ from pydantic import ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
-from gkd.config.registry import Registry, settings_class, short
+from gkd.config.registry import Registry, settings_class, shorten_name
 from gkd.errors import one_line
 
 OWN = "own_setting"
@@ -46,13 +46,13 @@ class OpenSettings(Settings):
         return None if kind is None else kind.model_validate(self._select_values(section))
 
     @property
-    def selected(self) -> Any:
+    def selected_class(self) -> Any:
         """The class that is named."""
         return self.owners()[""]
 
     def build(self, *arguments: Any) -> Any:
         """Make one of the class that is named, from its settings and then ``arguments``."""
-        return self.selected(self.own(), *arguments)
+        return self.selected_class(self.own(), *arguments)
 
     def _select_values(self, section: str) -> dict[str, Any]:
         extra = self.model_extra or {}
@@ -99,11 +99,11 @@ class OpenSettings(Settings):
         return self
 
 
-def changed(section: Settings) -> dict[str, Any]:
+def find_changed_settings(section: Settings) -> dict[str, Any]:
     """Return settings of a section, its class' own among them, that are neither null nor as they are by default."""
     fields = dict(type(section).model_fields)
     if isinstance(section, OpenSettings):
-        fields |= settings_class(section.selected).model_fields
+        fields |= settings_class(section.selected_class).model_fields
     values = {name: getattr(section, name, field.default) for name, field in fields.items()}
     return {name: value for name, value in values.items() if value not in (fields[name].default, None)}
 
@@ -126,7 +126,7 @@ class OpenSections(OpenSettings):
         classes: dict[str, Any] = {}
         configured = [name for name in self.registry.names() if name in (self.model_extra or {})]
         for name in [*configured, *self.chosen()]:
-            owner, section = self.registry.load(name), short(name)
+            owner, section = self.registry.load(name), shorten_name(name)
             if settings_class(owner) is None:
                 continue
             if section in type(self).model_fields or classes.get(section, owner) is not owner:
@@ -143,7 +143,7 @@ class OpenSections(OpenSettings):
     def settings_of(self, name: str) -> Any:
         """Return the settings of the class ``name`` as its ``Config``; None for one that takes none."""
         kind = settings_class(self.registry.load(name))
-        return None if kind is None else kind.model_validate(self._select_values(short(name)))
+        return None if kind is None else kind.model_validate(self._select_values(shorten_name(name)))
 
     @model_validator(mode="after")
     def _settings_of_named_classes_are_complete(self) -> OpenSections:
@@ -151,7 +151,7 @@ class OpenSections(OpenSettings):
             own = self.settings_of(name)
             complete = {} if own is None else own.model_dump(mode="json")
             if complete and self.model_extra is not None:
-                self.model_extra[short(name)] = complete
+                self.model_extra[shorten_name(name)] = complete
         return self
 
 

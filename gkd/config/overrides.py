@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gkd.config.base import quoted
+from gkd.config.base import quote
 from gkd.errors import ConfigError
 
 
@@ -14,15 +14,17 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
     """Return settings, names with dots or nested, as overrides. Raises ConfigError for a value that has no text."""
     return [
         f"{'+' if name in ('recipe', 'sets', 'task') else ''}{name}={_text(name, value)}"
-        for name, value in flat(settings).items()
+        for name, value in flatten(settings).items()
     ]
 
 
-def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return values by dotted names, each below ``above``; an empty mapping is a value."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
-        values |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) and value else {f"{above}{name}": value}
+        values |= (
+            flatten(value, f"{above}{name}.") if isinstance(value, Mapping) and value else {f"{above}{name}": value}
+        )
     return values
 
 
@@ -36,7 +38,7 @@ def _text(name: str, value: Any) -> str:
         case int() | float():
             return repr(value)
         case str() | Path():
-            return quoted(str(value))
+            return quote(str(value))
         case list() | tuple():
             return f"[{','.join(_text(name, item) for item in value)}]"
         case Mapping():

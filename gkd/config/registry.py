@@ -88,7 +88,7 @@ def _attribute(entry: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def absolute(name: str) -> str:
+def make_absolute(name: str) -> str:
     """Return ``FILE.py:name`` with an absolute path, as a worker's own directory is another one; other names as they
     are.
     """
@@ -96,7 +96,7 @@ def absolute(name: str) -> str:
     return name if file is None else f"{file}:{name.rpartition(':')[2]}"
 
 
-def short(name: str) -> str:
+def shorten_name(name: str) -> str:
     """Return the last part of a name, which is what figures and sections of settings are called by."""
     return name.rpartition(":")[2]
 

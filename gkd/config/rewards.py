@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, create_model, model_val
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSections
-from gkd.config.registry import Registry, absolute, short
+from gkd.config.registry import Registry, make_absolute, shorten_name
 
 OWN_PARAMETERS = (
     "data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions", "completion_ids",
@@ -62,7 +62,7 @@ REWARDS = _Rewards(
 
 def _absolute(functions: list[str]) -> list[str]:
     """Return names with absolute paths, as workers have working directories of their own."""
-    return [absolute(name) for name in functions]
+    return [make_absolute(name) for name in functions]
 
 
 class Reward(OpenSections):
@@ -124,7 +124,7 @@ class Reward(OpenSections):
 
     def of_functions(self, functions: list[str]) -> dict[str, Any]:
         """Return the section with other functions, and the settings of these alone."""
-        names = {*type(self).model_fields, *REWARDS.names(), *map(short, functions)}
+        names = {*type(self).model_fields, *REWARDS.names(), *map(shorten_name, functions)}
         section = {name: value for name, value in self.model_dump().items() if name in names}
         return {**section, "functions": functions, "weights": None, "of_sets": []}
 
@@ -134,7 +134,7 @@ class Reward(OpenSections):
 
     def labels(self) -> dict[str, str]:
         """Return names for metrics: the last part of each function's name, or all of it where another has the same."""
-        last = [short(name) for name in self.functions]
+        last = [shorten_name(name) for name in self.functions]
         # reward/mean is that of all of them.
         return {
             name: name if last.count(own) > 1 or own == "mean" else own
@@ -174,7 +174,7 @@ def rewards_of_sets(tree: Mapping[str, Any]) -> list[str]:
             rewards = _section({name: own}, name).get("rewards")
             for reward in map(str, rewards if isinstance(rewards, list) else []):
                 replace(REWARDS, setting=f"{section}.{key}.{name}.rewards").load(reward)
-                found.append(absolute(reward))
+                found.append(make_absolute(reward))
     return list(dict.fromkeys(found))
 
 

@@ -153,7 +153,7 @@ class Config(Settings):
         if algorithm.policy_weight and algorithm.dynamic_sampling.max_rounds > 1:
             rounds = algorithm.dynamic_sampling.max_rounds
             return f"algorithm.dynamic_sampling.max_rounds={rounds} chooses from the whole batch what is learned from"
-        if algorithm.policy_weight and algorithm.advantage.selected.needs_batch:
+        if algorithm.policy_weight and algorithm.advantage.selected_class.needs_batch:
             return f"algorithm.advantage.name={algorithm.advantage.name} looks at all groups of a batch"
         if self.cluster.offload is True:
             return "the actor is offloaded while engines on its GPUs sample (cluster.offload)"
@@ -163,7 +163,7 @@ class Config(Settings):
     def streams(self) -> bool:
         """Whether the actor adds up gradients while a batch is being sampled; ``cluster.offload`` is decided."""
         if self.schedule.streaming == "auto":
-            samples = not self.algorithm.supervised  # otherwise a whole batch is there at once
+            samples = not self.algorithm.is_supervised  # otherwise a whole batch is there at once
             return samples and self.streaming_obstacle is None and not self.on_the_actors_gpus()
         return self.schedule.streaming
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 
 from gkd.config.base import Settings
-from gkd.config.open import changed
+from gkd.config.open import find_changed_settings
 
 FALLING = ("loss", "reverse_kl", "length", "truncated", "failed")
 """Last parts of figures that are better the smaller they are."""
@@ -38,7 +38,7 @@ class StopEarly(Settings):
 
     @model_validator(mode="after")
     def _something_is_looked_at(self) -> StopEarly:
-        for name, value in changed(self).items() if self.metric is None else ():
+        for name, value in find_changed_settings(self).items() if self.metric is None else ():
             raise ValueError(f"{name}={value} is for a figure of validation: name it (metric=val/accuracy)")
         return self
 

@@ -40,7 +40,7 @@ def make_cache(data: Data) -> Path:
 
 
 @contextmanager
-def making(directory: Path, report: Report) -> Iterator[Path | None]:
+def make_entry(directory: Path, report: Report) -> Iterator[Path | None]:
     """Yield a directory to fill that becomes the cache entry ``directory``; None when the entry is there already.
 
     Waits while another process makes the same entry. Raises RunFailed when that takes too long.

@@ -131,9 +131,9 @@ def _content(row: Row, key: str, message: Mapping[str, Any]) -> Any:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
             kind = part.get("type", "a dict") if isinstance(part, dict) else type(part).__name__
-            what = "null" if part is None else kind
+            found = "null" if part is None else kind
             raise ConfigError(
-                f"{row.place}: {key!r} has a message whose content is not text but {what}; only text is trained on"
+                f"{row.place}: {key!r} has a message whose content is not text but {found}; only text is trained on"
             )
         texts.append(text)
     return "".join(texts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.config.overrides import flat
+from gkd.config.overrides import flatten
 from gkd.errors import ConfigError
 
 KEYS_SHOWN = 20
@@ -29,7 +29,7 @@ class Row:
         value = self._look_up(key)
         if value is not _ABSENT:
             return value
-        known = list(flat(self.values))
+        known = list(flatten(self.values))
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         hint = f" (did you mean {near[0]}?)" if near else ""
         shown = ", ".join(known[:KEYS_SHOWN]) + (", ..." if len(known) > KEYS_SHOWN else "")

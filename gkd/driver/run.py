@@ -34,7 +34,7 @@ from gkd.errors import ConfigError
 from gkd.observability import report
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines, finite
-from gkd.observability.page.write import at_the_end
+from gkd.observability.page.write import write_at_end
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
@@ -71,7 +71,7 @@ def drive(
                 note("restart", f"{n_restarts} of trainer.restarts={config.trainer.restarts}")
             summary, checkpoints = _drive(config, inputs, session, output, out, started_s, saved, events, on_step)
     finally:
-        page = at_the_end(output)
+        page = write_at_end(output)
     report.show(summary, output, page, _next_command(config, output), out)
     checkpoints.finish()
 
@@ -99,7 +99,7 @@ def _drive(
         Progress(out, config.trainer.total_steps) as progress,
         Trackers(config, output, _first_step(saved)) as trackers,
     ):
-        progress.doing("loading models")
+        progress.show_status("loading models")
         system = start(config, inputs, placement)
         system.parts.rollout.queue_file = QueueFile(output / "engines.json")
         files = output / "metrics.jsonl", output / "samples.jsonl"
@@ -116,9 +116,9 @@ def _drive(
             finally:
                 timeline.write()
             on_gpus = placement.groups["actor"].reports[0].device == "cuda"  # whose times depend on the split
-            _say_pace(config, output, run_log, requested if on_gpus else None)
+            _print_pace(config, output, run_log, requested if on_gpus else None)
             if stop.reason is not None:
-                progress.say(f"stopped early after step {end.step}: {stop.reason}")
+                progress.print_line(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
         write_scores([("val", 1, system.parts.validation.scores), *system.parts.val_sets.last()], output)
         for client in system.teachers.values():
@@ -132,20 +132,20 @@ def _drive(
 
 def _forget_after(saved: Saved, output: Path, metrics: Path, samples: Path) -> int:
     """Forget what the run's files say of steps after a checkpoint, and of its end; returns the checkpoint's step."""
-    cut(metrics, saved.state.logged)
+    cut(metrics, saved.state.last_logged_step)
     cut(samples, saved.state.step)
     for file in (output / "summary.json", *output.glob("results/*.json")):
         file.unlink(missing_ok=True)  # of an end that is not the end any more
     return saved.state.step
 
 
-def _say_pace(config: Config, output: Path, log: RunLog, requested: Config | None) -> None:
-    """Say where the time went and, with the configuration as it was ``requested``, which split would be faster."""
+def _print_pace(config: Config, output: Path, log: RunLog, requested: Config | None) -> None:
+    """Print where the time went and, with the configuration as it was ``requested``, which split would be faster."""
     pace = log.timeline.summary()
     split = faster_split(config, output, requested.rollout) if pace and requested is not None else ""
     for text in (pace, split):
         if text:
-            log.progress.say(text)
+            log.progress.print_line(text)
 
 
 def _write(config: Config, output: Path) -> None:
@@ -154,7 +154,7 @@ def _write(config: Config, output: Path) -> None:
 
 
 def _first_step(saved: Saved | None) -> int:
-    return 0 if saved is None else saved.state.logged + 1
+    return 0 if saved is None else saved.state.last_logged_step + 1
 
 
 def _train_and_save(config: Config, parts: Parts, log: RunLog, saved: Saved | None, model: Path) -> tuple[State, State]:
@@ -174,13 +174,13 @@ def _train_and_save(config: Config, parts: Parts, log: RunLog, saved: Saved | No
 
 
 def step_text(config: Config) -> str:
-    """Say what one step is made of, and the settings that memory depends on, in one line."""
+    """Describe what one step is made of, and the settings that memory depends on, in one line."""
     actor, prompts, n = config.actor, config.trainer.batch_size, config.rollout.n
-    what = "their own answers" if config.algorithm.supervised else f"{n} = {prompts * n:,} samples"
+    learned_from = "their own answers" if config.algorithm.is_supervised else f"{n} = {prompts * n:,} samples"
     samples = prompts * n
     updates = actor.epochs * -(-samples // (actor.mini_batch_size or samples))
     parts = [
-        f"a step: {prompts:,} prompts x {what}, {updates} update{'s' * (updates != 1)}",
+        f"a step: {prompts:,} prompts x {learned_from}, {updates} update{'s' * (updates != 1)}",
         f"prompts up to {config.data.max_prompt_length:,} and responses up to {config.rollout.max_response_length:,} "
         "tokens",
         f"micro-batches of {actor.max_tokens_per_micro_batch:,} tokens",
@@ -196,7 +196,7 @@ def step_text(config: Config) -> str:
 
 
 def _comment(config: Config, placement: Placement) -> None:
-    """Say what was decided about importance weights, and warn of a learning rate that cannot work."""
+    """Log what was decided about importance weights, and warn of a learning rate that cannot work."""
     device = placement.groups["actor"].reports[0].device
     decided = config.algorithm_on(device).importance_sampling.level
     if config.algorithm.importance_sampling.level == "auto" and decided is not None:
@@ -213,7 +213,7 @@ def _comment(config: Config, placement: Placement) -> None:
 
 def _validate_before(parts: Parts, log: RunLog) -> State:
     """Validate the student as it comes."""
-    log.progress.doing("validating")
+    log.progress.show_status("validating")
     before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
     before |= finite(parts.val_sets.run(parts.val_sets.due(0)))
     if log.best is not None:
@@ -223,7 +223,7 @@ def _validate_before(parts: Parts, log: RunLog) -> State:
         log.stop.look(0, before)
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.validated = before
-    log.progress.say(
+    log.progress.print_line(
         f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
     )
     return State(before=before, teacher=teacher)
@@ -231,12 +231,12 @@ def _validate_before(parts: Parts, log: RunLog) -> State:
 
 def _restore(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
     """Have the actor, the engines and the order of prompts go on from a checkpoint."""
-    log.progress.doing(f"reading {saved.path}")
+    log.progress.show_status(f"reading {saved.path}")
     parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)
     parts.prompts.restore(saved.state.prompts)
     parts.sync.push()
     log.progress.validated = saved.state.validated
-    log.progress.say(f"going on after step {saved.state.step} from {saved.path}")
+    log.progress.print_line(f"going on after step {saved.state.step} from {saved.path}")
     return saved.state
 
 
@@ -311,7 +311,7 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str,
 
 
 def _next_command(config: Config, output: Path) -> str:
-    """Say what a user would try after this run: own data after the built-in task, the trained student after that."""
+    """Return what a user would try after this run: own data after the built-in task, the trained student after that."""
     if not config.uses_task:
         return f"go on from here: the same command with model.path={output / 'model'}"
     teacher = "teacher.model.path=DIR " if config.algorithm.needs_teacher else ""

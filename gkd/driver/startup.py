@@ -75,7 +75,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     actor.load()
     if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
         sync.push()
-    answers = OwnAnswers(inputs.model.eos_ids) if config.algorithm.supervised else None
+    answers = OwnAnswers(inputs.model.eos_ids) if config.algorithm.is_supervised else None
     validation = Validation(config, inputs, rollout_group, actor, teachers, answers)
     val_sets = ValSets(config, inputs.val_sets, inputs.tokenizer, rollout_group)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)

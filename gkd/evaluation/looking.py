@@ -52,9 +52,9 @@ class Adaptive(Looking):
         """Answer one question; ``iterations`` counts how often the model was asked."""
         passages, seen, cost = self._passages(row), list[str](), 0
         most = self.config.k if passages is None else min(self.config.k, len(passages))
-        what = "think further, then your next thought" if passages is None else "another passage, and nothing else"
+        further = "think further, then your next thought" if passages is None else "another passage, and nothing else"
         for step in range(most):
-            task = f"Reply with the answer, or with MORE if you need {what}."
+            task = f"Reply with the answer, or with MORE if you need {further}."
             reply = await ask(self._prompt(ask.question, seen, task))
             cost += reply.n_tokens
             wanted = MORE.match(reply.text)

@@ -13,7 +13,7 @@ from typing import Any
 from gkd.config import Config
 from gkd.config.eval_set import EvalSet
 from gkd.config.evaluation import STRATEGIES
-from gkd.config.registry import short
+from gkd.config.registry import shorten_name
 from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer
@@ -48,7 +48,7 @@ class Measurement:
     @property
     def label(self) -> str:
         """The strategy as tables call it."""
-        return short(self.strategy)
+        return shorten_name(self.strategy)
 
     @property
     def jobs(self) -> list[Job]:
@@ -94,7 +94,7 @@ def _name_of(strategy: str) -> str:
         return strategy
     source = inspect.getsourcefile(STRATEGIES.load(strategy))
     content = Path(source).read_bytes() if source is not None else b""
-    return f"{short(strategy)}@{hashlib.sha256(content).hexdigest()[:8]}"
+    return f"{shorten_name(strategy)}@{hashlib.sha256(content).hexdigest()[:8]}"
 
 
 def strategy_of(config: Config, name: str) -> Any:
@@ -146,7 +146,7 @@ def _of_strategies(config: Config, model: LocalModel | EndpointModel, questions:
 
 def _strategies(config: Config) -> Sequence[str]:
     names = config.evaluate.strategies
-    if len({short(name) for name in names}) < len(names):
+    if len({shorten_name(name) for name in names}) < len(names):
         raise ConfigError(f"evaluate.strategies={names}: two of them end in the same name; rename one")
     return names
 

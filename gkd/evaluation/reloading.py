@@ -41,8 +41,8 @@ def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weigh
     push = Push(version, version, limit)
     delivery = Delivery(push, [Destination(engine, rollout.group.workers[engine], 1) for engine in engines])
     Publisher(settings, torch.device("cpu"), weights.read).send(delivery)
-    what = f"loading the weights of {weights.name}"
-    served = rollout.call_engines("weights.receive", push, timeout_s=limit, what=what, engines=engines)
+    activity = f"loading the weights of {weights.name}"
+    served = rollout.call_engines("weights.receive", push, timeout_s=limit, what=activity, engines=engines)
     for engine, its in served.items():
         if its != version:
             raise RunFailed(f"{rollout.group.reports[engine]} does not serve the weights of {weights.name}")

@@ -95,7 +95,7 @@ def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, 
         for (model, indices), own in zip(groupby(missing, key=lambda m: wanted[m].model), here, strict=True):
             assert isinstance(model, LocalModel)
             todo = [wanted[m] for m in indices]
-            length = max(one.sampling.max_tokens for one in todo) + config.data.max_prompt_length
+            length = max(planned.sampling.max_tokens for planned in todo) + config.data.max_prompt_length
             source = engines.load(own, model, min(length, model.info.positions or length))
             for measurement in todo:
                 _ask(config, source, measurement, log, out)

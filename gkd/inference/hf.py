@@ -44,7 +44,7 @@ class _Draw:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         import torch
 
-        from gkd.losses.truncation import truncated
+        from gkd.losses.truncation import truncate_logprobs
 
         self.passed()
         scores = scores.float()
@@ -56,7 +56,7 @@ class _Draw:
         greedy = self.sampling.temperature == 0
         logprobs = scores.log_softmax(-1)  # [B, V]
         if not greedy:
-            logprobs = truncated((scores / self.sampling.temperature).log_softmax(-1), self.sampling)
+            logprobs = truncate_logprobs((scores / self.sampling.temperature).log_softmax(-1), self.sampling)
         chosen = logprobs.argmax(-1, keepdim=True) if greedy else self._sample(logprobs)  # [B, 1]
         self.logprobs.append(logprobs.gather(-1, chosen)[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)

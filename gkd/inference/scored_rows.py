@@ -48,9 +48,9 @@ class ScoredRows:
         """Copy ``part`` to the positions from ``start`` on, without waiting for a GPU."""
         stop = start + len(part.token_logprobs)
         for name in self.__slots__:
-            to, given = getattr(self, name), getattr(part, name)
-            if to is not None:
-                to[start:stop].copy_(given, non_blocking=True)
+            buffer, values = getattr(self, name), getattr(part, name)
+            if buffer is not None:
+                buffer[start:stop].copy_(values, non_blocking=True)
 
 
 @torch.inference_mode()

@@ -200,7 +200,7 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         """Decode greedily, prompts padded on the left."""
         import torch
 
-        from gkd.modeling.backbone import padded_rows
+        from gkd.modeling.backbone import use_padded_rows
 
         prompts = [request.prompt_ids for _, request in chosen]
         longest, end = max(map(len, prompts)), self._stop_ids[0] if self._stop_ids else 0
@@ -209,7 +209,7 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, longest - len(prompt) :] = 1
-        with torch.inference_mode(), padded_rows(self.model):
+        with torch.inference_mode(), use_padded_rows(self.model):
             sequences = self.model.generate(
                 ids.to(self.device),
                 attention_mask=mask.to(self.device),
@@ -229,25 +229,25 @@ def _load(spec: EngineSpec) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    from gkd.modeling.backbone import is_packed, pack_or_pad, wanted_attention
+    from gkd.modeling.backbone import choose_attention, is_packed, pack_or_pad
     from gkd.modeling.linear import pack_linear_layers
 
-    what = f"the teacher's engine did not start on {spec.model_path}"
+    failure = f"the teacher's engine did not start on {spec.model_path}"
     try:
         config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
         lm, report = AutoModelForCausalLM.from_pretrained(
             spec.model_path,
             config=config,
             dtype=getattr(torch, spec.dtype),
-            attn_implementation=wanted_attention(config),
+            attn_implementation=choose_attention(config),
             local_files_only=True,
             output_loading_info=True,
         )
         lm = lm.to(spec.device).eval()
     except Exception as error:  # transformers and torch raise whatever they meet
-        raise RunFailed(f"{what}: {type(error).__name__}: {one_line(error)}") from error
+        raise RunFailed(f"{failure}: {type(error).__name__}: {one_line(error)}") from error
     if lacking := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
-        raise RunFailed(f"{what}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
+        raise RunFailed(f"{failure}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
     lm.requires_grad_(False)
     # A model's own settings, such as a repetition penalty, would change what is the most likely token.
     lm.generation_config = GenerationConfig()

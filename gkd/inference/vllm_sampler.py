@@ -164,7 +164,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         sleep(self.engine, self.device)
 
     def wake(self, weights_only: bool = False) -> None:
-        """Be as before; ``weights_only``: without a cache, as far as new weights need."""
+        """Become as before; ``weights_only``: without a cache, as far as new weights need."""
         wake(self.engine, self.device, weights_only)
 
     def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:

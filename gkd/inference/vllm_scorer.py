@@ -160,7 +160,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
         sleep(self.llm_engine, self._device)
 
     def wake(self, weights_only: bool = False) -> None:
-        """Be as before."""
+        """Become as before."""
         wake(self.llm_engine, self._device, weights_only)
 
     def has_lost_process(self) -> bool:

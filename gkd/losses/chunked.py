@@ -50,13 +50,13 @@ class _Carried(torch.autograd.Function):
         if not ctx.slopes:
             raise RuntimeError("the gradients of a chunked loss are there for one backward pass")
         # In place: a second copy of the head's gradient can be most of the memory that is left.
-        slopes = [one.mul_(slope) for one in ctx.slopes]
+        slopes = [saved.mul_(slope) for saved in ctx.slopes]
         ctx.slopes.clear()
         return (None, None, *slopes)
 
 
 @torch.no_grad()
-def chunked(hidden: Tensor, head: Head, of: Callable[[Tensor, int], Values], chunk: int) -> Values:
+def evaluate_in_chunks(hidden: Tensor, head: Head, of: Callable[[Tensor, int], Values], chunk: int) -> Values:
     """Evaluate ``of`` at N positions without gradients, ``chunk`` of them at a time; every value is [N].
 
     ``head`` turns hidden states [n, D] into logits [n, V]; ``hidden`` is [N, D]. ``of(logits, start)`` gives named
@@ -72,7 +72,7 @@ def chunked(hidden: Tensor, head: Head, of: Callable[[Tensor, int], Values], chu
 
 
 @torch.no_grad()
-def chunked_with_gradients(
+def differentiate_in_chunks(
     hidden: Tensor, head: Head, of: Callable[[Tensor, int], tuple[Tensor, Values]], chunk: int
 ) -> tuple[Values, Gradients]:
     """Evaluate a loss at N positions, and its gradient, ``chunk`` positions at a time.

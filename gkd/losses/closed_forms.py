@@ -23,7 +23,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(None if one is None else one * slope[..., None] for one in ctx.saved_tensors), *ctx.settings)
+        return (*(None if saved is None else saved * slope[..., None] for saved in ctx.saved_tensors), *ctx.settings)
 
 
 class KLSum(_Summed):

@@ -53,7 +53,7 @@ class MicroBatch:
         targets = None if self.targets is None else self.targets.rows(start, stop)
         return replace(self, targets=targets, **parts)
 
-    def padded(self, n_tokens: int) -> MicroBatch:
+    def pad(self, n_tokens: int) -> MicroBatch:
         """Return the same with at least ``n_tokens`` tokens: more sequences, as short as the others, without rows."""
         n_more = n_tokens - len(self.token_ids)
         if n_more <= 0:
@@ -72,12 +72,12 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on a device, see :func:`gkd.losses.targets.send`."""
 
-        def moved(value: Any) -> Any:
+        def move(value: Any) -> Any:
             if isinstance(value, PositionTargets):
                 return value.to(device)
             return send(value, device) if isinstance(value, Tensor) else value
 
-        return MicroBatch(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
+        return MicroBatch(**{field.name: move(getattr(self, field.name)) for field in fields(self)})
 
 
 def collate(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gkd.config import Algorithm, Config, Rollout
 from gkd.losses import policy
-from gkd.losses.chunked import Head, Values, chunked, chunked_with_gradients
+from gkd.losses.chunked import Head, Values, differentiate_in_chunks, evaluate_in_chunks
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import importance
 from gkd.losses.policy_gradient import kl_penalty
@@ -46,7 +46,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             values |= {"distill": losses.loss, **losses.diagnostics()}
         if algorithm.needs_policy:
             values |= policy.values_at(logits, start, micro, rollout)
-        if algorithm.supervised:
+        if algorithm.is_supervised:
             values |= policy.plain_values_at(logits, start, micro)
             values["supervised"] = -values["token_logprobs"]
         elif algorithm.supervised_weight:
@@ -65,9 +65,9 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
                 values = values_at(logits, start)
                 return share(values, start), values
 
-            values, gradients = chunked_with_gradients(hidden, head, with_share, chunk)
+            values, gradients = differentiate_in_chunks(hidden, head, with_share, chunk)
         else:
-            values = chunked(hidden, head, values_at, chunk)
+            values = evaluate_in_chunks(hidden, head, values_at, chunk)
         with torch.no_grad():
             log_q = values.pop("token_logprobs")
             trainers = values.pop("as_sampled", log_q)
@@ -75,7 +75,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             parts = {name: (loss * micro.weights).sum() for name, loss in losses.items()}
             total = sum(parts.values(), start=hidden.new_zeros(()))
             measured = Measured({"actor/loss": total, **parts}, sums)
-            if not algorithm.supervised:  # nobody sampled
+            if not algorithm.is_supervised:  # nobody sampled
                 known = trainers if micro.old_logprobs is None else micro.old_logprobs
                 add_mismatch(measured, known, micro.sampler_logprobs)
         return total if gradients is None else gradients.carried_by(total), measured
@@ -100,7 +100,7 @@ def _share(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Te
         sampled = rollout if algorithm.needs_policy else None
         return {"token_logprobs": policy.token_logprobs(logits, start, micro, sampled)}
 
-    values = chunked(hidden, head, logprobs_at, chunk)
+    values = evaluate_in_chunks(hidden, head, logprobs_at, chunk)
     zeros = torch.zeros_like(values["token_logprobs"])
     values |= {"entropy": zeros, "distill": zeros.clone(), "supervised": zeros.clone()}  # the loss is linear in these
     if not algorithm.cross_entropy_weight:
@@ -118,12 +118,12 @@ def _share(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Te
 
 
 def _couples_tokens(algorithm: Algorithm) -> bool:
-    """Say whether what a token counts in the loss depends on other tokens of its response."""
+    """Return whether what a token counts in the loss depends on other tokens of its response."""
     if algorithm.weighs_samples and algorithm.importance_sampling.level == "sequence":
         return True
     if not algorithm.policy_weight:
         return False
-    surrogate = algorithm.policy.selected
+    surrogate = algorithm.policy.selected_class
     return algorithm.ratio == "sequence" or algorithm.policy.sequence_mask_kl is not None or not surrogate.by_token
 
 
@@ -179,7 +179,7 @@ def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, Head], Tens
     def values_at(logits: Tensor, start: int) -> Values:
         return {"logprobs": policy.token_logprobs(logits, start, micro, config.rollout)}
 
-    return lambda hidden, head: chunked(hidden, head, values_at, config.actor.loss_chunk)["logprobs"]
+    return lambda hidden, head: evaluate_in_chunks(hidden, head, values_at, config.actor.loss_chunk)["logprobs"]
 
 
 def add_mismatch(measured: Measured, trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> None:

@@ -14,7 +14,7 @@ from gkd.losses.off_policy import Importance
 from gkd.losses.outcomes import outcomes
 from gkd.losses.ratio import RATIOS
 from gkd.losses.surrogate import Surrogate
-from gkd.losses.truncation import log_mass, penalised, truncates
+from gkd.losses.truncation import apply_presence_penalty, log_mass, truncates
 
 
 def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Values:
@@ -61,7 +61,7 @@ def _tokens(logits: Tensor, start: int, micro: MicroBatch) -> Tensor:
 
 
 def _penalise(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Tensor:
-    return penalised(logits, start, micro.response_ids, micro.bounds, rollout.presence_penalty)
+    return apply_presence_penalty(logits, start, micro.response_ids, micro.bounds, rollout.presence_penalty)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

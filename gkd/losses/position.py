@@ -68,7 +68,7 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
             comparison = _compare(logits, targets, loss.temperature)
     else:
         comparison = _compare(logits, targets, loss.temperature)
-        value = divergence(*comparison.compared(loss.tail))
+        value = divergence(*comparison.select_logprobs(loss.tail))
     if value.shape != targets.token_ids.shape:
         raise ValueError(f"algorithm.loss.name={loss.name} gives {tuple(value.shape)}: expected [{len(targets)}]")
     with torch.no_grad():
@@ -76,7 +76,7 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
         forward = teacher_mass = student_mass = None
         reverse = sampled_log_ratio(token_log_p, token_log_q)
         if targets.k > 0:
-            log_p, log_b = comparison.compared(tail=True)
+            log_p, log_b = comparison.select_logprobs(tail=True)
             forward, reverse = kl(log_p, log_b), kl(log_b, log_p)
             teacher_mass, student_mass = (x[:, : targets.k].exp().sum(-1) for x in (log_p, log_b))
         if loss.temperature != 1.0:
@@ -99,7 +99,7 @@ class _Compared:
     highest: Tensor
     log_sum: Tensor
 
-    def compared(self, tail: bool) -> tuple[Tensor, Tensor]:
+    def select_logprobs(self, tail: bool) -> tuple[Tensor, Tensor]:
         """Return teacher's and student's log-probabilities: [N, V], [N, K + 1] (tail) or [N, K]."""
         if self.tails is None or not tail:
             return self.log_p, self.log_q

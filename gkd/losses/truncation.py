@@ -37,7 +37,7 @@ def truncates(how: Truncation) -> bool:
     return how.top_p < 1.0 or how.top_k is not None or how.min_p > 0.0
 
 
-def least(log_q: Tensor, how: Truncation) -> Tensor:
+def find_least_kept(log_q: Tensor, how: Truncation) -> Tensor:
     """Return the log-probability [n, 1] of the least likely token that stays; ``log_q`` [n, V].
 
     Tokens as likely as that one stay, too.
@@ -67,18 +67,18 @@ def log_mass(log_q: Tensor, how: Truncation) -> Tensor:
     its importance ratio is then continuous, and not 0.
     """
     with torch.no_grad():
-        smallest = least(log_q.detach(), how)
+        smallest = find_least_kept(log_q.detach(), how)
     return torch.logsumexp(log_q.masked_fill(log_q < smallest, -torch.inf), -1)
 
 
-def truncated(log_q: Tensor, how: Truncation) -> Tensor:
+def truncate_logprobs(log_q: Tensor, how: Truncation) -> Tensor:
     """Return ``log_q`` [n, V] with the tokens that are left out impossible, normalised over the others."""
     if not truncates(how):
         return log_q
-    return log_q.masked_fill(log_q < least(log_q, how), -torch.inf).log_softmax(-1)
+    return log_q.masked_fill(log_q < find_least_kept(log_q, how), -torch.inf).log_softmax(-1)
 
 
-def penalised(logits: Tensor, start: int, response_ids: Tensor, bounds: Tensor, penalty: float) -> Tensor:
+def apply_presence_penalty(logits: Tensor, start: int, response_ids: Tensor, bounds: Tensor, penalty: float) -> Tensor:
     """Take ``penalty`` off the logits [n, V] of tokens that stand before a position in its response.
 
     ``logits`` are of the sampled positions from ``start`` on, of N that have ``response_ids`` [N]; ``bounds`` [S + 1]:

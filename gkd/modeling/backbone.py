@@ -18,7 +18,7 @@ from gkd.modeling.architecture import can_pack, exact_attention
 from gkd.modeling.head import below_head
 
 
-def wanted_attention(config: PretrainedConfig) -> str:
+def choose_attention(config: PretrainedConfig) -> str:
     """Return the attention to load a model with: packed where it seems to be attention all through and replaceable.
 
     :func:`keeps_sequences_apart` tells whether packing works. Recurrent and linear-attention layers would carry state
@@ -78,13 +78,13 @@ def keeps_sequences_apart(lm: PreTrainedModel, device: torch.device) -> bool:
 
 
 def pack_or_pad(lm: PreTrainedModel) -> None:
-    """Have ``lm``, loaded with :func:`wanted_attention`, take padded rows where packing does not work."""
+    """Have ``lm``, loaded with :func:`choose_attention`, take padded rows where packing does not work."""
     if is_packed(lm) and not keeps_sequences_apart(lm, lm.device):
         lm.set_attn_implementation(exact_attention(lm.config))
 
 
 @contextmanager
-def padded_rows(lm: PreTrainedModel) -> Iterator[None]:
+def use_padded_rows(lm: PreTrainedModel) -> Iterator[None]:
     """Have ``lm`` meanwhile take padded rows as transformers does, with a cache or without."""
     before = lm.config._attn_implementation
     lm.set_attn_implementation(exact_attention(lm.config))

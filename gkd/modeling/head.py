@@ -109,6 +109,6 @@ class _Output:
 
 
 def _is_view(tensor: Tensor, of: Tensor) -> bool:
-    """Say whether two tensors are the same numbers in the same memory, to which nothing was done in place."""
+    """Return whether two tensors are the same numbers in the same memory, to which nothing was done in place."""
     same = tensor.data_ptr() == of.data_ptr() and tensor.numel() == of.numel() and tensor.dtype == of.dtype
     return same and of._version == 0

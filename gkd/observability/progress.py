@@ -89,16 +89,16 @@ class Progress:
         if self._status is not None:
             self._status.stop()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line that stays."""
         self.out.print(text)
 
-    def doing(self, what: str) -> None:
-        """Show what goes on before or between steps."""
+    def show_status(self, activity: str) -> None:
+        """Show activity goes on before or between steps."""
         if self._status is not None:
-            self._status.update(what)
+            self._status.update(activity)
         else:
-            self.out.print(what)
+            self.out.print(activity)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one finished step."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from gkd.config import Config
-from gkd.config.registry import short
+from gkd.config.registry import shorten_name
 from gkd.config.rewards import REWARDS
 
 log = logging.getLogger("gkd")
@@ -70,5 +70,5 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
         slow, metric = getattr(config.reward.settings_of(name), "slow_s", math.inf), f"reward/{label}/seconds"
         if metrics.get(metric, 0.0) > slow:
             advice = getattr(REWARDS.load(name), "advice_when_slow", "")
-            setting = f"reward.{short(name)}.slow_s={slow:g}"
+            setting = f"reward.{shorten_name(name)}.slow_s={slow:g}"
             yield metric, f"the reward {label} takes {metrics[metric]:.1f} s a sample ({setting}): {advice}"

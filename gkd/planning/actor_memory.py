@@ -182,7 +182,7 @@ def adapter_weights(shape: ModelShape, lora: Lora) -> list[tuple[int, Weight]]:
 
 
 def _is_target(name: str, targets: str | list[str]) -> bool:
-    """Say whether peft adapts a layer: by name, or by a regular expression over the whole path."""
+    """Return whether peft adapts a layer: by name, or by a regular expression over the whole path."""
     if targets == "all-linear":
         return True
     if isinstance(targets, str):
@@ -286,7 +286,7 @@ def logit_copies(algorithm: Algorithm, vocabulary: int, nucleus: int = 0) -> int
     if algorithm.distils:
         loss = algorithm.loss
         if loss.compares_tokens_alone or loss.top_k is None or loss.top_k >= vocabulary:
-            copies = max(copies, loss.selected.logit_copies)
+            copies = max(copies, loss.selected_class.logit_copies)
     if nucleus:
         before = algorithm.distils + (0 if algorithm.needs_policy else n_token_losses)
         copies = max(copies, 1 + nucleus + before)

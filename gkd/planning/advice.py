@@ -169,7 +169,7 @@ def explain_no_advice(layout: Layout, memory: GroupMemory) -> str:
 
 
 def _fits_alone(layout: Layout, group: str) -> bool:
-    """Say whether a group fits on GPUs of its own, as it is or after changes."""
+    """Return whether a group fits on GPUs of its own, as it is or after changes."""
     alone = without_colocation(replace(layout, nodes=None))
     return memory_of(alone, group).fits or next(_advise(alone, group), None) is not None
 
@@ -189,7 +189,7 @@ class _Trials:
         return self.known[key]
 
     def can_fit(self, changes: Sequence[Change]) -> bool:
-        """Say whether the strongest changes make it fit, with or without those that also cost something."""
+        """Return whether the strongest changes make it fit, with or without those that also cost something."""
         caches = {change.setting: change.values for change in changes if change.setting.endswith(CACHE)}
         strongest = {change.setting: change.values[-1] for change in changes if change.setting not in caches}
         costly = [name for name in strongest if name in NOT_FREE]
@@ -202,7 +202,7 @@ class _Trials:
         return False
 
     def is_minimal(self, settings: Mapping[str, Value]) -> bool:
-        """Say whether it fits after the changes, and after no fewer of them."""
+        """Return whether it fits after the changes, and after no fewer of them."""
         return self.memory_with(settings).fits and not any(
             self.memory_with(fewer).fits for fewer in _without_one(settings)
         )
@@ -230,7 +230,7 @@ def _cheapest(trials: _Trials, level: int) -> Advice | None:
 
 
 def _is_possible(layout: Layout, config: Config) -> bool:
-    """Say whether a configuration composes and, where the nodes are known, its groups have room on them."""
+    """Return whether a configuration composes and, where the nodes are known, its groups have room on them."""
     try:
         load(config.model_dump())
     except ConfigError:
@@ -290,7 +290,7 @@ def require_memory(
 
 
 def offload_needed(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> bool:
-    """Say whether the actor and the engines on its GPUs are offloaded in turn; arguments of :func:`require_memory`."""
+    """Return whether actor and engines on its GPUs take turns in memory; arguments of :func:`require_memory`."""
     return any(needs_offload(layout) for layout in _layouts(config, models, gpu_bytes_by_group).values())
 
 

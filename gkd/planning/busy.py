@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 
 from gkd.config.base import SCORERS
-from gkd.planning.run_timeline import RunTimeline, Span
+from gkd.planning.run_timeline import RunTimeline, TimelineSpan
 
 WORK = {"actor": ("update", "log-probabilities"), "rollout": ("sample",), **dict.fromkeys(SCORERS, ("score",))}
 """What the simulation counts of each group, by the names of its activities; new weights are counted by themselves."""
@@ -34,7 +34,7 @@ def busy_seconds(timeline: RunTimeline, hosts: Mapping[str, str], at_once: int =
 
 
 def _own_times(
-    spans: Iterable[Span], bounds: Iterable[float], hosts: Mapping[str, str], at_once: int
+    spans: Iterable[TimelineSpan], bounds: Iterable[float], hosts: Mapping[str, str], at_once: int
 ) -> dict[float, dict[str, float]]:
     """Return, for each of ``bounds``, the seconds that all workers of each group together have worked until then."""
     changes = [(bound, "", 0) for bound in bounds]

@@ -114,7 +114,7 @@ def _free_gpus(layout: Layout, section: str) -> int:
 
 
 def _takes_any_gpus(config: Config, section: str) -> bool:
-    """Say whether a pool takes GPUs where there are some, and not named or others' ones."""
+    """Return whether a pool takes GPUs where there are some, and not named or others' ones."""
     pool: Pool = getattr(config, section)
     return pool.ranges() is None and GROUP_OF[section] not in config.hosts()
 

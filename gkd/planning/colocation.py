@@ -41,7 +41,7 @@ def groups_that_do_not_fit(layout: Layout) -> list[str]:
 
 
 def needs_offload(layout: Layout) -> bool:
-    """Say whether the actor and the engines on its GPUs are offloaded in turn (cluster.offload)."""
+    """Return whether the actor and the engines on its GPUs are offloaded in turn (cluster.offload)."""
     if layout.hardware.is_cpu:
         return False
     groups = layout.config.groups()

@@ -12,7 +12,7 @@ from statistics import median
 
 from gkd.config.base import SCORERS
 from gkd.planning.busy import WORK
-from gkd.planning.run_timeline import STAGES, RunTimeline, Span
+from gkd.planning.run_timeline import STAGES, RunTimeline, TimelineSpan
 from gkd.planning.simulated_run import DriverTimes
 
 RECORDING, PREPARING = ("request", "log"), ("prepare",)
@@ -45,18 +45,18 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
     return DriverTimes(*(median(column) for column in zip(*times, strict=True)))
 
 
-def _within(spans: Sequence[Span], start: float, end: float) -> list[Span]:
+def _within(spans: Sequence[TimelineSpan], start: float, end: float) -> list[TimelineSpan]:
     """Return the spans whose middle lies in a step."""
     return [span for span in spans if start <= (span.start + span.end) / 2 < end]
 
 
-def _until_begun(sampling: Sequence[Span], start: float, end: float) -> float:
+def _until_begun(sampling: Sequence[TimelineSpan], start: float, end: float) -> float:
     """Return how long after ``start`` the first engine begins; nothing where one is at work already."""
     begun = min((max(start, span.start) for span in sampling if span.end > start and span.start < end), default=start)
     return begun - start
 
 
-def _idle(working: Sequence[Span], start: float, end: float) -> float:
+def _idle(working: Sequence[TimelineSpan], start: float, end: float) -> float:
     """Return the seconds between ``start`` and ``end`` in which none of these workers works."""
     idle, since = 0.0, start
     for span in working:

@@ -228,7 +228,7 @@ def nodes_of(config: Config) -> tuple[int, ...] | None:
 
 
 def has_room(config: Config, nodes: Sequence[int]) -> bool:
-    """Say whether idle nodes with so many GPUs each have room for all groups."""
+    """Return whether idle nodes with so many GPUs each have room for all groups."""
     requests = group_requests(config)
     most = sum(request.nnodes for request in requests)  # of nodes of one size more are of no use
     enough = [size for size, count in Counter(nodes).items() for _ in range(min(count, most))]

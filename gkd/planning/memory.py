@@ -62,7 +62,7 @@ class GroupMemory:
 
     @property
     def fits(self) -> bool:
-        """Say whether the group fits."""
+        """Return whether the group fits."""
         return self.margin >= 0 and not self.shortage
 
 

@@ -125,7 +125,7 @@ def stages_of(layout: Layout) -> Stages:
         reward, reward_tail = reward_s(layout, config.reward_model)
         tail = max(tail, reward_tail)
     world = config.trainer.n_workers
-    if config.algorithm.supervised:  # engines validate alone
+    if config.algorithm.is_supervised:  # engines validate alone
         return Stages(0.0, 0.0, 0.0, update_s(layout, world, config.trainer.nnodes), 0.0, 0.0)
     return Stages(
         generate_s(layout, config.rollout),
@@ -210,8 +210,8 @@ def score_one_s(layout: Layout, group: str, engine: Engine) -> float:
 def reward_s(layout: Layout, pool: Pool) -> tuple[float, float]:
     """Return the seconds that a reward model takes for a batch, and for one sample: layers alone, it has one output."""
     workload, shape = layout.workload(), layout.models.of("reward_model")
-    one = workload.length * forward_flops(shape, workload.length / 2) / layout.hardware.flops
-    return max(1.0, workload.samples / pool.n_workers) * one, one
+    sample_s = workload.length * forward_flops(shape, workload.length / 2) / layout.hardware.flops
+    return max(1.0, workload.samples / pool.n_workers) * sample_s, sample_s
 
 
 def _engine_speed(layout: Layout, tp: int) -> tuple[float, float]:
@@ -244,7 +244,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     once = each / micro * a_micro + adam_s(layout, world)
     a_forward = n_steps * each * (forward_flops(shape, length / 2) + head_flops(shape)) / hardware.flops
     algorithm = layout.config.algorithm
-    old_logprobs = a_forward if actor.epochs * n_steps > 1 and not algorithm.supervised else 0.0
+    old_logprobs = a_forward if actor.epochs * n_steps > 1 and not algorithm.is_supervised else 0.0
     reference_logprobs = a_forward if algorithm.kl.coef > 0 and lora else 0.0
     return actor.epochs * n_steps * once + (old_logprobs + reference_logprobs)
 

@@ -19,7 +19,7 @@ STAGES, VALIDATION = "driver", "validation"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """One activity of a worker or of the driver, or a stage of a step."""
 
     lane: str
@@ -39,7 +39,7 @@ class RunTimeline:
     """Holds all lanes of a run and what was done in them, without the waits."""
 
     lanes: tuple[str, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -48,7 +48,9 @@ class RunTimeline:
             events = json.loads((path / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
             lanes = {event["pid"]: str(event["args"]["name"]) for event in events if event["ph"] == "M"}
             spans = [
-                Span(lanes[e["pid"]], str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, int(e["args"]["step"]))
+                TimelineSpan(
+                    lanes[e["pid"]], str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, int(e["args"]["step"])
+                )
                 for e in events
                 if e["ph"] == "X" and e["cat"] == "busy"
             ]
@@ -72,7 +74,7 @@ class RunTimeline:
         ]
         return steps[1:] or steps
 
-    def named(self, group: str, names: Collection[str]) -> list[Span]:
+    def named(self, group: str, names: Collection[str]) -> list[TimelineSpan]:
         """Return the spans of these names of a group's workers, in the order in which they began."""
         spans = [span for span in self.spans if span.group == group and span.name in names]
         return sorted(spans, key=lambda span: span.start)

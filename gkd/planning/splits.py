@@ -195,8 +195,8 @@ def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) 
     scoring = _Mixes.empty()
     for section, of in sizes.items():
         if section not in ("trainer", "rollout"):
-            scoring = scoring.joined(of, n_gpus)
-    sampling = scoring.joined(sizes["rollout"], n_gpus)
+            scoring = scoring.join_group(of, n_gpus)
+    sampling = scoring.join_group(sizes["rollout"], n_gpus)
     sampled = sampling.seconds + sampling.tails
     candidates: list[tuple[float, int, int, int]] = []
     for a, actor in enumerate(sizes["trainer"]):
@@ -229,7 +229,7 @@ class _Mixes:
         """Return the combination of no groups."""
         return _Mixes(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros((1, 0), np.int64))
 
-    def joined(self, sizes: list[PoolSize], most: int) -> _Mixes:
+    def join_group(self, sizes: list[PoolSize], most: int) -> _Mixes:
         """Return every combination with one more group; of those with equally many GPUs only the fastest are kept."""
         seconds = np.maximum(self.seconds[:, None], [s.seconds for s in sizes]).ravel()
         tails = np.maximum(self.tails[:, None], [s.tail for s in sizes]).ravel()

@@ -36,7 +36,7 @@ MOST_ENGINES = 16  # or as many as it takes for each to have samples
 def simulate_layout(layout: Layout, staleness: int, factors: Factors | None = None) -> Step:
     """Return a step of a layout at ``schedule.max_staleness``, its other settings as they are."""
     factors = factors or Factors()
-    if layout.config.algorithm.supervised:  # nothing is sampled
+    if layout.config.algorithm.is_supervised:  # nothing is sampled
         update = factors.apply(stages_of(layout)).update
         return Step(staleness, update + factors.driver.seconds, {"actor": update, "rollout": 0.0}, "actor")
     return simulate(run_of(layout, staleness, factors))

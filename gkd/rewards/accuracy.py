@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from gkd.rewards.answers import Numeral, last_formula, last_line, last_number, only_number, readings, stated_answer
-from gkd.rewards.comparison import bare, choice, is_formula, plain, same_answer
+from gkd.rewards.comparison import choice, is_formula, normalize_text, same_answer, strip_markup
 from gkd.rewards.completion import Completion, RewardFunction
 from gkd.rewards.quantity import SCALES, Quantity, quantity
 
@@ -53,7 +53,7 @@ def agreement(response: str, answer: str) -> float:
         return 1.0
     stated = stated_answer(answer)
     expected = answer if stated is None else stated
-    if not plain(expected):
+    if not normalize_text(expected):
         return 0.0
     stated = stated_answer(response, lambda content: _plausible(content, expected))
     candidates = (
@@ -64,24 +64,24 @@ def agreement(response: str, answer: str) -> float:
 
 def _plausible(content: str, expected: str) -> bool:
     """Return whether a sentence's end may be the answer: a letter, number or formula does not begin with a word."""
-    wanted = plain(expected)
-    one = choice(wanted)
-    words = one[1] if one else not (quantity(wanted) or is_formula(bare(expected)))
-    return bool(words) or re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2}", plain(content)) is None
+    wanted = normalize_text(expected)
+    option = choice(wanted)
+    words = option[1] if option else not (quantity(wanted) or is_formula(strip_markup(expected)))
+    return bool(words) or re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2}", normalize_text(content)) is None
 
 
 def _guess_answers(response: str, expected: str) -> list[str]:
     """Return what may be the answer of a response that does not say so."""
-    number = quantity(plain(expected))
+    number = quantity(normalize_text(expected))
     if number is not None:
         return _with_unit(last_number(response), number)
-    formula = last_formula(response) if is_formula(bare(expected)) else None
+    formula = last_formula(response) if is_formula(strip_markup(expected)) else None
     return [last_line(response)] if formula is None else [last_line(response), formula]
 
 
 def _in_prose(stated: str, expected: str) -> list[str]:
     """Return the number in an answer such as "she sold 72 clips", which holds no other."""
-    number = quantity(plain(expected))
+    number = quantity(normalize_text(expected))
     return [] if number is None else _with_unit(only_number(stated), number)
 
 

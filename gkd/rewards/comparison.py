@@ -20,7 +20,7 @@ _WRAPPED = [("__", "__"), ("`", "`"), ('"', '"')]
 _WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
 
 
-def bare(text: str) -> str:
+def strip_markup(text: str) -> str:
     """Return ``text`` without what surrounds an answer: Markdown, LaTeX's delimiters and spacing, a full stop."""
     text = re.sub(r"(?<=[0-9])(?:,\\!|\{,\})(?=[0-9])", ",", text)
     text = re.sub(r"(?<=[0-9])\\[,!;: ](?=[0-9])", "", text)
@@ -37,14 +37,16 @@ def bare(text: str) -> str:
             return text
 
 
-def plain(text: str) -> str:
-    """Return :func:`bare` with LaTeX's text commands and escapes undone."""
-    return bare(_TEXT.sub(lambda match: f" {match[1].strip()} ", bare(text)).replace("\\%", "%").replace("\\$", "$"))
+def normalize_text(text: str) -> str:
+    """Return :func:`strip_markup` with LaTeX's text commands and escapes undone."""
+    return strip_markup(
+        _TEXT.sub(lambda match: f" {match[1].strip()} ", strip_markup(text)).replace("\\%", "%").replace("\\$", "$")
+    )
 
 
 def same_answer(response: str, expected: str) -> bool:
     """Return whether two answers, without what marks them, are the same."""
-    own, wanted = plain(response), plain(expected)
+    own, wanted = normalize_text(response), normalize_text(expected)
     if same_text(own, wanted) or not own or max(len(own), len(wanted)) > LONGEST:
         return same_text(own, wanted)
     if (options := choice(wanted)) is not None:
@@ -55,10 +57,10 @@ def same_answer(response: str, expected: str) -> bool:
     lists = _items(own), _items(wanted)
     if lists[0] is not None and lists[1] is not None:
         return _same_list(*lists[0], *lists[1])
-    left, equals, right = bare(response).rpartition("=")
+    left, equals, right = strip_markup(response).rpartition("=")
     if equals and "=" not in wanted and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
         return same_answer(right, expected)
-    return _same_formula(bare(response), bare(expected))
+    return _same_formula(strip_markup(response), strip_markup(expected))
 
 
 def same_text(own: str, wanted: str) -> bool:

@@ -130,7 +130,7 @@ class RewardProcess:
         answer = json.loads(self._connection.recv_bytes())
         if isinstance(answer, str):
             return answer
-        return [one if isinstance(one, str) else (float(one[0]), float(one[1])) for one in answer]
+        return [value if isinstance(value, str) else (float(value[0]), float(value[1])) for value in answer]
 
     def _end(self) -> str:
         """Return how the process ended."""

@@ -88,7 +88,7 @@ class RequestDispatcher:
         self._homes[request.prompt.id] = home
         return home
 
-    def generated(self, engine: int, key: int) -> None:
+    def mark_generated(self, engine: int, key: int) -> None:
         """Note that ``engine`` has generated a request, which is scored now: its place is free."""
         if key in self.at_work.get(engine, ()) and key not in self._generated[engine]:
             self._generated[engine].add(key)
@@ -103,7 +103,7 @@ class RequestDispatcher:
 
     def finish(self, engine: int, key: int) -> bool:
         """Note that ``engine`` has finished a request; False where it was not at work on it."""
-        self.generated(engine, key)
+        self.mark_generated(engine, key)
         request = self.at_work.get(engine, {}).pop(key, None)
         if request is None:
             return False
@@ -123,7 +123,7 @@ class RequestDispatcher:
     def remove(self, engine: int) -> None:
         """Take an engine out, if it is in; what it was at work on waits again, in its old place."""
         for key in self.at_work.get(engine, ()):
-            self.generated(engine, key)  # as far as what may be sampled beside others is concerned
+            self.mark_generated(engine, key)  # as far as what may be sampled beside others is concerned
         self._generated.pop(engine, None)
         for key, request in self.at_work.pop(engine, {}).items():
             heapq.heappush(self._waiting, (self._orders[key], key, request))

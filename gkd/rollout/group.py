@@ -185,7 +185,7 @@ class RolloutGroup:
         for engine, samples in self._collect(deadline, calls):
             for sample in samples:
                 if isinstance(sample, Unscored):
-                    self._dispatcher.generated(engine, sample.key)
+                    self._dispatcher.mark_generated(engine, sample.key)
                 elif self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample
         self._end_hanging()
@@ -323,7 +323,7 @@ class RolloutGroup:
         if stale and self.refresh is not None:
             self.refresh(stale)
 
-    def updated(self, engines: Iterable[int]) -> None:
+    def mark_updated(self, engines: Iterable[int]) -> None:
         """Note that these engines have the current weights, whole, and may sample."""
         for engine in engines:
             self._fleet.change(ENGINES, engine, HealthEvent.READY)

@@ -80,13 +80,13 @@ class ScoringClient:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
         welcomes: dict[str, Welcome] = {}
-        for address, future in self._dispatcher.greeted.items():
+        for address, future in self._dispatcher.welcomes.items():
             if address in self._absent:
                 continue
             try:
                 welcomes[address] = future.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
-                silent = ", ".join(a for a, f in self._dispatcher.greeted.items() if not f.done())
+                silent = ", ".join(a for a, f in self._dispatcher.welcomes.items() if not f.done())
                 raise ScorerUnavailable(
                     f"no answer from the {self._scorer} at {silent} within {timeout_s:g} s: it is not running, "
                     "cannot be reached, or has another key"

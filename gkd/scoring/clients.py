@@ -60,8 +60,8 @@ class _ClientQueue:
         return max(0, self.handed - self.acked)
 
     def measure(self, now: float) -> None:
-        """See how far the client has read."""
-        acked = self.connection.acked
+        """Measure how far the client has read."""
+        acked = self.connection.acked_bytes
         if acked is None:
             acked = self.handed
         if acked >= self.handed:  # its own protocol adds a little
@@ -162,7 +162,7 @@ class Clients:
             passed = 0
         return jobs
 
-    def handing(self, id: bytes, size: int, job: QueuedRequest | None) -> bool:
+    def count_out(self, id: bytes, size: int, job: QueuedRequest | None) -> bool:
         """Note that a message of ``size`` bytes goes out, the answer to ``job`` where there is one; False: there is no
         client.
         """

@@ -72,7 +72,7 @@ class Connection:
         self._received_at_message = 0
 
     @property
-    def acked(self) -> int | None:
+    def acked_bytes(self) -> int | None:
         """Bytes that the peer's kernel has taken so far; None where this kernel does not count."""
         # Where a message has come, bytes have.
         return self._counter(_BYTES_ACKED) if self._received_at_message else None
@@ -159,7 +159,7 @@ class Connections:
             if others:
                 min(others, key=lambda c: (c.client is not None, c.heard)).cut()
 
-    def overdrawn(self, now: float) -> Iterator[tuple[Connection, str]]:
+    def find_overdrawn(self, now: float) -> Iterator[tuple[Connection, str]]:
         """Yield connections that are silent, or send what has no end, with what they do."""
         bounds = self._bounds
         alive = [c for c in self._by_fd.values() if not c.is_cut]

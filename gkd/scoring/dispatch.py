@@ -59,7 +59,7 @@ class Dispatcher:
             Replica(address, self._context, key, patience.heartbeat_s, n_clients, largest_reply)
             for address in addresses
         ]
-        self.greeted: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
+        self.welcomes: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
         self.counts: Counter[str] = Counter()
         self._inbox: deque[Call] = deque()
         self._calls: dict[int, Call] = {}
@@ -112,7 +112,7 @@ class Dispatcher:
             with self._lock:
                 self._end = end
             left = [*self._calls.values(), *self._inbox]
-            for future in [*(call.future for call in left), *self.greeted.values()]:
+            for future in [*(call.future for call in left), *self.welcomes.values()]:
                 if not future.done():
                     future.set_exception(end)
             self._context.destroy(linger=0)
@@ -159,10 +159,10 @@ class Dispatcher:
         match body:
             case wire.Welcome():
                 self._check(replica.address, body)
-                replica.greeted(body)
+                replica.accept_welcome(body)
                 self._progress = time.monotonic()  # what waited for it has its time from now on
-                if not self.greeted[replica.name].done():
-                    self.greeted[replica.name].set_result(body)
+                if not self.welcomes[replica.name].done():
+                    self.welcomes[replica.name].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
                 self._lose(replica, "was restarted")
             case wire.Scored() | wire.Generated() | wire.Rated():

@@ -151,7 +151,7 @@ class Frontend:
         if now < self._next_tick:
             return
         self._next_tick = now + TICK_S
-        for offenders in (self._connections.overdrawn(now), self._clients.measure(now)):
+        for offenders in (self._connections.find_overdrawn(now), self._clients.measure(now)):
             for connection, why in offenders:
                 self._cut(connection, why)
 
@@ -168,7 +168,7 @@ class Frontend:
             frames: list[bytes] = []
             while self._outbox and self._outbox[0][0] == client:
                 _, frame, job = self._outbox.popleft()
-                if self._clients.handing(client, len(frame), job):
+                if self._clients.count_out(client, len(frame), job):
                     frames.append(frame)
                 else:
                     self.counts["client_gone"] += 1
@@ -226,7 +226,7 @@ class Frontend:
         except wire.WireError as error:
             self.counts["bad_request"] += 1
             return [wire.Error(None, "bad_request", str(error))]
-        return [answer for one in frames if (answer := self._answer(client, one)) is not None]
+        return [answer for frame in frames if (answer := self._answer(client, frame)) is not None]
 
     def _answer(self, client: bytes, frame: bytes) -> wire.Message | None:
         """Return what to reply at once; None for a job that went into the queue."""

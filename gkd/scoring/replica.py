@@ -89,7 +89,7 @@ class Replica:
             return False
         return self.load < math.ceil(OVERBOOKED * self.welcome.capacity / self._n_clients)
 
-    def greeted(self, welcome: wire.Welcome) -> None:
+    def accept_welcome(self, welcome: wire.Welcome) -> None:
         """Count the server in, which has answered."""
         self.welcome, self.expected_until = welcome, 0.0
 

@@ -53,7 +53,7 @@ class Delivery:
         self._flying: deque[tuple[Piece, list[tuple[Destination, Any]]]] = deque()
 
     @property
-    def wanted(self) -> bool:
+    def has_receivers(self) -> bool:
         """Whether anybody receives pieces."""
         return bool(self._destinations)
 
@@ -107,7 +107,7 @@ class Arrivals:
         if not whole:
             return
         try:
-            load(replace(part, contents=tuple(content for one in parts for content in one.contents)))
+            load(replace(part, contents=tuple(content for sent in parts for content in sent.contents)))
         except BaseException as error:
             self._end(error)
             raise

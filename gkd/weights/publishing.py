@@ -39,7 +39,7 @@ class Publisher:
         failure: Exception | None = None
         last, number = False, 0
         while not last:
-            packs = delivery.wanted and failure is None
+            packs = delivery.has_receivers and failure is None
             try:
                 if packs:
                     delivery.make_room()

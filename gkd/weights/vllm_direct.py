@@ -45,14 +45,14 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return ``loader``, which vLLM finds by its name among those it has wrapped."""
 
         @wraps(loader)
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             before, self._in_loader = self._in_loader, True
             try:
                 return loader(*args, **kwargs)
             finally:
                 self._in_loader = before
 
-        return marked
+        return wrapper
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and not self._in_loader and args[0].is_meta and not args[1].is_meta:

@@ -41,7 +41,7 @@ class Size:
 
 
 def read_pairs(file: str, question_key: str, answer_key: str) -> list[tuple[str, str]]:
-    """Question and answer of every row. Raises ConfigError for a bad file or a row without them."""
+    """Return question and answer of every row. Raises ConfigError for a bad file or a row without them."""
     return [
         (str(row.get(question_key, "--question-key")), str(row.get(answer_key, "--answer-key")))
         for row in read_rows(file)
@@ -49,7 +49,7 @@ def read_pairs(file: str, question_key: str, answer_key: str) -> list[tuple[str,
 
 
 def train_tokenizer(pairs: list[tuple[str, str]], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer of the text, which appends the separator to what it encodes."""
+    """Train a byte-level BPE tokenizer of the text, which appends the separator to what it encodes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -80,7 +80,7 @@ def train_tokenizer(pairs: list[tuple[str, str]], vocab_size: int) -> Any:
 
 
 def encode(pairs: list[tuple[str, str]], tokenizer: Any) -> list[np.ndarray]:
-    """Token ids of ``question <sep> answer <eos>``: the question exactly as a run encodes its prompts."""
+    """Return the token ids of ``question <sep> answer <eos>``: the question exactly as a run encodes its prompts."""
     questions = tokenizer([question for question, _ in pairs])["input_ids"]
     answers = tokenizer([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
     return [
@@ -90,7 +90,7 @@ def encode(pairs: list[tuple[str, str]], tokenizer: Any) -> list[np.ndarray]:
 
 
 def new_model(size: Size, tokenizer: Any, seed: int) -> Any:
-    """A randomly initialised Llama of this size, float32, embeddings not tied."""
+    """Return a randomly initialised Llama of this size, float32, embeddings not tied."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,7 +114,7 @@ def new_model(size: Size, tokenizer: Any, seed: int) -> Any:
 
 
 def padded(texts: list[np.ndarray]) -> Any:
-    """Tensor [texts, longest] of ids, padded on the right with IGNORED."""
+    """Return a tensor [texts, longest] of ids, padded on the right with IGNORED."""
     import torch
 
     ids = np.full((len(texts), max(map(len, texts))), IGNORED)
@@ -124,7 +124,7 @@ def padded(texts: list[np.ndarray]) -> Any:
 
 
 def batches(texts: list[np.ndarray], batch_size: int, seed: int) -> Iterator[Any]:
-    """Endless shuffled batches of texts of similar length, so that little is padded."""
+    """Yield shuffled batches of texts of similar length, so that little is padded, without end."""
     rng = np.random.default_rng(seed)
     while True:
         order = rng.permutation(len(texts))
@@ -136,7 +136,7 @@ def batches(texts: list[np.ndarray], batch_size: int, seed: int) -> Iterator[Any
 
 
 def mean_loss(model: Any, ids: Any) -> Any:
-    """Mean next-token loss, in nats, over every token but the padding."""
+    """Compute the mean next-token loss, in nats, over every token but the padding."""
     import torch
 
     # Padding comes last, where no earlier position sees it, so that causal attention needs no mask.
@@ -145,7 +145,7 @@ def mean_loss(model: Any, ids: Any) -> Any:
 
 
 def held_out_loss(model: Any, texts: list[np.ndarray]) -> float:
-    """Next-token loss in nats a token, averaged over all tokens of ``texts``."""
+    """Compute the next-token loss in nats a token, averaged over all tokens of ``texts``."""
     import torch
 
     total, n_tokens = 0.0, 0
@@ -160,7 +160,7 @@ def held_out_loss(model: Any, texts: list[np.ndarray]) -> float:
 
 
 def train(model: Any, size: Size, texts: list[np.ndarray], args: argparse.Namespace) -> None:
-    """AdamW for ``size.steps`` steps; the learning rate rises, then falls along half a cosine."""
+    """Train with AdamW for ``size.steps`` steps; the learning rate rises, then falls along half a cosine."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -181,7 +181,7 @@ def train(model: Any, size: Size, texts: list[np.ndarray], args: argparse.Namesp
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train_file", help="JSONL, Parquet or datasets directory with questions and answers")
     parser.add_argument("--out", required=True, help="directory to write teacher/ and student/ into")

@@ -19,7 +19,7 @@ from pydantic import Field
 import gkd
 from gkd.config import Config as RunConfig
 from gkd.config import Settings
-from gkd.data.cache import MAKING_TIMEOUT_S, make_cache, making
+from gkd.data.cache import MAKING_TIMEOUT_S, make_cache, make_entry
 from gkd.data.task import Report, Task, TaskInputs
 from gkd.errors import RunFailed
 
@@ -155,7 +155,7 @@ def _entry(cache: Path, name: str, determined_by: object) -> Path:
 def make_data(cache: Path, digits: int, seed: int, report: Report) -> Path:
     """Write the files of prompts into the cache unless they are there, and return their directory."""
     directory = _entry(cache, "data", [digits, seed])
-    with making(directory, report) as unfinished:
+    with make_entry(directory, report) as unfinished:
         if unfinished is not None:
             write_examples(unfinished / "train.jsonl", examples(seed, digits, "train"))
             write_examples(unfinished / "val.jsonl", examples(VAL_SEED, digits, "val"))

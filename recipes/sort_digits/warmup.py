@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from gkd.data.cache import making
+from gkd.data.cache import make_entry
 from gkd.data.task import Report
 from gkd.errors import RunFailed
 
@@ -35,7 +35,7 @@ RISING_STEPS = 10  # of the learning rate, to its peak
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class WarmedUp:
     """What came of a training: the steps made and the share of prompts answered exactly."""
 
     steps: int
@@ -50,7 +50,7 @@ def new_model(recipe: ModelRecipe) -> Any:
     return LlamaForCausalLM(LlamaConfig(**recipe.llama_config()))
 
 
-def train(model: Any, recipe: ModelRecipe, report: Report) -> Trained:
+def train(model: Any, recipe: ModelRecipe, report: Report) -> WarmedUp:
     """Train on fresh prompts that are not held out, with the loss on the response's tokens only."""
     rng = np.random.default_rng((recipe.seed, recipe.digits))
     exam = _sequences(rng, N_EXAMINED, recipe.digits)
@@ -72,7 +72,7 @@ def train(model: Any, recipe: ModelRecipe, report: Report) -> Trained:
             left = 0.0 if is_last else (time.monotonic() - began) / step * (recipe.steps - step)
             report(f"{recipe.name}: {_progress(step, recipe, loss.item(), accuracy, left)}")
         if is_last:
-            return Trained(step, accuracy)
+            return WarmedUp(step, accuracy)
     raise AssertionError("the last step returns")
 
 
@@ -119,7 +119,7 @@ def exact_accuracy(model: Any, ids: Tensor, recipe: ModelRecipe) -> float:
 def make_model(cache: Path, recipe: ModelRecipe, report: Report) -> Path:
     """Train the recipe's model into the cache unless it is there, and return its directory."""
     directory = recipe.directory(cache)
-    with making(directory, report) as unfinished:
+    with make_entry(directory, report) as unfinished:
         if unfinished is not None:
             report(f"{recipe.name}: training a {recipe.layers}-layer {recipe.width}-wide model for the built-in task")
             model = new_model(recipe)

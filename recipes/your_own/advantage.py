@@ -18,5 +18,5 @@ class FixedBaseline(AdvantageEstimator):
     config: Config
 
     def of_group(self, rewards: Float64) -> Float64:
-        """Advantages [n] of the n samples of one prompt whose rewards are known."""
+        """Compute the advantages [n] of the n samples of one prompt whose rewards are known."""
         return rewards - self.config.baseline

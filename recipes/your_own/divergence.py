@@ -28,7 +28,7 @@ class SkewKL(Divergence):
     config: Config
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """Value [N] at N positions from log-probabilities of the same outcomes, [N, V] of both."""
+        """Compute the value [N] at N positions from log-probabilities of the same outcomes, [N, V] of both."""
         import torch  # here, so that settings are checked without loading it
 
         alpha = self.config.alpha

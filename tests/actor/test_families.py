@@ -154,8 +154,8 @@ def test_sampling_with_transformers_follows_the_actor(
         assert worst_difference(model, wanted, run(engine, wanted)) < 2e-4
     assert converted == ([1, 2] if family == "mixtral" else [1])  # its experts are one tensor in the model
     sent = dict(student.file_tensors(torch.float32))
-    with pytest.raises(RuntimeError, match=r"weights version 3: strange is unexpected \(1 tensors in all\)"):
+    with pytest.raises(RuntimeError, match=r"version 3: strange .*\b1 tensors"):
         engine.load_weights(Piece(3, 0, True), sent | {"strange": torch.zeros(1)})
     name = next(name for name in sent if "embed" not in name)
-    with pytest.raises(RuntimeError, match=r"weights version 4: .* is missing \(1 tensors in all\)"):
+    with pytest.raises(RuntimeError, match=r"version 4: .* missing .*\b1 tensors"):
         engine.load_weights(Piece(4, 0, True), {other: t for other, t in sent.items() if other != name})

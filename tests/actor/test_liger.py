@@ -25,7 +25,7 @@ def student() -> PreTrainedModel:
 def test_liger_is_refused_on_a_cpu_and_where_it_is_missing(
     student: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^actor.liger=true: .* for GPUs, and the actor computes on a CPU$"):
+    with pytest.raises(ConfigError, match=r"^actor\.liger=true: .*\bCPU$"):
         use_liger(student, CPU)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError, match=r"^actor.liger=true needs liger-kernel: pip install 'gkd\[liger\]' \("):
@@ -33,7 +33,7 @@ def test_liger_is_refused_on_a_cpu_and_where_it_is_missing(
 
 
 def test_compiled_layers_are_not_also_ligers() -> None:
-    with pytest.raises(ConfigError, match=r"actor.*liger=true and compile=true.*one of them"):
+    with pytest.raises(ConfigError, match=r"actor.*liger=true and compile=true"):
         compose(["actor.liger=true", "actor.compile=true"])
     assert compose(["actor.liger=true"]).actor.liger
 
@@ -56,5 +56,5 @@ def test_layers_are_ligers_and_the_head_is_not(student: PreTrainedModel, monkeyp
 def test_a_family_that_liger_does_not_know_is_named() -> None:
     pytest.importorskip("liger_kernel")
     mamba = MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8))
-    with pytest.raises(ConfigError, match=r"^actor\.liger=true: Liger has no kernels for models of type mamba"):
+    with pytest.raises(ConfigError, match=r"^actor\.liger=true: .*\bmamba"):
         use_liger(mamba, CUDA)

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from gkd.actor.loading import load
-from gkd.actor.lora import without_adapter
+from gkd.actor.lora import disable_adapter
 from gkd.actor.model import Student
-from gkd.actor.quantize import quantized
+from gkd.actor.quantize import find_quantized_layers
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
 from gkd.losses.objective import objective
@@ -71,7 +71,7 @@ def test_what_leaves_the_actor_is_the_model_with_its_adapter(family: str, tmp_pa
     plain.tie_weights()
     with_adapter = logits(student)
     torch.testing.assert_close(logits(plain), with_adapter, rtol=1e-4, atol=1e-5)
-    with without_adapter(student.lm):
+    with disable_adapter(student.lm):
         torch.testing.assert_close(logits(student), logits(base(family)))
     assert not torch.allclose(with_adapter, logits(base(family)), atol=1e-2)
     torch.testing.assert_close(logits(student), with_adapter)
@@ -80,7 +80,7 @@ def test_what_leaves_the_actor_is_the_model_with_its_adapter(family: str, tmp_pa
 def test_four_bit_weights_leave_the_actor_as_what_they_stand_for(tmp_path: Path) -> None:
     base("qwen2 tied").save_pretrained(tmp_path)
     student, plain = trained(tmp_path, quantize="nf4", target_modules=["q_proj", "down_proj"]), base("qwen2 tied")
-    packed = quantized(student)
+    packed = find_quantized_layers(student)
     assert len(packed) == 14  # adapted or not, all but the head
     assert all(layer.weight.dtype == torch.uint8 for layer in packed.values())
     found = dict(student.full_tensors(torch.float32))
@@ -110,7 +110,7 @@ def test_only_the_adapter_is_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [(["nothing"], r"target_modules=\['nothing'\]: .*nothing"), (["embed_tokens"], r"embed_tokens is no linear layer")],
+    [(["nothing"], r"target_modules=\['nothing'\]: .*nothing"), (["embed_tokens"], r"embed_tokens .*linear layer")],
 )
 def test_targets_that_cannot_be_adapted(targets: list[str], message: str, tmp_path: Path) -> None:
     base("llama").save_pretrained(tmp_path)
@@ -123,5 +123,5 @@ def test_weights_that_are_not_all_there(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"its weights lack model.layers.1.mlp.up_proj.weight \(1 tensors in all\)"):
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight \(1 tensors"):
         load(tmp_path)

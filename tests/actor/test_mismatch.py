@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from gkd.actor.mismatch import SHARE, as_means, by_age, stale_tokens
+from gkd.actor.mismatch import SHARE, compute_means, split_by_age, stale_tokens
 from gkd.types import TrainingSample, VersionSpan
 from tests.samples import training_sample
 
@@ -34,12 +34,12 @@ def test_means_are_over_tokens_of_one_age(samples: list[TrainingSample], stale: 
     assert found.tolist() == stale
     ratio = torch.arange(1.0, len(stale) + 1)
     kl = ratio - 1 - ratio.log()
-    sums, largest = by_age(
+    sums, largest = split_by_age(
         {"mismatch/kl": kl, "mismatch/is_ratio_mean": ratio, "actor/entropy": ratio},
         {"mismatch/is_ratio_max": ratio.max()},
         found,
     )
-    row = as_means(
+    row = compute_means(
         {**{k: float(v.sum()) / len(stale) for k, v in sums.items()}, **{k: float(v) for k, v in largest.items()}}
     )
     assert row["actor/entropy"] == pytest.approx(float(ratio.mean()))
@@ -55,6 +55,6 @@ def test_means_are_over_tokens_of_one_age(samples: list[TrainingSample], stale: 
 
 def test_an_empty_micro_batch_has_no_tokens_of_any_age() -> None:
     none = torch.zeros(0)
-    sums, largest = by_age({"mismatch/kl": none, "mismatch/is_ratio_mean": none}, {}, stale_tokens([], version=4))
+    sums, largest = split_by_age({"mismatch/kl": none, "mismatch/is_ratio_mean": none}, {}, stale_tokens([], version=4))
     assert all(len(values) == 0 for values in sums.values())
     assert all(float(value) == 0 for value in largest.values())

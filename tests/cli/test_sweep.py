@@ -16,7 +16,7 @@ from gkd.cli.compare import main as main_compare
 from gkd.cli.sweep import SweptRun, expand, show
 from gkd.cli.train import configure, main
 from gkd.driver.validation.final_scores import write_scores
-from gkd.observability.page.run import wilson
+from gkd.observability.page.run import wilson_interval
 from tests.observability.runs import make_run
 
 OWN = ["+recipe=grpo", "model.path=/nowhere", "data.val_files=[a.jsonl]", "reward.functions=[length]"]
@@ -113,7 +113,7 @@ def test_all_runs_are_in_one_table_and_one_report(tmp_path: Path) -> None:
     show([SweptRun("a", ()), SweptRun("b", ())], [0, 1], tmp_path, Console(file=file, width=200))
     head, one, other = (line.split() for line in file.getvalue().splitlines()[1:4])
     assert head == ["run", "val/accuracy", "seconds"]
-    low, high = wilson(0.45, 100)
+    low, high = wilson_interval(0.45, 100)
     assert one == ["a", "0.4500", f"({low:.3f}", "to", f"{high:.3f})", "75"]
     assert other == ["b", "failed,", "exit", "code", "1"]
     data = (tmp_path / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0]

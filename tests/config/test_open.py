@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from gkd.config.base import Settings
 from gkd.config.compose import compose
 from gkd.config.open import OWN, OpenSettings
-from gkd.config.registry import Registry, absolute
+from gkd.config.registry import Registry, make_absolute
 from gkd.errors import ConfigError
 
 
@@ -67,7 +67,7 @@ def test_a_class_in_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert context["key"] == "wdith" and context["unknown"]
     assert own.own().width == 5 and own.model_dump() == {"name": f"{file}:Mine", "width": 5}
     monkeypatch.chdir(tmp_path)
-    assert absolute("mine.py:Mine") == f"{file}:Mine" and absolute("mine:Mine") == "mine:Mine"
+    assert make_absolute("mine.py:Mine") == f"{file}:Mine" and make_absolute("mine:Mine") == "mine:Mine"
 
 
 @pytest.mark.parametrize("name", ["scald", "nowhere:Mine", "/no/such/file.py:Mine", "pathlib:Paths"])
@@ -79,7 +79,7 @@ def test_a_name_that_stands_for_nothing_is_refused(name: str) -> None:
 def test_what_is_not_of_the_base_is_refused() -> None:
     registry = Registry("section.name", {}, f"{__name__}:Plain")
     assert registry.load(f"{__name__}:Plain") is Plain
-    with pytest.raises(ConfigError, match=r"^section\.name=.*:Scaled: it is no .*\.Plain, which it must extend$"):
+    with pytest.raises(ConfigError, match=r"^section\.name=.*:Scaled: .*\.Plain\b"):
         registry.load(f"{__name__}:Scaled")
 
 
@@ -121,7 +121,7 @@ def test_an_own_reward_of_a_runs_file_can_be_left_out_or_replaced(tmp_path: Path
     ("overrides", "setting"),
     [
         (["rollout.engine=sglang"], "rollout.engine"),
-        (["rollout.engine=pathlib:Path"], "rollout.engine=pathlib:Path: it is no gkd.inference"),
+        (["rollout.engine=pathlib:Path"], "rollout.engine=pathlib:Path: .*gkd.inference"),
         (["rollout.engine=gkd.inference.vllm_scorer:VLLMScorer"], "cannot sample"),
         (["teacher.engine=hf"], "teacher.engine"),
         (["reference.engine=gkd.inference.hf:HFSampler"], "reference: .* cannot score"),
@@ -163,9 +163,9 @@ class Plain:
 @pytest.mark.parametrize(
     ("setting", "name", "why"),
     [
-        ("algorithm.advantage.name", "Twice", "name is the name of another setting here"),
-        ("algorithm.advantage.name", "Abstract", "lacks the method of_group"),
-        ("algorithm.advantage.name", "NoModel", "Config is no pydantic model"),
+        ("algorithm.advantage.name", "Twice", "name .*another setting"),
+        ("algorithm.advantage.name", "Abstract", "method of_group"),
+        ("algorithm.advantage.name", "NoModel", "pydantic"),
         ("weights.transfer", "Plain", "no gkd.weights.transfer.Transfer"),
         ("rollout.engine", "Plain", "no gkd.inference.engine.InferenceEngine"),
     ],

@@ -69,7 +69,7 @@ def test_engines_stop_where_a_turn_ends() -> None:
 
 
 def test_no_end_token_at_all() -> None:
-    with pytest.raises(ConfigError, match="the model has no end token"):
+    with pytest.raises(ConfigError, match="end token"):
         with_answers([prompt("a", False)], word_tokenizer(), ModelInfo(9, None, [], 9), None, 8)
 
 

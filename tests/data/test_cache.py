@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gkd.config import Data
-from gkd.data.cache import cache_directory, making
+from gkd.data.cache import cache_directory, make_entry
 
 
 def entries(cache: Path) -> list[str]:
@@ -19,7 +19,7 @@ def entries(cache: Path) -> list[str]:
 def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
     (tmp_path / "entry.unfinished").mkdir()
     (tmp_path / "entry.unfinished" / "half").touch()
-    with making(tmp_path / "entry", lambda _: None) as unfinished:
+    with make_entry(tmp_path / "entry", lambda _: None) as unfinished:
         assert unfinished is not None
         (unfinished / "whole").touch()
     assert [path.name for path in (tmp_path / "entry").iterdir()] == ["whole"]
@@ -30,7 +30,7 @@ def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
     said: list[str] = []
 
     def make(number: int) -> None:
-        with making(tmp_path / "entry", said.append) as unfinished:
+        with make_entry(tmp_path / "entry", said.append) as unfinished:
             if unfinished is not None:
                 makers.append(number)
                 time.sleep(0.5)
@@ -45,7 +45,7 @@ def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
 
 
 def test_an_exception_leaves_no_entry(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="disk full"), making(tmp_path / "entry", lambda _: None):
+    with pytest.raises(OSError, match="disk full"), make_entry(tmp_path / "entry", lambda _: None):
         raise OSError("disk full")
     assert entries(tmp_path) == []
 

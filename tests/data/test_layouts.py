@@ -40,7 +40,7 @@ def test_sharegpt() -> None:
     messages = [system, user, {"role": "assistant", "content": "2"}]
     assert read(SHAREGPT) == (messages, ())
     assert read(SHAREGPT, answer_key="conversations") == (messages, ("2",))
-    with pytest.raises(ConfigError, match="'conversations' has a turn from 'observation'; known are human, "):
+    with pytest.raises(ConfigError, match=r"'conversations' .*'observation'"):
         read({"conversations": [{"from": "observation", "value": "x"}]})
 
 
@@ -60,5 +60,5 @@ def test_several_answers(value: Any, answers: tuple[str, ...]) -> None:
 def test_pictures_and_sound_are_refused_by_name(column: str) -> None:
     require_text_alone(Row({"prompt": "a", column: None}, "x line 1"))
     require_text_alone(Row({"prompt": "a", column: []}, "x line 1"))
-    with pytest.raises(ConfigError, match=f"x line 1: '{column}' is not empty, and only text is trained on"):
+    with pytest.raises(ConfigError, match=f"x line 1: '{column}'"):
         require_text_alone(Row({"prompt": "a", column: [{"bytes": b"x"}]}, "x line 1"))

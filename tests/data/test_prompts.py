@@ -160,7 +160,7 @@ def test_no_tokens(tmp_path: Path) -> None:
 
 def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a \\ud800 b"}\n')
-    with pytest.raises(ConfigError, match=r"a.jsonl line 2: 'prompt' holds half of a surrogate pair"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl line 2: 'prompt' .*surrogate"):
         load_prompts([str(tmp_path / "a.jsonl")], Data(), word_tokenizer())
 
 
@@ -169,7 +169,7 @@ def test_an_answer_that_no_file_could_hold_is_named(key: str, tmp_path: Path) ->
     row = '{"prompt": "a", "answer": "b", "source": "c"}\n'
     (tmp_path / "a.jsonl").write_text(row + row.replace(f'"{key}": "', f'"{key}": "\\ud800'))
     data = Data(answer_key="answer", teacher_key="source")
-    with pytest.raises(ConfigError, match=rf"a.jsonl line 2: '{key}' holds half of a surrogate pair"):
+    with pytest.raises(ConfigError, match=rf"a\.jsonl line 2: '{key}' .*surrogate"):
         load_prompts([str(tmp_path / "a.jsonl")], data, word_tokenizer())
 
 
@@ -227,5 +227,5 @@ def test_long_text_of_few_tokens_is_kept(tmp_path: Path) -> None:
 
 def test_a_template_that_fails_in_any_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    with pytest.raises(ConfigError, match=r"line 1: the chat template refuses 'messages': .*zero"):
+    with pytest.raises(ConfigError, match=r"line 1: .*'messages': .*zero"):
         load_prompts([str(tmp_path / "a.jsonl")], Data(), word_tokenizer(template="{{ 1 / 0 }}"))

@@ -129,7 +129,7 @@ def test_lacking_key_names_line_setting_nearest_and_what_is_there(tmp_path: Path
     ("content", "message"),
     [
         ('{"prompt": ' + "1" * 5000 + "}", r"line 1 is not JSON: .*digits"),
-        ("[" * 100_000, r"line 1 is not JSON: nested too deep"),
+        ("[" * 100_000, r"line 1 .*JSON.*nested"),
     ],
 )
 def test_json_that_python_will_not_read(content: str, message: str, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_json_that_python_will_not_read(content: str, message: str, tmp_path: Pa
 
 def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="no file"):
         list(read_rows(str(tmp_path / "pipe.jsonl")))
 
 

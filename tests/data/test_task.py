@@ -43,18 +43,18 @@ def test_a_users_task_is_planned_by_its_models(tmp_path: Path) -> None:
     student = models_of(config).student
     assert (student.n_layers, student.hidden, student.vocabulary) == (3, 64, 99)
     taught = compose(["+recipe=on_policy_distill", f"data.task={OWN}:Fixed", f"data.Fixed.directory={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"makes no teacher, and algorithm\.name=on_policy_distill needs one"):
+    with pytest.raises(ConfigError, match=r"algorithm\.name=on_policy_distill"):
         models_of(taught)
 
 
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"data": {"task": "sort_digit"}}, r"data\.task=sort_digit: no such choice \(did you mean sort_digits\?\)"),
+        ({"data": {"task": "sort_digit"}}, r"data\.task=sort_digit: .*mean sort_digits\?"),
         ({"data": {"task": f"{OWN}:Fixed"}}, r"data\.Fixed\.directory.*[Ff]ield required"),
-        ({"data": {"task": f"{OWN}:Path"}}, "is no class with the methods make and model_configs"),
-        ({"data": {"task": "sort_digits"}, "model": {"path": "x"}}, r"name no other, or set data\.task=null"),
-        ({"builtin": {"digits": 3}}, r"unknown setting builtin\.digits \(here: data\.sort_digits\.digits\)"),
+        ({"data": {"task": f"{OWN}:Path"}}, "make and model_configs"),
+        ({"data": {"task": "sort_digits"}, "model": {"path": "x"}}, r"data\.task=null"),
+        ({"builtin": {"digits": 3}}, r"builtin\.digits \(here: data\.sort_digits\.digits\)"),
     ],
 )
 def test_what_is_no_task_is_refused(tree: dict[str, Any], message: str) -> None:
@@ -63,5 +63,5 @@ def test_what_is_no_task_is_refused(tree: dict[str, Any], message: str) -> None:
 
 
 def test_a_run_without_a_model_and_a_task_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"set model\.path, or data\.task to one of sort_digits"):
+    with pytest.raises(ConfigError, match=r"model\.path, .*data\.task .*sort_digits"):
         task_of(load({}))

@@ -58,13 +58,10 @@ def test_a_template_that_does_not_fit_the_row(template: str, message: str) -> No
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"prompt_template": "no place {} {{question}}"}, "names no column"),
-        (
-            {"prompt_template": "{q} {a}", "answer_key": "a"},
-            "has {a}, the reference answer; as text it is written {{a}}",
-        ),
+        ({"prompt_template": "no place {} {{question}}"}, "prompt_template"),
+        ({"prompt_template": "{q} {a}", "answer_key": "a"}, "{{a}}"),
         ({"system_prompt": "x", "apply_chat_template": False}, "apply_chat_template=false excludes it"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "tokenize is no variable"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"train_weights": [1.0], "train_files": ["a", "b"]}, "1 train_weights for 2 train_files"),
     ],
 )
@@ -87,9 +84,7 @@ def test_the_chat_template_is_given_further_variables(tmp_path: Any) -> None:
     assert tokens(thinking, apply_chat_template=True) == ["<user>", "a", "<assistant>"]
     off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
     assert tokens(thinking, apply_chat_template=True, **off) == ["<user>", "a", "<assistant>", "b"]
-    with pytest.raises(
-        ConfigError, match=r"data.chat_template_kwargs.enable_thinking: the chat template of .* does not"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs\.enable_thinking: "):
         tokens(word_tokenizer(template=TEMPLATE), apply_chat_template=True, **off)
-    with pytest.raises(ConfigError, match=r"data.system_prompt: the tokenizer of .* has no chat template"):
+    with pytest.raises(ConfigError, match=r"data\.system_prompt: .*chat template"):
         tokens(word_tokenizer(), system_prompt="b")

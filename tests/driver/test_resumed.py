@@ -47,5 +47,5 @@ def test_other_data_is_refused() -> None:
     assert len({own, fingerprint(prompts("1", 2, 4)), fingerprint(prompts("2", 2, 3)), fingerprint([])}) == 4
     saved = Saved(Path("/step_1"), "end", State(), {}, "", "float32", {"train": own, "val": "0"}, {})
     require_same_data(saved, {"train": own, "val": "0"})
-    with pytest.raises(ConfigError, match=r"prompts of data.val_files are not those that /step_1 was made with"):
+    with pytest.raises(ConfigError, match=r"data\.val_files .*/step_1\b"):
         require_same_data(saved, {"train": own, "val": "1"})

@@ -33,13 +33,13 @@ leave(7)
 """
 RICH = """
 import sys
-from gkd.errors import guarded
+from gkd.errors import catch_errors
 from gkd.observability.progress import console
 def program():
     out = console()
     for _ in range(100_000):
         out.print("a line")
-sys.exit(guarded(program))
+sys.exit(catch_errors(program))
 """
 
 

@@ -54,11 +54,11 @@ def test_a_disk_that_is_full_is_named_and_loses_no_whole_answer(tmp_path: Path) 
 
 def test_two_programs_do_not_write_one_file_and_other_files_are_left_alone(tmp_path: Path) -> None:
     log = AnswerLog(tmp_path / "answers.jsonl")
-    with pytest.raises(ConfigError, match=r"another evaluation is writing .*answers.jsonl now"):
+    with pytest.raises(ConfigError, match=r"answers\.jsonl now"):
         AnswerLog(log.path)
     log.close()
     log.path.write_text('{"fingerprint": "f"}\n')
-    with pytest.raises(ConfigError, match=r"answers.jsonl line 1 is no answer of gkd evaluate: move the file away"):
+    with pytest.raises(ConfigError, match=r"answers\.jsonl line 1\b"):
         AnswerLog(log.path)
     assert log.path.read_text() == '{"fingerprint": "f"}\n'
 

@@ -96,18 +96,18 @@ def test_questions_are_put_where_a_loop_runs_already_as_in_a_notebook() -> None:
 
 def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> None:
     found: list[JobAnswer] = []
-    with pytest.raises(RunFailed, match="no engine is left"):
+    with pytest.raises(RunFailed, match="no engine"):
         answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, found.append)
     assert len(found) == 3
 
     async def broken(ask: Ask, row: Columns) -> Answer:
         return Answer(row["nothing"], 0)
 
-    with pytest.raises(RunFailed, match=r"the strategy broken failed on question 1: KeyError: 'nothing'"):
+    with pytest.raises(RunFailed, match=r"\bbroken .*question 1: KeyError: 'nothing'"):
         ask(Echo(), jobs(1), broken)
 
     async def text(ask: Ask, row: Columns) -> str:
         return (await ask()).text
 
-    with pytest.raises(RunFailed, match=r"the strategy text returned str, not a gkd.evaluation.strategies.Answer"):
+    with pytest.raises(RunFailed, match=r"\btext .*\bstr, .*gkd\.evaluation\.strategies\.Answer"):
         ask(Echo(), jobs(1), text)

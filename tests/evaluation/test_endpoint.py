@@ -105,13 +105,13 @@ def test_an_endpoint_that_refuses_is_named(
     tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Adder, "broken", True)
-    with pytest.raises(RunFailed, match=r"evaluate.endpoints.adder: http://127.* did not answer: BadRequestError: "):
+    with pytest.raises(RunFailed, match=r"evaluate\.endpoints\.adder: http://127.*: BadRequestError: "):
         evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))
 
 
 def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: ThreadingHTTPServer) -> None:
     given = arguments(tmp_path, server)
-    with pytest.raises(ConfigError, match=r"evaluate.endpoints.adder: url, such as http://HOST:8000/v1, and model"):
+    with pytest.raises(ConfigError, match=r"evaluate\.endpoints\.adder: url"):
         compose_evaluation(given[1:])
-    with pytest.raises(ConfigError, match=r"models.adder and evaluate.endpoints.adder have one name"):
+    with pytest.raises(ConfigError, match=r"models\.adder and evaluate\.endpoints\.adder"):
         compose_evaluation([*given, "models.adder=DIR"])

@@ -57,7 +57,7 @@ def test_auto_takes_the_fewest_gpus_that_a_model_fits_on(model: Any, size: str, 
 
 
 def test_a_model_that_fits_nowhere_is_named(model: Any) -> None:
-    with pytest.raises(ConfigError, match=r"models.base: an engine over 2 GPUs of 11.6 GB is 2\d\.\d GB short"):
+    with pytest.raises(ConfigError, match=r"models\.base: .*\b2 GPUs of 11\.6 GB .*\b2\d\.\d GB short"):
         with_engines(settings(), [2], model("32b"), on_gpus=True)
     assert layout(with_engines(settings("plan.check=false"), [2], model("32b"), on_gpus=True)) == (2, 1, 1)
 
@@ -86,10 +86,10 @@ def test_modes(model: Any, overrides: list[str], nodes: list[int], engines: tupl
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.engine=hf", "evaluate.mode=sharded"], "evaluate.mode=sharded: rollout.engine=hf runs on one GPU"),
+        (["rollout.engine=hf", "evaluate.mode=sharded"], "evaluate.mode=sharded: rollout.engine=hf"),
         (
             ["rollout.tensor_parallel_size=8", "evaluate.mode=data_parallel"],
-            "rollout.tensor_parallel_size=8: a node has 4",
+            "rollout.tensor_parallel_size=8: .*4",
         ),
     ],
 )

@@ -66,18 +66,18 @@ def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("rewards", "further", "message"),
     [
-        (["nosuch"], {}, "data.val_sets.own.rewards=nosuch: no such choice"),
-        ([HERE + "nosuch"], {}, f"data.val_sets.own.rewards: {HERE}nosuch cannot be imported"),
-        (["format", "format"], {}, "data.val_sets.own.rewards names one twice"),
-        (["reward_model"], {}, "data.val_sets.own.rewards: a reward model's reward"),
-        (["accuracy"], {"answer_key": None}, "data.val_sets.own.rewards: accuracy needs reference answers"),
-        ([HERE + "optional"], {"optional": {"wnated": 3}}, "unknown setting reward.optional.wnated"),
+        (["nosuch"], {}, "data.val_sets.own.rewards=nosuch: "),
+        ([HERE + "nosuch"], {}, f"data.val_sets.own.rewards: {HERE}nosuch "),
+        (["format", "format"], {}, "data.val_sets.own.rewards .*twice"),
+        (["reward_model"], {}, "data.val_sets.own.rewards: .*reward model"),
+        (["accuracy"], {"answer_key": None}, "data.val_sets.own.rewards: accuracy .*answers"),
+        ([HERE + "optional"], {"optional": {"wnated": 3}}, "reward.optional.wnated"),
         (["judge"], {}, "reward.judge"),
     ],
 )
 def test_a_wrong_reward_is_refused_by_the_setting_that_names_it(
     rewards: list[str], further: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         settings_of(with_rewards(tmp_path, rewards, functions=["length"], **further))
-    assert message in str(refused.value) and "reward.functions" not in str(refused.value)
+    assert "reward.functions" not in str(refused.value)

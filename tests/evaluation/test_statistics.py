@@ -22,7 +22,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
 
 @pytest.mark.parametrize(("n", "right", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1)])
 def test_pass_at_k_of_more_than_there_is(n: int, right: int, k: int) -> None:
-    with pytest.raises(ValueError, match="k has to be 1 to 4"):
+    with pytest.raises(ValueError, match="1 to 4"):
         pass_at_k(n, right, k)
 
 
@@ -52,7 +52,7 @@ def test_standard_error_is_of_questions_not_of_samples() -> None:
 def test_one_question_has_no_error() -> None:
     found = estimate([1.0])
     assert (found.value, found.stderr, found.low, found.high) == (1.0, None, None, None)
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least"):
         estimate([])
 
 

@@ -98,7 +98,7 @@ def test_fixed_k_takes_k_steps_whatever_the_model_says() -> None:
     found = answered(model, FixedK(Looking.Config(k=2)), DOCUMENTS)
     assert (found.text, found.iterations, len(model.prompts)) == ("7", 3, 3)
     assert "sun" not in model.prompts[-1]
-    with pytest.raises(Exception, match=r"FixedK failed on question 1: ValueError: the column documents holds no list"):
+    with pytest.raises(Exception, match=r"FixedK .*question 1: ValueError: .*\bdocuments\b"):
         answered(model, FixedK(Looking.Config()), {"documents": "rain"})
 
 

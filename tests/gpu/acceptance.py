@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 
 from gkd.cli.doctor.devices import Gpus, read_gpus  # noqa: E402
-from gkd.errors import ConfigError, Parser, guarded  # noqa: E402
+from gkd.errors import ConfigError, Parser, catch_errors  # noqa: E402
 from gkd.inference.vllm_environment import installed_device  # noqa: E402
 from tests.gpu.checks import CHECKS, Check  # noqa: E402
 
@@ -258,4 +258,4 @@ def _main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: _main(sys.argv[1:])))
+    sys.exit(catch_errors(lambda: _main(sys.argv[1:])))

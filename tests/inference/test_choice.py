@@ -74,14 +74,14 @@ def test_a_method_of_quantization_is_vllms(tmp_path: Path) -> None:
     config_of("llama").save_pretrained(tmp_path)
     assert scoring_engine(Teacher(quantization="fp8"), str(tmp_path)) == "vllm"
     assert Teacher(quantization="fp8").engine_class is VLLMScorer
-    with pytest.raises(ValidationError, match=r"quantization=fp8: engine=torch computes with weights as they are"):
+    with pytest.raises(ValidationError, match=r"quantization=fp8: engine=torch\b"):
         Teacher(engine="torch", quantization="fp8")
     spec = EngineSpec(
         str(tmp_path), ModelInfo(96, 128, [1], 90), Teacher(quantization="fp8_per_block"), "cuda", "bfloat16"
     )
     assert scoring_arguments(spec)["quantization"] == "fp8_per_block"
     config = compose(["+recipe=on_policy_distill", "teacher.quantization=fp9"])
-    with pytest.raises(ConfigError, match=r"^teacher.quantization=fp9: .* no such method \(did you mean fp8\?\)"):
+    with pytest.raises(ConfigError, match=r"^teacher\.quantization=fp9: .*mean fp8\?"):
         _require_engines_run(config, str(tmp_path), {"teacher": str(tmp_path)})
     _require_engines_run(
         compose(["+recipe=on_policy_distill", "teacher.quantization=fp8"]), str(tmp_path), {"teacher": str(tmp_path)}

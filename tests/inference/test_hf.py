@@ -28,5 +28,5 @@ def test_logits_that_are_not_finite_end_the_run() -> None:
     scores = torch.zeros(ROWS, VOCABULARY)
     scores[3, 5] = torch.nan
     draw = _Draw(Sampling(STEPS), list(range(ROWS)), 0, 0)
-    with pytest.raises(RunFailed, match="its logits are not finite"):
+    with pytest.raises(RunFailed, match="not finite"):
         draw(torch.zeros(ROWS, 0, dtype=torch.int64), scores)

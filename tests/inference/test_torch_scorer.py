@@ -174,9 +174,9 @@ def test_a_client_is_served(engine: TorchScorer, llama: tuple[Path, Any]) -> Non
 
 
 def test_a_model_that_cannot_score_is_refused(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"teacher\.max_model_len=500: the teacher has 128 positions"):
+    with pytest.raises(ConfigError, match=r"teacher\.max_model_len=500: .*\b128 positions"):
         TorchScorer(spec_of(llama[0], max_model_len=500))
-    with pytest.raises(RunFailed, match=f"the teacher's engine did not start on {tmp_path}"):
+    with pytest.raises(RunFailed, match=f"engine .*{tmp_path}"):
         TorchScorer(spec_of(tmp_path))
     from safetensors.torch import load_file, save_file
 
@@ -184,7 +184,7 @@ def test_a_model_that_cannot_score_is_refused(llama: tuple[Path, Any], tmp_path:
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunFailed, match=r"its weights lack model\.layers\.1\.mlp\.up_proj\.weight \(1 tensors"):
+    with pytest.raises(RunFailed, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight \(1 tensors"):
         TorchScorer(spec_of(tmp_path))
-    with pytest.raises(ValueError, match="engine=torch runs on one GPU, and tensor_parallel_size=2"):
+    with pytest.raises(ValueError, match=r"engine=torch .*tensor_parallel_size=2"):
         Teacher(engine="torch", tensor_parallel_size=2, n_gpus_per_node=2)

@@ -7,7 +7,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gkd.config import Loss
-from gkd.losses.chunked import chunked, chunked_with_gradients
+from gkd.losses.chunked import differentiate_in_chunks, evaluate_in_chunks
 from gkd.losses.position import position_losses
 from gkd.losses.targets import PositionTargets
 
@@ -48,9 +48,9 @@ def chunked_loss(hidden, head, targets, loss, chunk, weights):
         return (values["loss"] * weights[start : start + len(logits)]).sum(), values
 
     if torch.is_grad_enabled():
-        values, gradients = chunked_with_gradients(hidden, head, with_share, chunk)
+        values, gradients = differentiate_in_chunks(hidden, head, with_share, chunk)
         return gradients.carried_by((values.pop("loss") * weights).sum()), values
-    values = chunked(hidden, head, values_at, chunk)
+    values = evaluate_in_chunks(hidden, head, values_at, chunk)
     return (values.pop("loss") * weights).sum(), values
 
 
@@ -147,7 +147,7 @@ def test_gradients_are_given_once():
     hidden, targets, weights = make_case(5)
     total, _ = chunked_loss(hidden, plain_head(), targets, Loss(), 2, weights)
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward pass"):
+    with pytest.raises(RuntimeError, match="one backward"):
         total.backward()
 
 

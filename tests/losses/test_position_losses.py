@@ -247,17 +247,17 @@ def test_check_accepts_what_can_be_trained_on():
 def test_check_names_what_cannot_be_trained_on():
     targets = make_targets(random_logits(0), 3)
     highest = int(targets.ids.max())
-    with pytest.raises(ValueError, match=rf"token {highest} in the teacher's top K .* vocabulary of {highest}"):
+    with pytest.raises(ValueError, match=rf"token {highest} .*top K .*\b{highest}\b"):
         check_targets(highest, changed(targets, token_ids=torch.zeros(N, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="token 99 in a response"):
+    with pytest.raises(ValueError, match=r"token 99 .*response"):
         check_targets(V, changed(targets, token_ids=torch.tensor([0, 99, 1])))
-    with pytest.raises(ValueError, match="token -1 in the teacher's"):
+    with pytest.raises(ValueError, match=r"token -1 .*teacher"):
         check_targets(V, changed(targets, ids=targets.ids - targets.ids.min() - 1))
     with pytest.raises(ValueError, match=r"top 3 together is 2\.546 at position 0"):  # the likeliest token three times
         check_targets(V, changed(targets, logprobs=targets.logprobs.max(1, keepdim=True).values.expand(-1, 3)))
-    with pytest.raises(ValueError, match="response token is nan at position 0"):
+    with pytest.raises(ValueError, match=r"nan .*position 0"):
         check_targets(V, changed(targets, teacher_token_logprobs=targets.teacher_token_logprobs * torch.nan))
-    with pytest.raises(ValueError, match="8 tokens a position"):
+    with pytest.raises(ValueError, match="8 tokens"):
         check_targets(5, make_targets(random_logits(0), V))
 
 
@@ -285,10 +285,10 @@ def test_a_tiny_tail_counts_as_what_it_is(loss, rest):
 
 def test_truncated_targets_without_a_tail_are_refused():
     targets = changed(make_targets(random_logits(0), 3), tail_logprobs=None)
-    with pytest.raises(ValueError, match="top 3 of 8 tokens come without their tail"):
+    with pytest.raises(ValueError, match=r"top 3 of 8 .*tail"):
         position_losses(random_logits(1), targets, Loss())
     with pytest.raises(ValueError, match=r"tail_logprobs \(2,\): expected \[3\]"):
         changed(targets, tail_logprobs=torch.zeros(2))
     lost = changed(targets, tail_logprobs=make_targets(random_logits(0), 3).tail_logprobs - 1)
-    with pytest.raises(ValueError, match=r"top 3 and the tail together is 0\.\d+ at position 0"):
+    with pytest.raises(ValueError, match=r"top 3 .*tail .*\b0\.\d+ at position 0"):
         check_targets(V, lost)

@@ -11,7 +11,7 @@ import torch
 
 from gkd.config import Algorithm, Rollout
 from gkd.losses.objective import objective
-from gkd.losses.truncation import log_mass, penalised, truncated
+from gkd.losses.truncation import apply_presence_penalty, log_mass, truncate_logprobs
 from gkd.types import Sampling
 from tests.losses.test_off_policy import every_token, off_policy
 
@@ -43,7 +43,7 @@ def staying(probabilities: list[float], top_p: float = 1.0, top_k: int | None = 
 def test_what_stays_is_what_brute_force_finds(how: dict[str, Any]) -> None:
     torch.manual_seed(0)
     log_q = (2 * torch.randn(20, 12, dtype=torch.float64)).log_softmax(-1)
-    found, mass = truncated(log_q, Sampling(1, **how)), log_mass(log_q, Sampling(1, **how))
+    found, mass = truncate_logprobs(log_q, Sampling(1, **how)), log_mass(log_q, Sampling(1, **how))
     for row, probabilities in enumerate(log_q.exp().tolist()):
         kept = staying(probabilities, **how)
         total = sum(probabilities[v] for v in kept)
@@ -78,7 +78,10 @@ def test_the_penalty_is_for_tokens_before_a_position_in_its_own_response(chunk: 
     ids = torch.tensor(rng.integers(0, 4, sum(lengths)))
     logits = torch.randn(sum(lengths), 6)
     found = torch.cat(
-        [penalised(part, start * chunk, ids, bounds, 0.7) for start, part in enumerate(logits.split(chunk))]
+        [
+            apply_presence_penalty(part, start * chunk, ids, bounds, 0.7)
+            for start, part in enumerate(logits.split(chunk))
+        ]
     )
     for row in range(len(ids)):
         first = max(int(b) for b in bounds if b <= row)

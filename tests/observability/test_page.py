@@ -17,9 +17,9 @@ from gkd.cli.report import main
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.observability.page import samples as chosen
-from gkd.observability.page.run import differences, intervals, spans, thin_out, wilson
+from gkd.observability.page.run import list_differences, read_intervals, read_spans, thin_out, wilson_interval
 from gkd.observability.page.samples import Texts, read_samples
-from gkd.observability.page.write import at_the_end, page
+from gkd.observability.page.write import page, write_at_end
 from gkd.observability.report import Summary, show
 from gkd.observability.run_files import RunFiles
 from tests.observability.runs import NASTY, lines, make_run, row, sample
@@ -86,10 +86,10 @@ def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatc
 def test_what_differs_from_the_recipe() -> None:
     config = compose(["+recipe=grpo", "actor.lr=0.5", "trainer.output_dir=/a"])
     recipe = compose(["+recipe=grpo"])
-    assert differences(config) == [("actor.lr", recipe.actor.lr, 0.5)]
-    assert differences(compose(["+recipe=grpo", "rollout.kv_cache_gb=3"])) == []  # of a run: what was planned
-    assert differences(recipe) == []
-    assert differences(recipe.model_copy(update={"recipe": "mine"})) is None
+    assert list_differences(config) == [("actor.lr", recipe.actor.lr, 0.5)]
+    assert list_differences(compose(["+recipe=grpo", "rollout.kv_cache_gb=3"])) == []  # of a run: what was planned
+    assert list_differences(recipe) == []
+    assert list_differences(recipe.model_copy(update={"recipe": "mine"})) is None
 
 
 def test_lanes_are_those_of_the_trace(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_lanes_are_those_of_the_trace(tmp_path: Path) -> None:
     span = {"ph": "X", "name": "update", "pid": 7, "ts": 2_000_000, "dur": 500_000, "args": {"step": 3}}
     (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": [named, span]}))
     expected = {"name": "update", "lane": "actor 0", "start": 2.0, "length": 0.5, "step": 3, "why": None}
-    assert spans(tmp_path / "timeline.json") == [expected]
+    assert read_spans(tmp_path / "timeline.json") == [expected]
     (tmp_path / "timeline.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is no Chrome trace"):
-        spans(tmp_path / "timeline.json")
+    with pytest.raises(ConfigError, match="Chrome trace"):
+        read_spans(tmp_path / "timeline.json")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_broken_file_is_named_and_never_ends_a_run(
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gkd").addHandler(handler)
     try:
-        assert at_the_end(run) is None
+        assert write_at_end(run) is None
     finally:
         logging.getLogger("gkd").removeHandler(handler)
     (text,) = warned
@@ -154,16 +154,16 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wilson_at_the_ends() -> None:
-    assert wilson(0.0, 10)[0] == pytest.approx(0.0)
-    assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+    assert wilson_interval(0.0, 10)[0] == pytest.approx(0.0)
+    assert wilson_interval(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
 
 
 def test_intervals_of_sets_are_of_their_standard_errors() -> None:
     values = {"val/accuracy": 0.45, "val/hard/accuracy": 0.5, "val/hard/stderr": 0.1, "val/one/accuracy": 1.0}
-    found = intervals({"n_val": 100, "before": {}, "after": values, "teacher": {}})
+    found = read_intervals({"n_val": 100, "before": {}, "after": values, "teacher": {}})
     assert set(found) == {"val/accuracy", "val/hard/accuracy"}  # one question alone has no standard error
     assert found["val/hard/accuracy"]["after"] == pytest.approx((0.304, 0.696), abs=1e-3)
-    assert set(intervals({"before": {}, "after": values})) == {"val/hard/accuracy"}
+    assert set(read_intervals({"before": {}, "after": values})) == {"val/hard/accuracy"}
 
 
 @pytest.mark.parametrize("teacher", [{}, {"val/accuracy": 1.0}])

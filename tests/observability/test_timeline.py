@@ -14,7 +14,7 @@ import pytest
 
 from gkd.cluster.workers.activity import Activity, ActivitySpan, noted
 from gkd.cluster.workers.group import WorkerReport
-from gkd.observability.page.run import spans as read_spans
+from gkd.observability.page.run import read_spans
 from gkd.observability.timeline import StepStages, Timeline
 from tests.weights.reports import report
 

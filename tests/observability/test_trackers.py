@@ -134,7 +134,7 @@ def test_a_users_tracker_takes_metrics_and_settings(tmp_path: Path, caplog: pyte
     expected = "0 ['epoch', 'val/accuracy']\n1 ['actor/loss', 'epoch']\ndone\n"
     assert (tmp_path / "own.txt").read_text() == expected
     missing = load({"trainer": {"trackers": [name], "Lines": {"name": "no/such/folder"}}})
-    with pytest.raises(ConfigError, match=r"trainer\.trackers: .*mine.py:Lines did not start: FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"trainer\.trackers: .*mine\.py:Lines .*FileNotFoundError"):
         write(missing, tmp_path, ROWS)
     write(missing, tmp_path, ROWS[1:], first=1)  # of a run that goes on
     assert "Lines did not start: FileNotFoundError" in caplog.text and "the run goes on without it" in caplog.text
@@ -199,11 +199,11 @@ def test_a_tracker_that_does_not_return_is_left_out_and_holds_nothing_up(
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ({"trackers": ["FILE:Bare"]}, "Bare is no class with the methods log and close"),
-        ({"trackers": ["FILE:Lines"], "Lines": {"nmae": "x"}}, r"unknown setting trainer\.Lines\.nmae"),
-        ({"trackers": ["wandb", "wandb"]}, "wandb is named more than once"),
-        ({"trackers": ["tensorbord"]}, r"trainer\.trackers=tensorbord: no such choice \(did you mean tensorboard\?\)"),
-        ({"project": "x"}, r"unknown setting trainer\.project \(here: trainer\.wandb\.project\)"),
+        ({"trackers": ["FILE:Bare"]}, r"Bare .*\blog .*\bclose\b"),
+        ({"trackers": ["FILE:Lines"], "Lines": {"nmae": "x"}}, r"setting trainer\.Lines\.nmae"),
+        ({"trackers": ["wandb", "wandb"]}, "wandb .*once"),
+        ({"trackers": ["tensorbord"]}, r"trainer\.trackers=tensorbord: .*mean tensorboard\?"),
+        ({"project": "x"}, r"setting trainer\.project \(here: trainer\.wandb\.project\)"),
     ],
 )
 def test_what_is_no_tracker_is_refused(trainer: dict[str, Any], message: str, tmp_path: Path) -> None:

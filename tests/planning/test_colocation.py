@@ -148,8 +148,8 @@ def test_offloading_is_advised_where_it_is_ruled_out() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("placement=8gpu", "no group shares GPUs with the actor"),
-        ("actor.lora={r: 8, quantize: nf4}", "stays on its GPU"),
+        ("placement=8gpu", "cluster.offload=true: .*colocate_with"),
+        ("actor.lora={r: 8, quantize: nf4}", "cluster.offload=true: actor.lora.quantize=nf4"),
     ],
 )
 def test_offloading_that_is_impossible(override: str, message: str) -> None:

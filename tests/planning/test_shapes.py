@@ -172,7 +172,7 @@ def test_a_missing_number_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
     with pytest.raises(ConfigError, match=r"model.path=.*: config.json has no num_attention_heads"):
         read_shape(str(tmp_path), "model.path")
-    with pytest.raises(ConfigError, match=r"teacher.model.path=.*: there is no config.json in it"):
+    with pytest.raises(ConfigError, match=r"teacher\.model\.path=.*: .*\bno config\.json"):
         read_shape(str(tmp_path.parent), "teacher.model.path")
-    with pytest.raises(ConfigError, match=r"model.path=/nowhere/x: no such directory"):
+    with pytest.raises(ConfigError, match=r"model\.path=/nowhere/x: "):
         read_shape("/nowhere/x", "model.path")

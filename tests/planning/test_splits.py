@@ -98,7 +98,7 @@ def test_no_split_is_another_one_with_gpus_that_do_not_help() -> None:
 def test_an_engine_spans_nodes_only_where_it_may() -> None:
     """A teacher of 405 billion parameters on nodes of four cards of 141 GB."""
     wide = (*SMALL, "teacher.model.size=405b", "plan.gpu_type=h200", "plan.gpus_per_node=4")
-    with pytest.raises(ConfigError, match="teacher fits on none"):
+    with pytest.raises(ConfigError, match="teacher fits"):
         best_splits(layout_of(*wide), 24)
     split = best_splits(layout_of(*wide, "teacher.across_nodes=true"), 24)[0]
     assert split.settings["teacher.n_gpus_per_node"] == 4
@@ -138,9 +138,9 @@ def test_each_of_several_teachers_has_an_engine(tmp_path: Path) -> None:
 
 
 def test_too_few_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--best 2: 3 groups need a GPU each \(trainer, rollout, teacher\)"):
+    with pytest.raises(ConfigError, match=r"--best 2: 3 groups .*\(trainer, rollout, teacher\)"):
         best_splits(layout_of(*SMALL), 2)
-    with pytest.raises(ConfigError, match=r"--best: teacher fits on none"):
+    with pytest.raises(ConfigError, match=r"--best: teacher fits"):
         best_splits(layout_of(*SMALL, "teacher.model.size=405b"), 4)
 
 

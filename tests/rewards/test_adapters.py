@@ -99,9 +99,7 @@ def test_groups_that_are_judged_wrong(name: str, expected: list[Any]) -> None:
 def test_a_function_of_a_completion_sees_columns_and_takes_settings() -> None:
     assert [value("optional", judged("")), value("optional", judged(""), wanted=3)] == [0.0, 1.0]
     assert settings_of("optional").model_dump()["optional"] == {"wanted": 4}
-    with pytest.raises(
-        ConfigError, match=r"unknown setting reward.optional.wnated \(did you mean reward.optional.wanted"
-    ):
+    with pytest.raises(ConfigError, match=r"reward\.optional\.wnated \(.*reward\.optional\.wanted"):
         load(
             {
                 "algorithm": {"name": "grpo"},

@@ -87,11 +87,11 @@ def test_a_failed_attempt_is_tried_again(endpoint: Endpoint) -> None:
 def test_no_answer_in_time_is_said(endpoint: Endpoint) -> None:
     endpoint.says, endpoint.delay_s = ["3", "3"], 1.0
     judge = judge_at(endpoint, timeout_s=0.2, retries=1)
-    with pytest.raises(RuntimeError, match=r"the judge at http://127.* did not answer: APITimeoutError"):
+    with pytest.raises(RuntimeError, match=r"http://127.*: APITimeoutError"):
         judge(COMPLETION)
 
 
 def test_an_answer_without_a_number_is_no_mark(endpoint: Endpoint) -> None:
     endpoint.says = ["excellent"]
-    with pytest.raises(ValueError, match="gave no number but 'excellent'"):
+    with pytest.raises(ValueError, match="'excellent'"):
         judge_at(endpoint)(COMPLETION)

@@ -48,7 +48,7 @@ def test_every_request_is_done_once_whatever_ends_in_between(
         assert not dispatcher.n_waiting or min(map(dispatcher.load, dispatcher.at_work)) == capacity
         if kind == "generate":
             for engine, held in dispatcher.at_work.items():
-                dispatcher.generated(engine, next(iter(held), -1))
+                dispatcher.mark_generated(engine, next(iter(held), -1))
         elif kind == "die" and len(dispatcher.at_work) > 1:
             dispatcher.remove(sorted(dispatcher.at_work)[which % len(dispatcher.at_work)])
         elif kind == "back":
@@ -83,7 +83,7 @@ def test_groups_that_are_judged_together_are_on_one_engine_whatever_ends_in_betw
         if kind == "generate":
             for engine, held in dispatcher.at_work.items():
                 for key in held:
-                    dispatcher.generated(engine, key)
+                    dispatcher.mark_generated(engine, key)
         elif kind == "die" and len(working) > 1:
             dispatcher.remove(working[which % len(working)])
         elif kind == "back":
@@ -176,7 +176,7 @@ def test_orders_that_are_apart_are_never_sampled_at_the_same_time_and_all_are_do
         if held:
             engine, key = held[which % len(held)]
             if kind == "generate":
-                dispatcher.generated(engine, key)
+                dispatcher.mark_generated(engine, key)
                 generated.add(key)
             else:
                 assert dispatcher.finish(engine, key)

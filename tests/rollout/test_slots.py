@@ -117,7 +117,7 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
             assert next(stream) == []
             for item in next(stream):
                 assert isinstance(item, Unscored)
-                dispatcher.generated(0, item.key)
+                dispatcher.mark_generated(0, item.key)
     assert len(dispatcher) == N
     while worker.progress()[1]:
         time.sleep(0.01)

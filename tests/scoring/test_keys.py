@@ -62,7 +62,7 @@ def test_knowing_the_servers_public_key_is_not_enough(serve: Serve) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "teacher.example", "::"])
 def test_an_address_others_can_reach_needs_a_key_file(host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{host} is not loopback and has no key: set teacher.key_file"):
+    with pytest.raises(ConfigError, match=rf"{host} .*teacher\.key_file"):
         key_path(Teacher(), ["127.0.0.1", host])
     assert key_path(Teacher(key_file="a.key"), [host]) == Path("a.key")
 
@@ -70,7 +70,7 @@ def test_an_address_others_can_reach_needs_a_key_file(host: str) -> None:
 def test_on_this_machine_a_user_has_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     path = key_path(Teacher(), ["127.0.0.1", "localhost", "::1"])
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"teacher\.key_file"):
         Key.load(path)
     key = Key.load_or_create(path)
     assert path.is_relative_to(tmp_path) and stat.S_IMODE(path.stat().st_mode) == 0o600 and Key.load(path) == key
@@ -106,5 +106,5 @@ def test_hosts_of_an_external_teacher() -> None:
     teacher = Teacher(server_ip="10.0.0.1, node2:7000,::1", server_port=15000)
     assert external_addresses(teacher) == ["tcp://10.0.0.1:15000", "tcp://node2:7000", "tcp://[::1]:15000"]
     for wrong in ("node:x", "a b", "node:"):
-        with pytest.raises(ConfigError, match="no address of a scorer"):
+        with pytest.raises(ConfigError, match="no address"):
             external_addresses(Teacher(server_ip=wrong))

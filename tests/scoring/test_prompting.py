@@ -95,7 +95,7 @@ def test_the_texts_are_shown_around_where_they_differ(tmp_path: Path) -> None:
 
 
 def test_special_tokens_around_plain_text_are_compared_too(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the student sees 'a d', the teacher would see '<eos> a d'"):
+    with pytest.raises(ConfigError, match=r"'a d', .*'<eos> a d'"):
         made(tokenizer(), tokenizer(prepends="<eos>"), tmp_path, None)
     found = made(tokenizer(), tokenizer(prepends="<eos>"), tmp_path, "own")
     assert seen(found, tokenizer()) == ["<eos> a d", "<eos> d", "<eos> a a a a"]
@@ -120,18 +120,16 @@ def test_a_file_is_a_template(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ eos_token }} {{ messages[0]['content'] }} d")
     found = made(tokenizer(TEMPLATE), tokenizer(), tmp_path, str(tmp_path / "chat.jinja"))
     assert seen(found, tokenizer())[0] == "<eos> a d d"
-    with pytest.raises(
-        ConfigError, match=r"chat_template=/no.jinja: is neither own, student, nor a readable file \(No"
-    ):
+    with pytest.raises(ConfigError, match=r"chat_template=/no\.jinja: .*\(No"):
         made(tokenizer(TEMPLATE), tokenizer(), tmp_path, "/no.jinja")
     (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] | nothing }}")
-    with pytest.raises(ConfigError, match=r"chat template of teacher.chat_template=\S+ refuses prompt 0: No filter"):
+    with pytest.raises(ConfigError, match=r"teacher\.chat_template=\S+ .*prompt 0: No filter"):
         made(tokenizer(TEMPLATE), tokenizer(), tmp_path, str(tmp_path / "chat.jinja"))
 
 
 @pytest.mark.parametrize("chat_template", [None, "own"])
 def test_messages_for_a_teacher_without_a_template_are_refused(tmp_path: Path, chat_template: str | None) -> None:
-    with pytest.raises(ConfigError, match=r"has no chat template: teacher.chat_template=student"):
+    with pytest.raises(ConfigError, match=r"teacher\.chat_template=student"):
         made(tokenizer(TEMPLATE), tokenizer(), tmp_path, chat_template)
 
 
@@ -139,9 +137,7 @@ def test_what_is_too_long_for_the_teacher_is_left_out(tmp_path: Path) -> None:
     student, teacher = tokenizer(TEMPLATE), tokenizer("a a a " + OTHER)
     found = made(student, teacher, tmp_path, "own", longest=7)
     assert seen(found, student) == ["a a a b a d c", "a a a b d c"] and found.n_too_long == 1
-    with pytest.raises(
-        ConfigError, match=r"every prompt is longer as the teacher sees it .* the shortest has 6 tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"every prompt .*\b6 tokens"):
         made(student, teacher, tmp_path, "own", longest=5)
 
 
@@ -153,9 +149,7 @@ def test_each_prompt_is_its_own_teachers(tmp_path: Path) -> None:
     prompts(student, tmp_path)
     data = Data(max_prompt_length=100, teacher_key="source")
     sets = {"train": load_prompts([str(tmp_path / "data.jsonl")], data, student)}
-    with pytest.raises(
-        ConfigError, match=f"the student and teacher.models.x={tmp_path / 'x'} are prompted differently"
-    ):
+    with pytest.raises(ConfigError, match=f"student and teacher.models.x={tmp_path / 'x'} "):
         teacher_prompts(Teacher(), models, student, sets, 100)
     found = teacher_prompts(Teacher(chat_template="own"), models, student, sets, 100)["train"]
     assert seen(found, student) == ["b a d c", "<user> d <assistant>", "b a a a a c"]
@@ -173,7 +167,7 @@ def test_an_external_teacher_states_its_rendering(serve: Serve, tmp_path: Path, 
     external = {"server_ip": server.address.removeprefix("tcp://"), "key_file": str(key), "request_timeout_s": 20}
     sets = {"train": prompts(student, tmp_path)}
     theirs = "<system> b a d c" if template else "<eos> a d"
-    with pytest.raises(ConfigError, match=f"teacher.server_ip=127.*the teacher would see '{theirs}'"):
+    with pytest.raises(ConfigError, match=f"teacher.server_ip=127.*'{theirs}'"):
         teacher_prompts(Teacher(**external), {}, student, sets, 100)
     found = teacher_prompts(Teacher(**external, chat_template="own"), {}, student, sets, 100)["train"]
     assert seen(found, student)[0] == theirs
@@ -188,7 +182,5 @@ def own_ids(teacher: Any, prompt: Any) -> list[int]:
 
 
 def test_a_template_without_a_teacher_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"teacher.chat_template=own is given, but algorithm.name=grpo asks no teacher"
-    ):
+    with pytest.raises(ConfigError, match=r"teacher\.chat_template=own .*algorithm\.name=grpo"):
         load({"algorithm": {"name": "grpo"}, "teacher": {"chat_template": "own"}})

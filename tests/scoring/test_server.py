@@ -146,10 +146,10 @@ def test_a_student_with_fewer_rows_gets_none_beyond_them(serve: Serve, connect: 
 @pytest.mark.parametrize(
     ("request_", "code", "message"),
     [
-        (a_score(n_prompt=60, n_response=41), "too_long", "101 tokens, and this model takes at most 100"),
+        (a_score(n_prompt=60, n_response=41), "too_long", "101 tokens, .*100"),
         (Score(np.array([1, 2, 32], np.int32), ((1, 3),), 1), "out_of_vocabulary", "token 32 at position 2"),
         (Score(np.array([-1, 2], np.int32), ((1, 2),), 1), "out_of_vocabulary", "token -1 at position 0"),
-        (a_score(top_k=20), "k_too_large", "K=20, and this model gives at most 16"),
+        (a_score(top_k=20), "k_too_large", "K=20, .*16"),
         (Score(np.arange(4, dtype=np.int32), (), 1), "bad_request", "no position"),
         (Score(np.arange(4, dtype=np.int32), ((0, 2),), 1), "bad_request", "positions 0 to 2 of 4 tokens after 0"),
         (Score(np.arange(4, dtype=np.int32), ((2, 2),), 1), "bad_request", "positions 2 to 2 of 4 tokens after 0"),
@@ -160,7 +160,7 @@ def test_a_student_with_fewer_rows_gets_none_beyond_them(serve: Serve, connect: 
             "positions 1 to 4 of 4 tokens after 3",
         ),
         (Generate(np.array([1], np.int32), 100), "too_long", "101 tokens"),
-        (Generate(np.array([], np.int32), 1), "bad_request", "the prompt is empty"),
+        (Generate(np.array([], np.int32), 1), "bad_request", "is empty"),
     ],
 )
 def test_a_sample_that_cannot_be_scored_is_refused_and_the_server_lives_on(
@@ -217,7 +217,7 @@ def test_an_engine_failure_reaches_every_client_and_the_caller(serve: Serve, con
     client.connect(30)
     futures = [client.submit(Score(np.array([POISON, 1], np.int32), ((1, 2),), 1)), client.submit(a_score())]
     for future in futures:
-        with pytest.raises(RunFailed, match=r"engine: the engine failed: ValueError: poisoned"):
+        with pytest.raises(RunFailed, match=r"engine: .*ValueError: poisoned"):
             future.result(30)
     running.thread.join(30)
     assert "poisoned" in str(running.failure[0])
@@ -249,7 +249,7 @@ def test_a_server_whose_clients_have_left_waits_for_nobody(
 
 def test_a_port_in_use_is_named(serve: Serve) -> None:
     address = serve().server.address
-    with pytest.raises(ConfigError, match=f"cannot listen on {address}: Address already in use"):
+    with pytest.raises(ConfigError, match=f"{address}: Address already"):
         ScoringServer(TableEngine(), "hash", "127.0.0.1", int(address.rsplit(":", 1)[1]), KEY)
 
 

@@ -130,10 +130,10 @@ def test_what_goes_together_is_neither_cut_nor_nested() -> None:
     ping = wire.encode(wire.Ping())
     both = wire.pack([ping, ping])
     for damaged in (both[:-1], both + bytes(4), both[: -len(ping)], bytes(4) + struct.pack("<I", 1 << 31)):
-        with pytest.raises(wire.WireError, match="bytes of messages of which one has"):
+        with pytest.raises(wire.WireError, match="one has"):
             wire.unpack(damaged)
     nested = wire.unpack(wire.pack([both, ping]))
-    with pytest.raises(wire.WireError, match="with a header of 0"):
+    with pytest.raises(wire.WireError, match="header of 0"):
         wire.decode(nested[0])
 
 
@@ -174,16 +174,16 @@ def test_a_span_is_two_numbers() -> None:
 def test_sizes_that_do_not_fit_are_named() -> None:
     frame = wire.encode(wire.Generated(1), np.arange(5, dtype=np.int32))
     for wrong in (frame[:-1], frame + b"1234"):
-        with pytest.raises(wire.WireError, match=rf"Generated: {len(wrong)} bytes where its arrays need {len(frame)}"):
+        with pytest.raises(wire.WireError, match=rf"Generated: {len(wrong)} bytes .*{len(frame)}"):
             wire.decode(wrong)
-    with pytest.raises(wire.WireError, match="4 bytes too many"):
+    with pytest.raises(wire.WireError, match="4 bytes"):
         wire.decode(wire.encode(wire.Ping()) + b"1234")
     with pytest.raises(wire.WireError, match="1 arrays; 0 announced"):
         wire.decode(framed(msgspec.msgpack.encode((wire.Generated(1), []))))
     huge = msgspec.msgpack.encode((wire.Generated(1), [("<i4", (2**31 - 1,))]))
-    with pytest.raises(wire.WireError, match="bytes where its arrays need 8589934"):
+    with pytest.raises(wire.WireError, match="need 8589934"):
         wire.decode(framed(huge, b"1234"))
-    with pytest.raises(wire.WireError, match="a frame of 104 bytes with a header of 100"):
+    with pytest.raises(wire.WireError, match=r"104 bytes .*header of 100"):
         wire.decode(framed(bytes(100)), 99)
 
 

@@ -48,22 +48,22 @@ def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engin
 @pytest.mark.parametrize(
     ("wanted", "actor", "rollout", "message"),
     [
-        ("ipc", [SIM[0]], [SIM[0]], r"ipc: actor rank 0 \(.*\) computes on a CPU; weights.transfer=object_store would"),
-        ("nccl", [G[0]], [SIM[1]], r"nccl: rollout rank 0 \(.*\) computes on a CPU; weights.transfer=object_store w"),
+        ("ipc", [SIM[0]], [SIM[0]], r"ipc: actor rank 0 \(.*\) .*\bCPU; weights.transfer=object_store "),
+        ("nccl", [G[0]], [SIM[1]], r"nccl: rollout rank 0 \(.*\) .*\bCPU; weights.transfer=object_store "),
         (
             "ipc",
             [G[0]],
             [G[0], G[1]],
-            r"ipc: rollout rank 1 .* GPU without an actor, GPU-1; .*=object_store would",
+            r"ipc: rollout rank 1 .* GPU-1; .*=object_store ",
         ),
         (
             "ipc",
             [G[0]],
             [G[1]],
-            r"without an actor, GPU-1; weights.transfer=nccl or weights.transfer=object_store ",
+            r"GPU-1; weights.transfer=nccl or weights.transfer=object_store ",
         ),
         ("nccl", [G[0]], [G[0]], r"rollout rank 0 .* actor rank 0 .* both on GPU-0, .*; weights.transfer=ipc or"),
-        ("nccl", ["MIG-1"], ["MIG-2"], r"nccl: actor rank 0 .* slice of a GPU \(MIG\)"),
+        ("nccl", ["MIG-1"], ["MIG-2"], r"nccl: actor rank 0 .*\(MIG\)"),
     ],
 )
 def test_a_way_that_cannot_work_is_one_line(wanted: str, actor: list[str], rollout: list[str], message: str) -> None:
@@ -77,7 +77,7 @@ def test_a_way_that_cannot_work_is_one_line(wanted: str, actor: list[str], rollo
 def test_the_hf_engine_is_refused_before_anything_starts(wanted: str) -> None:
     with pytest.raises(ConfigError, match=rf"weights.transfer={wanted}: rollout.engine=hf .*object_store"):
         compose([f"weights.transfer={wanted}", "rollout.engine=hf"])
-    with pytest.raises(ConfigError, match=r"rollout.engine=hf takes no weights from GPU to GPU; .*object_store"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine=hf .*object_store"):
         choose(Weights(transfer=wanted), Rollout(engine="hf"), reports("actor", G[0]), reports("rollout", G[0]))
     assert compose(["rollout.engine=hf"]).weights.transfer == "auto"
 

@@ -71,7 +71,7 @@ def test_what_loading_raises_ends_the_push_for_everyone() -> None:
 
 def test_a_piece_that_does_not_come_has_a_deadline() -> None:
     arrivals = Arrivals(Push(1, 7, 0.05))
-    with pytest.raises(RunFailed, match="in vain for weights version 7, piece 2 to be loaded"):
+    with pytest.raises(RunFailed, match=r"version 7, piece 2 .*loaded"):
         arrivals.load(piece(1, 3), 1, lambda whole: None)
-    with pytest.raises(RunFailed, match=r"in vain for weights version 7$"):
+    with pytest.raises(RunFailed, match=r"version 7$"):
         arrivals.wait()

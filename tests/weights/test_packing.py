@@ -91,11 +91,11 @@ def test_a_buffer_that_is_not_the_pieces_is_refused() -> None:
     tensors = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16)}
     layout = PackedLayout.of(tensors)
     packed = pack(layout, tensors, CPU)
-    with pytest.raises(RunFailed, match=r"weights version 4, piece 3: \(16,\) torch.uint8 came instead of 32 bytes"):
+    with pytest.raises(RunFailed, match=r"weights version 4, piece 3: \(16,\) torch.uint8 .*\b32 bytes"):
         unpack(PIECE, layout, packed[:16])
     packed_right, layout = packed.clone(), dataclasses.replace(layout, digest=digest(packed))
     packed[0] += 1
-    with pytest.raises(RunFailed, match=r"weights version 4, piece 3 differs from what was sent \(weights.checksum\)"):
+    with pytest.raises(RunFailed, match=r"weights version 4, piece 3 .*\(weights\.checksum\)"):
         unpack(PIECE, layout, packed)
     unpack(PIECE, layout, packed_right)
 
@@ -134,10 +134,10 @@ def test_a_gpu_without_a_handle_is_named() -> None:
     layout = PackedLayout.of({})
     piece = Piece(2, 0, True, (ipc.SharedBuffer(layout, "aa", (1,)), ipc.SharedBuffer(layout, "bb", (2,))))
     assert ipc.buffer_on(piece, "bb").handle == (2,)
-    with pytest.raises(RunFailed, match=r"weights version 2, piece 1: no actor rank on GPU cc .*, only on aa, bb"):
+    with pytest.raises(RunFailed, match=r"weights version 2, piece 1: .*\bGPU cc .*\baa, bb"):
         ipc.buffer_on(piece, "cc")
 
 
 def test_an_engine_outside_of_the_group_says_so() -> None:
-    with pytest.raises(RunFailed, match=r"weights version 2, piece 1: this engine is in no NCCL group"):
+    with pytest.raises(RunFailed, match=r"weights version 2, piece 1: .*NCCL group"):
         nccl.NcclReceiver(Weights(), CPU).receive(Piece(2, 0, True, (PackedLayout.of({}),)))

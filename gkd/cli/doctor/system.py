@@ -32,20 +32,20 @@ def check_ports(own: bool) -> Iterator[Finding]:
 
 def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
     """Check room and permission to write in each place, by what it is for."""
-    for what, place in places.items():
+    for purpose, place in places.items():
         there = next(path for path in (place, *place.parents) if path.exists())
         if not os.access(there, os.W_OK):
             yield failed(
-                "disk", f"{there} ({what}) is not writable", "choose another directory or change its permissions"
+                "disk", f"{there} ({purpose}) is not writable", "choose another directory or change its permissions"
             )
             continue
         usage = shutil.disk_usage(there)
-        state = f"{usage.free / GIB:.0f} GiB free in {there} ({what})"
+        state = f"{usage.free / GIB:.0f} GiB free in {there} ({purpose})"
         if usage.free < TOO_LITTLE_DISK:
             yield failed("disk", state, "make room, or choose a directory on another disk")
         elif usage.free < LITTLE_DISK:
             yield warning("disk", state, "models of some billion parameters need more")
-        elif what == "Ray" and usage.used > RAY_FULL * usage.total:
+        elif purpose == "Ray" and usage.used > RAY_FULL * usage.total:
             yield warning(
                 "disk", f"{state}, but more than {RAY_FULL:.0%} full, where Ray stops", "make room, or set RAY_TMPDIR"
             )

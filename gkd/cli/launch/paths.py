@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gkd.cli.launch.package import is_packed
-from gkd.config import Config, quoted, user_path
-from gkd.config.registry import file_of, short
+from gkd.config import Config, quote, user_path
+from gkd.config.registry import file_of, shorten_name
 from gkd.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ def _entry(setting: str, name: str, here: Path) -> str:
         return name
     if not file.is_file():
         raise ConfigError(f"{setting}: {name}: there is no file {file}")
-    return f"{file.relative_to(here)}:{short(name)}" if is_packed(file, here) else name
+    return f"{file.relative_to(here)}:{shorten_name(name)}" if is_packed(file, here) else name
 
 
 def _require_cluster_is_left_alone(config: Config) -> None:
@@ -91,4 +91,4 @@ def _absolute(name: str, value: str, here: Path) -> str:
 
 
 def _override(name: str, value: str | list[str]) -> str:
-    return f"{name}={quoted(value) if isinstance(value, str) else '[' + ','.join(map(quoted, value)) + ']'}"
+    return f"{name}={quote(value) if isinstance(value, str) else '[' + ','.join(map(quote, value)) + ']'}"

@@ -32,14 +32,14 @@ class Sleeper(Protocol):
         """Free the GPUs without losing anything. Nothing may be under way."""
 
     def wake(self) -> None:
-        """Be as before."""
+        """Become as before."""
 
 
-class Sampler(Sleeper, Protocol):
+class SleepingSampler(Sleeper, Protocol):
     """A group of engines that is given new weights."""
 
     def wake(self, weights_only: bool = False) -> None:
-        """Be as before; ``weights_only``: as far as new weights need."""
+        """Become as before; ``weights_only``: as far as new weights need."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Colocation:
     """Who is on the shared GPUs. Without an actor everyone always is: where groups have memory of their own."""
 
     actor: Offloadable | None = None
-    samplers: Sequence[Sampler] = ()
+    samplers: Sequence[SleepingSampler] = ()
     """Groups on the actor's GPUs that sample."""
     scorers: Sequence[Sleeper] = ()
     """Groups on the actor's GPUs that score."""

@@ -54,7 +54,7 @@ class State:
     wall_s: float = 0.0
 
     @property
-    def logged(self) -> int:
+    def last_logged_step(self) -> int:
         """The last step that is in metrics.jsonl."""
         return self.step if self.row is None else self.step - 1
 

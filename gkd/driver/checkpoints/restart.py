@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gkd.cluster.workers.failure import WorkerDied
-from gkd.config import Config, quoted
+from gkd.config import Config, quote
 from gkd.driver.checkpoints.checkpoint import complete
 from gkd.errors import ControlLost, RunFailed
 from gkd.observability.run_files import RunFiles
@@ -46,7 +46,7 @@ def begin_again(config: Config, arguments: Sequence[str], output: Path) -> NoRet
     number = restarts() + 1
     os.environ[COUNT] = str(number)
     print(f"beginning again in new processes (restart {number} of trainer.restarts={config.trainer.restarts})")
-    resume = [f"trainer.output_dir={quoted(str(output))}", "trainer.resume=true"]
+    resume = [f"trainer.output_dir={quote(str(output))}", "trainer.resume=true"]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with contextlib.suppress(ChildProcessError):  # what ended and was never waited for would stay, as a zombie

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config
-from gkd.config.overrides import flat
+from gkd.config.overrides import flatten
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoints.checkpoint import Saved, complete, newest_intact, step_of
 from gkd.driver.validation.early_stop import EarlyStop
@@ -35,8 +35,8 @@ _OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")
 """Settings that say nothing of what a run does."""
 
 
-def finished(config: Config, output: Path) -> str | None:
-    """Say of a run in ``output`` that it is done with all its steps and has written its student; else None.
+def explain_finished(config: Config, output: Path) -> str | None:
+    """Describe a run in ``output`` that is done with all its steps and has written its student; None of any other.
 
     Raises ConfigError when it has done more steps than it is to have now.
     """
@@ -80,13 +80,13 @@ def find(config: Config, output: Path) -> Saved:
     directory = output / "checkpoints"
     saved, damaged = newest_intact(directory)
     if saved is None and damaged:
-        what = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
-        raise ConfigError(f"trainer.resume=true: every checkpoint in {directory} is damaged: {what}")
+        reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
+        raise ConfigError(f"trainer.resume=true: every checkpoint in {directory} is damaged: {reasons}")
     if saved is None:
         raise ConfigError(f"trainer.resume=true: there is no complete checkpoint in {directory}")
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    here, there = flat(config.model_dump(mode="json")), flat(saved.config)
+    here, there = flatten(config.model_dump(mode="json")), flatten(saved.config)
     for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
         if _is_of(key, _SAME) and not _is_of(key, _FREE) and here.get(key) != there.get(key):
             raise ConfigError(
@@ -104,7 +104,7 @@ def differences(saved: Saved, config: Config) -> str:
 
     Another version of gkd counts as one of them.
     """
-    here, there = flat(config.model_dump(mode="json")), flat(saved.config)
+    here, there = flatten(config.model_dump(mode="json")), flatten(saved.config)
     changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
     changed += [
         f"{key} {_shown(there.get(key))} -> {_shown(here.get(key))}"

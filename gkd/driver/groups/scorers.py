@@ -98,7 +98,7 @@ class Scorers:
             self._tokenizer(name),
             "127.0.0.1" if self.local else report.ip,
             self.key,
-            name in self.sleeping(),
+            name in self.sleeping_groups(),
             () if name == "reward_model" else tuple(self.inputs.model.eos_ids),
             port,
         )
@@ -113,7 +113,7 @@ class Scorers:
                 self.config.cluster.worker_restarts,
                 partial(self._start_again, placement, model, addresses),
                 placement.session.threads,
-                refusal(self.engines[name], name in self.sleeping()),
+                refusal(self.engines[name], name in self.sleeping_groups()),
                 within_s,
             )
             models[model] = ScorerModel(
@@ -146,7 +146,7 @@ class Scorers:
             (addresses[member],) = worker.control("address", timeout_s=limit)
         return worker
 
-    def sleeping(self) -> list[str]:
+    def sleeping_groups(self) -> list[str]:
         """Return groups that sleep while the actor works."""
         offload = self.config.cluster.offload is True
         return [name for name in self.groups if offload and name in self.config.on_the_actors_gpus()]
@@ -161,7 +161,7 @@ class Scorers:
 
     def _all_do(self, method: str, what: str) -> None:
         limit = self.config.weights.timeout_s
-        for name in self.sleeping():
+        for name in self.sleeping_groups():
             # One that died is missed where it is to score.
             self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, what=what, keep_deaths=True)
 

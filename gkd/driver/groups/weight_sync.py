@@ -78,7 +78,7 @@ class WeightSync:
         for engine, its in served.items():
             if its != version:
                 raise RunFailed(f"{self.rollout.group.reports[engine]} serves weights {its} instead of {version}")
-        self.rollout.updated(served)
+        self.rollout.mark_updated(served)
 
     def refresh(self, engines: Sequence[int]) -> None:
         """Send the current weights to engines that have come back, unless that would wait for the actor's chunks."""

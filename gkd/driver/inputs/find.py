@@ -87,7 +87,7 @@ def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     own = with_turn_end(models["student"], end)
     if config.algorithm.learns_answers:
         limit = config.rollout.max_response_length
-        for name in ("train", "val") if config.algorithm.supervised else ("train",):
+        for name in ("train", "val") if config.algorithm.is_supervised else ("train",):
             answered = with_answers(prompts[name].prompts, tokenizer, own, end, limit)
             prompts[name] = replace(prompts[name], prompts=answered)
     return Inputs(

@@ -32,14 +32,14 @@ class FilePreview:
     prompts: list[Prompt]
     too_long: int
 
-    def kept(self, longest: int) -> list[Prompt]:
+    def keep_short(self, longest: int) -> list[Prompt]:
         """Return the prompts that neither student nor teacher sees as longer than ``longest`` tokens."""
         return [prompt for prompt in self.prompts if len(longer_view(prompt)) <= longest]
 
-    def left_out(self, longest: int) -> dict[str, int]:
+    def count_left_out(self, longest: int) -> dict[str, int]:
         """Count the prompts that are left out, by reason."""
         own = sum(len(prompt.token_ids) > longest for prompt in self.prompts) + self.too_long
-        teachers = len(self.prompts) + self.too_long - own - len(self.kept(longest))
+        teachers = len(self.prompts) + self.too_long - own - len(self.keep_short(longest))
         reasons = {
             f"longer than {longest:,} tokens": own,
             f"longer than {longest:,} tokens as the teacher sees it": teachers,

@@ -169,7 +169,7 @@ def requests_of(
     the student is rounded over the steps together, so that it holds for small batches as well. Those come first; where
     the batch is cut into mini-batches they are spread, so that every update learns from both kinds.
     """
-    share = len(prompts) * (1.0 if config.algorithm.supervised else 1 - config.algorithm.on_policy_share)
+    share = len(prompts) * (1.0 if config.algorithm.is_supervised else 1 - config.algorithm.on_policy_share)
     n_own = int(step * share + 0.5) - int((step - 1) * share + 0.5)
     size = config.actor.mini_batch_size or len(prompts) * config.rollout.n
     by_student, own = [False] * (len(prompts) - n_own), [True] * n_own

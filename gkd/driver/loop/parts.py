@@ -55,6 +55,6 @@ class RunLog:
     stop: EarlyStop | None = None
 
     @property
-    def stopped(self) -> bool:
+    def stops_early(self) -> bool:
         """Whether the run ends before its last step."""
         return self.stop is not None and self.stop.reason is not None

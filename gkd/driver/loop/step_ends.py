@@ -95,7 +95,7 @@ class StepEnds:
         log, step = self.log, state.step
         if log.stop is not None:
             log.stop.look(step, figures)
-        if log.stopped:  # a run ends with every figure
+        if log.stops_early:  # a run ends with every figure
             figures = figures | self._measure(self._request(step, rest=True))
         validated = {**(self._of_sets(state.validated) if self._is_due(step) else state.validated), **figures}
         row = {**(state.row or {}), **figures}
@@ -106,7 +106,7 @@ class StepEnds:
         self._watcher.look(step, row)
         state = replace(state, validated=validated, row=None)
         if step > self.first:
-            log.checkpoints.after(self.parts.actor, state, log.stopped)
+            log.checkpoints.after(self.parts.actor, state, log.stops_early)
         return state
 
     def _of_sets(self, validated: Mapping[str, float]) -> dict[str, float]:

@@ -33,7 +33,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
     begins with the end of the one before. The next one is sampled, scored and differentiated beside a validation, too,
     which ends before the optimizer step.
     """
-    last = start.step if log.stopped else config.trainer.total_steps
+    last = start.step if log.stops_early else config.trainer.total_steps
     batches = Batches(config, parts.prompts, parts.answers or parts.rollout, parts.vocab_size, start)
     ends = StepEnds(config, parts, log, batches, start.step)
     samples_ahead = config.schedule.max_staleness > 0
@@ -53,7 +53,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
         stream.close()
         sampled, validates = time.monotonic(), ends.validates
         state = ends.finish(state)
-        if log.stopped:
+        if log.stops_early:
             break
         ready = time.monotonic()
         parts.actor.beside = partial(_log_samples, log, step, collected.batch)

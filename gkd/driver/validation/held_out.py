@@ -114,8 +114,8 @@ class Validation:
     def _rewards(self, sample: TrainingSample) -> dict[str, float]:
         """Return what each reward gave an answer, as reward/NAME."""
         labels = self.config.reward.labels()
-        given = sample.rewards if self.rewarded else {}
-        return {f"reward/{labels[name]}": value for name, value in given.items() if not isinstance(value, str)}
+        rewards = sample.rewards if self.rewarded else {}
+        return {f"reward/{labels[name]}": value for name, value in rewards.items() if not isinstance(value, str)}
 
     def teacher(self) -> dict[str, float]:
         """Return the teacher's accuracy on the same prompts; its divergence from itself is not a measurement."""

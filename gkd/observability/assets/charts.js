@@ -111,8 +111,8 @@ const Charts = (() => {
     });
     const box = el('figure', {}, el('h3', {}, title), el('div', { class: 'legend' }, ...keys.map(key => key.chip)));
     parent.append(box);
-    const one = lines.every(line => line.steps === lines[0].steps);
-    const data = one ? [lines[0].steps, ...lines.map(line => line.values)]
+    const shared = lines.every(line => line.steps === lines[0].steps);
+    const data = shared ? [lines[0].steps, ...lines.map(line => line.values)]
       : uPlot.join(lines.map(line => [line.steps, line.values]));
     const series = lines.map(line => ({
       stroke: () => line.edge ? 'transparent' : colour(line.colour), width: 1.5, dash: DASHES[line.dash % 4], spanGaps: true,

@@ -12,7 +12,7 @@ from gkd.cluster.gpu import are_simulated
 from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.loading import read_yaml
-from gkd.config.overrides import flat
+from gkd.config.overrides import flatten
 from gkd.errors import ConfigError
 from gkd.observability.run_files import RunFiles
 from gkd.planning.colocation import all_memory
@@ -49,18 +49,18 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "total_steps": files.total_steps,
         "steps": [row["step"] for row in rows],
         "thinned": len(rows) < len(all_rows),
-        "metrics": columns(rows),
+        "metrics": collect_columns(rows),
         "events": files.events,
         "summary": summary,
         "n_val": 0 if summary is None else int(summary.get("n_val", 0)),
-        "intervals": {} if summary is None else intervals(summary),
-        "differs": None if config is None else differences(config),
+        "intervals": {} if summary is None else read_intervals(summary),
+        "differs": None if config is None else list_differences(config),
         "placement": [
             [p["group"], p["rank"], p["node"], p["pid"], p["cuda_visible_devices"], ",".join(p["gpu_uuids"])]
             for p in files.placement()
         ],
-        "plan": {} if config is None else planned_gb(config, files.placement()),
-        "timeline": spans(files.path / "timeline.json"),
+        "plan": {} if config is None else read_planned_gb(config, files.placement()),
+        "timeline": read_spans(files.path / "timeline.json"),
     }
 
 
@@ -75,7 +75,7 @@ def thin_out(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     ]
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
     """Return each metric's values [rows], null where a row has none, in :data:`DIGITS` digits."""
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     return {name: [_short(row.get(name)) for row in rows] for name in names}
@@ -85,7 +85,7 @@ def _short(value: Any) -> float | None:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
+def read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
     """Return 95 % intervals of accuracies before, after and of the teacher: Wilson's of ``val/accuracy``.
 
     Those of ``val/NAME/accuracy`` are of its standard error, as an answer of a set may be a mean over samples.
@@ -96,13 +96,13 @@ def intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, fl
         for name, value in values.items():
             stderr = values.get(f"{name.removesuffix('accuracy')}stderr") if name.endswith("/accuracy") else None
             if name == "val/accuracy" and n and 0 <= value <= 1:
-                bounds.setdefault(name, {})[when] = wilson(value, n)
+                bounds.setdefault(name, {})[when] = wilson_interval(value, n)
             elif stderr is not None:
                 bounds.setdefault(name, {})[when] = (value - Z_95 * stderr, value + Z_95 * stderr)
     return bounds
 
 
-def wilson(share: float, n: int) -> tuple[float, float]:
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
     """Return the 95 % interval of a share of ``n`` answers (Wilson 1927, equation 3)."""
     z = Z_95
     middle, width = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -117,7 +117,7 @@ def _config(tree: Mapping[str, Any]) -> Config | None:
         return None
 
 
-def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
+def list_differences(config: Config) -> list[tuple[str, Any, Any]] | None:
     """Return settings with other values than the recipe's: name, there, here; None for a recipe that is not shipped.
 
     Where the recipe has ``auto``, and for what is :data:`PLANNED` null, the run has decided, and its config.yaml holds
@@ -127,7 +127,7 @@ def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
         recipe = compose([f"+recipe={config.recipe}"])
     except ConfigError:
         return None
-    there, here = flat(recipe.model_dump(mode="json")), flat(config.model_dump(mode="json"))
+    there, here = flatten(recipe.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     return [
         (name, there.get(name), here.get(name))
         for name in sorted({*there, *here})
@@ -136,7 +136,7 @@ def differences(config: Config) -> list[tuple[str, Any, Any]] | None:
     ]
 
 
-def planned_gb(config: Config, placement: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def read_planned_gb(config: Config, placement: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the plan's memory of one worker of each group, 10^9 bytes; empty where it cannot be planned here."""
     try:
         on_cpu = are_simulated(uuid for worker in placement for uuid in worker["gpu_uuids"])
@@ -146,7 +146,7 @@ def planned_gb(config: Config, placement: Sequence[Mapping[str, Any]]) -> dict[s
         return {}
 
 
-def spans(file: Path) -> list[dict[str, Any]]:
+def read_spans(file: Path) -> list[dict[str, Any]]:
     """Return the last :data:`MAX_SPANS` complete events of a Chrome trace, seconds; none where there is no file.
 
     ``lane``: the worker; ``why``: an idle span's cause. Raises ConfigError for a file that is no trace.

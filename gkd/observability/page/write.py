@@ -70,7 +70,7 @@ def _name_apart(runs: Sequence[dict[str, Any]]) -> None:
             run["name"] = "/".join(Path(run["path"]).parts[-2:])
 
 
-def at_the_end(output: Path) -> Path | None:
+def write_at_end(output: Path) -> Path | None:
     """Write the page of a run that ends; returns its file, None where there is nothing to show. Never raises.
 
     A failure is a warning: it is no part of what the run was for.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from gkd.config.base import Settings
-from gkd.config.overrides import flat
+from gkd.config.overrides import flatten
 from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table
 
 TEXT = 500
@@ -56,7 +56,7 @@ class MLflow(Tracker):
     def _log_settings(self, run: TrackedRun) -> None:
         from mlflow.entities import Param
 
-        params = [Param(name, str(value)[:TEXT]) for name, value in flat(run.config.model_dump(mode="json")).items()]
+        params = [Param(name, str(value)[:TEXT]) for name, value in flatten(run.config.model_dump(mode="json")).items()]
         for first in range(0, len(params), 100):  # as many as a request may have
             self._client.log_batch(self._id, params=params[first : first + 100])
 
@@ -74,5 +74,5 @@ class MLflow(Tracker):
         self._client.log_table(self._id, data, f"samples/step_{step}.json")
 
     def close(self, failed: bool) -> None:
-        """Say how the run ended."""
+        """Record how the run ended."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

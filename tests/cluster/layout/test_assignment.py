@@ -146,7 +146,7 @@ def test_a_node_that_comes_back_under_another_name_has_the_gpus_that_it_had(monk
     taken = claim(report("rollout", 1, 9, "GPU-a", node_id="n2"))  # which a living worker has
     monkeypatch.setattr(placement_module, "start_elsewhere", lambda *arguments: ([taken], there))
     monkeypatch.setattr(placement.session, "release", lambda *arguments: None)
-    with pytest.raises(RunFailed, match=r"GPU assignment is wrong: .*share GPU GPU-a"):
+    with pytest.raises(RunFailed, match=r"GPU-a"):
         placement.move_workers("rollout", [1])
 
 

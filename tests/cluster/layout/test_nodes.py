@@ -211,7 +211,7 @@ def test_a_search_ends_after_its_tries():
 def test_many_groups_that_do_not_fit_are_told_at_once():
     requests = [pool(group, 8, 4) for group in ("actor", "rollout", "teacher", "reference", "reward_model")]
     began = time.process_time()
-    with pytest.raises(ConfigError, match=r"= 160 GPUs; .* nearest that fits: "):
+    with pytest.raises(ConfigError, match=r"= 160 GPUs; .* fits: "):
         require_fit(requests, [node(f"n{i}", 8) for i in range(4)], 1.0)
     assert time.process_time() - began < 5  # half a second
 
@@ -219,7 +219,7 @@ def test_many_groups_that_do_not_fit_are_told_at_once():
 def test_a_thousand_nodes_are_no_trouble():
     nodes = [node(f"n{i}", 8) for i in range(1000)]
     assert len(solve([pool("actor", 8, 400), pool("rollout", 8, 300), pool("teacher", 8, 300)], nodes, 1.0)) == 1000
-    with pytest.raises(ConfigError, match=r"nearest that fits: .*actor.nnodes=399"):
+    with pytest.raises(ConfigError, match=r"fits: .*actor\.nnodes=399"):
         require_fit([pool("actor", 8, 400), pool("rollout", 8, 300), pool("teacher", 8, 301)], nodes, 1.0)
 
 
@@ -325,7 +325,7 @@ def test_every_placement_puts_the_groups_where_its_file_says(placement):
 @pytest.mark.parametrize("n_gpus", [1, 2, 3, 4])
 def test_where_groups_are_more_than_gpus_the_placement_that_shares_them_is_named(n_gpus):
     nodes = [node("a", n_gpus)]
-    with pytest.raises(ConfigError, match="no layout of 5 groups fits") as caught:
+    with pytest.raises(ConfigError, match=r"\b5 groups") as caught:
         require_fit(group_requests(compose([*ALL, "placement=auto"])), nodes, 1.0)
     named = re.search(r"placement=\w+", str(caught.value))[0]
     require_fit(group_requests(compose([*ALL, named])), nodes, 1.0)

@@ -12,7 +12,7 @@ from gkd.cluster.session import control_service
 from gkd.cluster.session.control_service import ControlService, finish_s
 from gkd.cluster.workers import group
 from gkd.cluster.workers.group import Group, Pending, gather, settle
-from gkd.errors import ControlLost, RunFailed, guarded
+from gkd.errors import ControlLost, RunFailed, catch_errors
 from tests.cluster.layout.test_assignment import report
 from tests.ray.cluster.conftest import eventually
 
@@ -65,7 +65,7 @@ def test_it_ends_a_run_with_one_line_and_code_1(capsys: pytest.CaptureFixture[st
         raise ControlLost("it is gone")
 
     assert not issubclass(ControlLost, RunFailed)  # which is a warning where a checkpoint is written
-    assert guarded(run) == 1
+    assert catch_errors(run) == 1
     assert capsys.readouterr().err == "failed: it is gone\n"
 
 

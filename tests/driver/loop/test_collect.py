@@ -167,7 +167,7 @@ def test_rewards_that_fail_on_what_is_sampled_again_count() -> None:
     def worth(request: SampleRequest) -> float | str:
         return "ValueError: no" if request.prompt.id % 2 else 1.0 - request.index
 
-    with pytest.raises(RunFailed, match=r"reward accuracy failed on \d+ of \d+ samples, .*ValueError: no"):
+    with pytest.raises(RunFailed, match=r"reward accuracy .*\d+ of \d+ samples, .*ValueError: no"):
         collected(grpo(20), Engines(worth))
 
 
@@ -183,9 +183,9 @@ def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int) -
         answers=None,
     )
     log: Any = SimpleNamespace(
-        stopped=False, samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples)))
+        stops_early=False, samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples)))
     )
-    with pytest.raises(RunFailed, match="reward accuracy failed"):
+    with pytest.raises(RunFailed, match="reward accuracy"):
         train(grpo(rounds), parts, log, State())
     assert written == [8]
 
@@ -199,7 +199,7 @@ def test_the_teacher_and_what_was_sampled_are_at_one_temperature() -> None:
             "reward": {"functions": ["accuracy"]},
         }  # fmt: skip
 
-    with pytest.raises(ConfigError, match=r"rollout.temperature=0.7 .* algorithm.loss.temperature=1: both must be"):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature=0.7 .* algorithm\.loss\.temperature=1\b"):
         load(tree(0.7, **both))
     load(tree(0.7, **both, loss={"temperature": 0.7}))
     only = load(tree(0.7, name="grpo", advantage={"teacher_kl": 0.1}))

@@ -105,7 +105,7 @@ def test_what_needs_the_whole_batch_does_not_stream(changes: dict[str, dict[str,
 
     assert not settings("auto").streams
     assert why in (settings("auto").streaming_obstacle or "")
-    with pytest.raises(ConfigError, match=r"schedule.streaming=true: .*; schedule.streaming=auto would do without"):
+    with pytest.raises(ConfigError, match=r"schedule\.streaming=true: .*; schedule\.streaming=auto"):
         settings(True)
 
 

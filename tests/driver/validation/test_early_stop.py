@@ -9,7 +9,7 @@ import pytest
 
 from gkd.config import load
 from gkd.config.validating import StopEarly
-from gkd.driver.checkpoints.resume import finished
+from gkd.driver.checkpoints.resume import explain_finished
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.errors import ConfigError
 from tests.data.models import save_model
@@ -52,7 +52,7 @@ def test_a_run_that_was_stopped_is_finished_until_it_is_to_wait_longer(tmp_path:
 
     def found(patience: int) -> str | None:
         stop = {"metric": "val/accuracy", "patience": patience}
-        return finished(load({"trainer": {"total_steps": 100, "stop_early": stop}}), tmp_path)
+        return explain_finished(load({"trainer": {"total_steps": 100, "stop_early": stop}}), tmp_path)
 
     said = found(2)
     assert said is not None and "stopped early after step 20" in said and "better than 0.5000 of step 0" in said

@@ -11,14 +11,14 @@ import pytest
 PROGRAM = """
 import time
 from gkd.cluster.session.shutdown import exit_on_signals
-from gkd.errors import guarded
+from gkd.errors import catch_errors
 
 def run():
     exit_on_signals()
     print("up", flush=True)
     time.sleep(60)
 
-raise SystemExit(guarded(run))
+raise SystemExit(catch_errors(run))
 """
 
 

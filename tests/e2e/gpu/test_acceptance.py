@@ -276,20 +276,20 @@ def test_a_sampler_that_has_other_weights_than_the_trainer_fails_every_run(
 
 def test_a_damaged_checkpoint_fails_colocation(recorded: Recorded, tmp_path: Path) -> None:
     recorded.weights = b"wrights"
-    with pytest.raises(AssertionError, match=r"no checkpoint is intact; .*its sum differs"):
+    with pytest.raises(AssertionError, match=r"checkpoint .*sum differs"):
         check("colocation", 1, tmp_path)
 
 
 def test_runs_whose_weights_went_the_same_way_are_not_compared(recorded: Recorded, tmp_path: Path) -> None:
     check("eager", 1, tmp_path)
     (tmp_path / "eager.txt").write_text("weights go by object_store (weights.transfer=auto)")
-    with pytest.raises(AssertionError, match="the weights of eager did not go by ipc"):
+    with pytest.raises(AssertionError, match=r"eager .*\bipc"):
         check("transfers", 1, tmp_path)
 
 
 def test_more_memory_than_the_peer_fails_w1(recorded: Recorded, tmp_path: Path) -> None:
     recorded.peak_gb = 80.0
-    with pytest.raises(AssertionError, match=r"74.5 GiB in the actor, TRL has 64.8"):
+    with pytest.raises(AssertionError, match=r"74\.5 GiB .*64\.8"):
         check("against_trl", 1, tmp_path)
 
 

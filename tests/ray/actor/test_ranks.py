@@ -178,7 +178,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) 
     for message in ("nothing was updated", "1 of its mini-batches were learned from before"):
         fill(float("nan"))
         before = ranks[1].weights()
-        with pytest.raises(ray.exceptions.RayTaskError, match=rf"gradient of step 7 is not finite .*; {message}"):
+        with pytest.raises(ray.exceptions.RayTaskError, match=rf"step 7 .*not finite .*; {message}"):
             ranks[1].run("update", put(batch), 7)
         after = ranks[1].weights()
         assert all(torch.equal(before[key], after[key]) for key in before if "model.norm" not in key)

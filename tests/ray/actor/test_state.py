@@ -135,7 +135,7 @@ def test_what_is_no_checkpoint_of_this_model_runs_nothing_and_is_named(
     before = ranks.weights()
     other = tmp_path / "other"
     base("llama").save_pretrained(other)
-    with pytest.raises(ray.exceptions.RayTaskError, match=r"the checkpoint is of another model"):
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"another model"):
         read(ranks.become(str(other), config()), saved)
     ranks.become(str(student), config())
     read(ranks, saved)
@@ -144,12 +144,12 @@ def test_what_is_no_checkpoint_of_this_model_runs_nothing_and_is_named(
     for content in (f"cos\nsystem\n(S'touch {traces}'\ntR.".encode(), b""):
         for file in [*saved.rank_files, saved.path / "state.json"]:
             file.write_bytes(content)
-        with pytest.raises(ray.exceptions.RayTaskError, match=r"a file of the checkpoint in .* cannot be read"):
+        with pytest.raises(ray.exceptions.RayTaskError, match=r"checkpoint .*\bread\b"):
             read(ranks, saved)
-        with pytest.raises(checkpoint.Damaged, match=r"state\.json cannot be read"):
+        with pytest.raises(checkpoint.Damaged, match=r"state\.json"):
             checkpoint.read(saved.path)
     assert not traces.exists()
-    with pytest.raises(ray.exceptions.RayTaskError, match=r"lacks \d+ rows of weight of lm\."):
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"\d+ rows .*\blm\."):
         halves = save(processes[2].become(str(student), config()), tmp_path / "step_0", config(), student)
         read(ranks, replace(halves, files={name: halves.files[name] for name in list(halves.files)[:1]}))
 
@@ -171,7 +171,7 @@ def test_a_copy_that_an_update_came_into_is_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     assert staging.copy(optimizer) == Applied(4, ({"loss": 1.0},))
     staging.write(optimizer, tmp_path / "one.safetensors")
-    with pytest.raises(RunFailed, match="there is no copy to be written"):
+    with pytest.raises(RunFailed, match="no copy"):
         staging.write(optimizer, tmp_path / "one.safetensors")
 
 
@@ -194,7 +194,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.named_parameters())
     part = part_of(optimizer, torch.device("cpu"), None)
     missing = tmp_path / "missing" / "rank_00000.safetensors"
-    with pytest.raises(RunFailed, match=rf"^no such file or directory: {missing}$"):
+    with pytest.raises(RunFailed, match=rf": {missing}$"):
         write_part(optimizer, part, missing)
 
 
@@ -227,5 +227,5 @@ def test_ranks_that_are_at_different_steps_are_waited_for(monkeypatch: pytest.Mo
     assert ActorGroup(ranks, config(), "", lambda: ranks).applied() == Applied(2)
     monkeypatch.setattr("gkd.actor.group.WHOLE_S", 0.1)
     stuck: Any = SimpleNamespace(control=lambda *_, **__: [Applied(2), None])
-    with pytest.raises(RunFailed, match="in the middle of an update"):
+    with pytest.raises(RunFailed, match="an update"):
         ActorGroup(stuck, config(), "", lambda: stuck).applied()

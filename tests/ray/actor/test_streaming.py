@@ -103,7 +103,7 @@ def test_chunks_add_up_to_the_batch(
 
 def test_chunks_without_those_before_them_are_refused(processes: dict[int, Ranks], model_path: str) -> None:
     ranks = processes[1].become(model_path, config())
-    with pytest.raises(ray.exceptions.RayTaskError, match="given chunk 1 of a step without those before it"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="chunk 1"):
         accumulate(ranks, put(models.scored(2, seed=3)), [1.0, 1.0], 1, 1)
-    with pytest.raises(ray.exceptions.RayTaskError, match="asked to update without a gradient"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="a gradient"):
         ray.get(ranks.workers[0].apply.remote(Totals(), 1), timeout=60)

@@ -14,7 +14,7 @@ from gkd.cluster.session.connect import connect
 from gkd.cluster.session.shutdown import exit_on_signals, leave
 from gkd.cluster.workers.group import gather
 from gkd.cluster.workers.placement import place
-from gkd.errors import guarded
+from gkd.errors import catch_errors
 from tests.ray.cluster.conftest import configuration
 
 
@@ -53,4 +53,4 @@ def run():
 
 
 if __name__ == "__main__":
-    leave(guarded(run))
+    leave(catch_errors(run))

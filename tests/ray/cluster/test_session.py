@@ -236,10 +236,10 @@ def test_the_next_run_removes_what_a_killed_one_and_its_watchdog_left(tmp_path):
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("127.0.0.1:9", "nothing answers there"),
-        ("nowhere.invalid:6379", "nothing answers there"),
-        ("ray://127.0.0.1:10001", "not Ray's dashboard or remote client"),
-        ("http://127.0.0.1:8265", "not Ray's dashboard or remote client"),
+        ("127.0.0.1:9", "nothing answers"),
+        ("nowhere.invalid:6379", "nothing answers"),
+        ("ray://127.0.0.1:10001", "not Ray's"),
+        ("http://127.0.0.1:8265", "not Ray's"),
         ("somewhere", "expected host:port"),
     ],
 )
@@ -267,10 +267,10 @@ def test_simulated_gpus_cannot_be_added_to_a_cluster():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"simulate_gpus": 2}, "this cluster has 2 on 1 node"),
-        ({"simulate_gpus": None}, "has 0 on 1 node.*cluster.simulate_gpus=3 tries the layout without GPUs"),
+        ({"simulate_gpus": 2}, "2 on 1 node"),
+        ({"simulate_gpus": None}, "0 on 1 node.*cluster.simulate_gpus=3"),
         ({"simulate_gpus": 0}, "at least 1"),
-        ({"simulate_gpus": "auto", "teacher": 9}, "cluster.simulate_gpus=11 would simulate them all"),
+        ({"simulate_gpus": "auto", "teacher": 9}, "cluster.simulate_gpus=11"),
         ({"simulate_gpus": "auto", "teacher": {"gpus": [8]}}, "teacher.gpus=8 is beyond .* GPUs 0-7"),
     ],
 )
@@ -290,7 +290,7 @@ def test_ray_is_started_once_more_when_a_busy_machine_was_too_slow(monkeypatch, 
         raise Exception("The current node timed out\nduring startup.")
 
     monkeypatch.setattr("ray.init", too_slow)
-    with pytest.raises(RunFailed, match=r"^Ray did not start: The current node timed out during startup.$"):
+    with pytest.raises(RunFailed, match=r"^Ray .*timed out"):
         session_module._start_private(str(tmp_path), 1, 1, True, reconnect_s=60.0)
     assert len(calls) == 2
     assert calls[0]["address"] == "local"

@@ -20,7 +20,7 @@ from gkd.actor.batches import Applied
 from gkd.cluster.workers.group import Pending
 from gkd.config import Config, load
 from gkd.driver.checkpoints.checkpoint import State, complete, read
-from gkd.driver.checkpoints.resume import differences, find, finished
+from gkd.driver.checkpoints.resume import differences, explain_finished, find
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.durable import sum_of
 from gkd.errors import ConfigError, RunFailed
@@ -154,12 +154,12 @@ def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_ru
     writer.finish()
     writer.after(Actor(3, broken=True), State(3))
     writer.wait()
-    with pytest.raises(RunFailed, match=r"^the checkpoint of step 3 could not be written: no space left on device"):
+    with pytest.raises(RunFailed, match=r"\bstep 3\b.*: no space"):
         writer.finish()
     stopped_early = checkpoints(load({"trainer": {"total_steps": 300, "save_every": 100}}), tmp_path)
     stopped_early.after(Actor(4, broken=True), State(4), last=True)
     stopped_early.wait()
-    with pytest.raises(RunFailed, match=r"^the checkpoint of step 4 could not be written: no space left on device"):
+    with pytest.raises(RunFailed, match=r"\bstep 4\b.*: no space"):
         stopped_early.finish()
 
 
@@ -176,10 +176,10 @@ def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.
 
     before, within, after = (ended(Actor(step), tmp_path / str(step)) for step in (5, None, 6))
     assert before is not None
-    assert (before.step, before.prompts, before.row, before.logged) == (5, {"drawn": 5}, None, 5)
+    assert (before.step, before.prompts, before.row, before.last_logged_step) == (5, {"drawn": 5}, None, 5)
     assert within is None
     assert after is not None
-    assert (after.step, after.prompts, after.logged) == (6, {"drawn": 6}, 5)
+    assert (after.step, after.prompts, after.last_logged_step) == (6, {"drawn": 6}, 5)
     assert after.row == {"length": 2.0, "actor/loss": 1.5}
     text = told.text
     assert f"checkpoint of step 6: {tmp_path / '6' / 'checkpoints' / 'step_6'} (go on with trainer.resume=true)" in text
@@ -234,9 +234,9 @@ def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"trainer": {"total_steps": 10, "seed": 1}}, r"was made with trainer.seed=0, this is 1"),
+        ({"trainer": {"total_steps": 10, "seed": 1}}, r"trainer\.seed=0, this is 1"),
         ({**SAME, "rollout": {"n": 2}}, r"rollout.n=1, this is 2"),
-        ({**SAME, "algorithm": {"loss": {"name": "jsd"}}}, r"algorithm.loss.name=reverse_kl, this is jsd"),
+        ({**SAME, "algorithm": {"loss": {"name": "jsd"}}}, r"algorithm\.loss\.name=reverse_kl, .*jsd"),
         ({**SAME, "actor": {"lora": {"r": 4}}}, r"actor.lora.r=None, this is 4"),
         ({"trainer": {"total_steps": 4}}, r"step_5 is beyond trainer.total_steps=4"),
     ],
@@ -311,7 +311,7 @@ DAMAGE = {
 def test_the_newest_intact_one_is_taken_and_damaged_ones_are_named(
     damage: str, tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ConfigError, match="there is no complete checkpoint"):
+    with pytest.raises(ConfigError, match="complete checkpoint"):
         find(load(SAME), tmp_path)
     write(load(SAME), tmp_path, 5, 6)
     change, message = DAMAGE[damage]
@@ -321,9 +321,7 @@ def test_the_newest_intact_one_is_taken_and_damaged_ones_are_named(
     assert text.startswith(f"{tmp_path / 'checkpoints' / 'step_6'} is damaged and left out: ")
     assert message in text
     _flip(tmp_path / "checkpoints" / "step_5" / "actor" / "rank_00000.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"every checkpoint in .* is damaged: step_6: .*; step_5: actor/rank_00000"
-    ) as e:
+    with pytest.raises(ConfigError, match=r"damaged: step_6: .*; step_5: actor/rank_00000") as e:
         find(load(SAME), tmp_path)
     assert "\n" not in str(e.value)
 
@@ -365,21 +363,21 @@ def test_a_full_disk_is_named_and_what_was_begun_is_deleted(full: Path, told: py
 def test_a_finished_run_is_said_to_be(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    assert finished(load(SAME), tmp_path) is None
+    assert explain_finished(load(SAME), tmp_path) is None
     (tmp_path / "summary.json").write_text('{"steps": 10}')
-    assert finished(load(SAME), tmp_path) is None  # its student is missing: that part is to be done
+    assert explain_finished(load(SAME), tmp_path) is None  # its student is missing: that part is to be done
     assert "its student is not all there" in told.text
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=20)).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     done = f"the run in {tmp_path} is finished: all 10 steps are done and the trained student is in {tmp_path}/model; "
     own = f"it left no checkpoint, so more steps are a run of their own, with model.path={tmp_path}/model"
-    assert finished(load(SAME), tmp_path) == done + own
+    assert explain_finished(load(SAME), tmp_path) == done + own
     write(load(SAME), tmp_path, 8)
     more = f"a larger trainer.total_steps would go on after step 8, from {tmp_path}/checkpoints/step_8"
-    assert finished(load(SAME), tmp_path) == done + more
-    assert finished(load({"trainer": {"total_steps": 11}}), tmp_path) is None
-    with pytest.raises(ConfigError, match=r"has done 10 steps, more than trainer.total_steps=9"):
-        finished(load({"trainer": {"total_steps": 9}}), tmp_path)
+    assert explain_finished(load(SAME), tmp_path) == done + more
+    assert explain_finished(load({"trainer": {"total_steps": 11}}), tmp_path) is None
+    with pytest.raises(ConfigError, match=r"10 steps, .*trainer\.total_steps=9"):
+        explain_finished(load({"trainer": {"total_steps": 9}}), tmp_path)
     (tmp_path / "model" / "model.safetensors").unlink()
-    assert finished(load(SAME), tmp_path) is None
+    assert explain_finished(load(SAME), tmp_path) is None

@@ -158,7 +158,7 @@ class World:
         self.value = int(saved.rank_files[0].read_text())
         self.step = self.version = self.served = saved.state.step
         self.prompts.restore(saved.state.prompts)
-        cut(self.output / "metrics.jsonl", saved.state.logged)
+        cut(self.output / "metrics.jsonl", saved.state.last_logged_step)
         cut(self.output / "samples.jsonl", saved.state.step)
         return self.run(saved.state)
 

@@ -88,7 +88,7 @@ def test_a_piece_that_does_not_come_is_a_failure_with_a_deadline() -> None:
         return np.zeros(1, dtype=np.uint8)
 
     ref = never.remote()
-    with pytest.raises(RunFailed, match=r"version 2, piece 1 did not arrive within 0.2 s"):
+    with pytest.raises(RunFailed, match=r"version 2, piece 1 .*\b0\.2 s"):
         receive(Piece(2, 0, True, (StoredPiece(ref, None),)), timeout_s=0.2)
     ray.cancel(ref, force=True)
 

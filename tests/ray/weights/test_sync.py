@@ -170,7 +170,7 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     assert [len(destinations) for destinations in system.sync._destinations()] == [1, 0]
     system.expect_served(2)
     system.trouble(1, "damage", 1)
-    with pytest.raises(RunFailed, match=r"^weights version 7, piece 2 differs from what was sent \(weights.checksum"):
+    with pytest.raises(RunFailed, match=r"^weights version 7, piece 2 .*\(weights\.checksum"):
         system.push(7)
     (found,) = system.found()
     assert (found[1], found[2]) == (2, False)
@@ -191,7 +191,7 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     assert [groups for *_, groups in system.expect_served(2)] == [[(2, 4), (1, 3)], [(3, 4), (2, 3)]]
     system.trouble(2, "die in receive", 1)
     # At once: at the deadline it would not be a death.
-    with pytest.raises(RunFailed, match=r"rollout rank 2 .* died: .*middle of loading piece 2 of weights version 3"):
+    with pytest.raises(RunFailed, match=r"rollout rank 2 .* died: .*piece 2 .*version 3"):
         system.push(3)
     end(engines)
 

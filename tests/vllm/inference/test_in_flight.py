@@ -90,7 +90,7 @@ def test_a_cache_that_vllm_does_not_reset_is_no_success(engine: Any) -> None:
     engine._salted = False
     engine.add(0, requests(Sampling(LENGTH))[0])
     engine.step()
-    with pytest.raises(RuntimeError, match=r"did not reset its prefix cache.*still in use"):
+    with pytest.raises(RuntimeError, match=r"prefix cache"):
         load_in_pieces(engine, make(tied=False, seed=3).state_dict().items(), 3)
     while engine.busy():
         engine.step()

@@ -41,6 +41,6 @@ def test_the_engine_samples_from_the_model_with_the_adapter(tmp_path: Path) -> N
         assert worst_difference(model, wanted, samples) < 1e-4
         assert [sample.token_ids.tolist() for sample in samples] != plain
         assert {span.version for sample in samples for span in sample.versions} == {version}
-    with pytest.raises(ValueError, match="expected target modules in"):
+    with pytest.raises(ValueError, match="target modules"):
         load_in_pieces(engine, {"base_model.model.model.nothing.lora_A.weight": torch.ones(4, 8)}.items(), 3)
     engine.close()

@@ -75,14 +75,14 @@ def test_the_engine_becomes_the_pushed_model_piece_by_piece(engine: Any) -> None
 def test_a_damaged_piece_is_not_loaded(engine: Any) -> None:
     piece = next(pieces(make(True, 9), 3, COPY))
     piece.contents[0].handle[0][5] ^= 1
-    with pytest.raises(RunFailed, match=r"weights version 3, piece 1 differs from what was sent"):
+    with pytest.raises(RunFailed, match=r"weights version 3, piece 1 differs"):
         engine.receive_weights(piece)
 
 
 @pytest.mark.parametrize("engine", ["nccl"], indirect=True)
 def test_by_nccl_an_engine_needs_the_group_and_asks_vllm_for_it(engine: Any) -> None:
     """As far as a CPU goes: vLLM takes the id, and fails where it would load NCCL."""
-    with pytest.raises(RunFailed, match=r"weights version 3, piece 1: this engine is in no NCCL group"):
+    with pytest.raises(RunFailed, match=r"weights version 3, piece 1: .*NCCL group"):
         engine.receive_weights(next(pieces(make(True, 9), 3, "nccl")))
     with pytest.raises(ValueError, match=r"128 bytes, got 3"):
         engine.join(base64.b64encode(b"abc").decode(), 1, 2)
@@ -95,5 +95,5 @@ def test_a_communicator_that_would_do_nothing_is_refused(monkeypatch: pytest.Mon
     from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
     monkeypatch.setattr("vllm.envs.VLLM_DISABLE_PYNCCL", True, raising=False)
-    with pytest.raises(RunFailed, match=r"communicator is disabled \(VLLM_DISABLE_PYNCCL\)"):
-        nccl.enabled(uid_init_process_group(bytes(128), 1, 2, 0))
+    with pytest.raises(RunFailed, match=r"VLLM_DISABLE_PYNCCL"):
+        nccl.require_enabled(uid_init_process_group(bytes(128), 1, 2, 0))
