@@ -64,7 +64,7 @@ def test_a_kernel_that_counts_no_bytes_costs_no_client_its_connection(
 ) -> None:
     monkeypatch.setattr(Connection, "_counter", lambda connection, offset: 0)
     running = serve(bounds=Bounds(unread_s=0.3, unread_bytes=4096))
-    client = connect(running.server.address, request_timeout_s=30.0)
+    client = connect(running.server.address, heartbeat_s=60.0, request_timeout_s=30.0)
     served_for(client, 1.5)
     assert not {name for name in running.server.counts if name.startswith("cut_")}
 
@@ -84,7 +84,8 @@ def test_heartbeats_that_nobody_reads_are_cut_off(serve: Serve, dealer: Any) -> 
 @pytest.mark.parametrize("authenticated", [True, False])
 def test_idle_connections_make_room(serve: Serve, connect: Connect, dealer: Any, authenticated: bool) -> None:
     running = serve(bounds=Bounds(connections=20, greeting_s=600.0))
-    early = connect(running.server.address, heartbeat_s=0.5)
+    # It misses no heartbeat of a server that is slow: what it loses is its connection.
+    early = connect(running.server.address, heartbeat_s=60.0, request_timeout_s=30.0)
     assert answers(early)
     host, port = running.server.address.removeprefix("tcp://").split(":")
     with contextlib.ExitStack() as stack:
@@ -93,7 +94,7 @@ def test_idle_connections_make_room(serve: Serve, connect: Connect, dealer: Any,
                 dealer(running.server.address, reconnect_ivl=-1)
             else:
                 stack.enter_context(socket.create_connection((host, int(port)), 10))
-        late = connect(running.server.address)
+        late = connect(running.server.address, request_timeout_s=30.0)
         assert answers(late) and answers(early)
         wait_for(lambda: len(running.server._frontend._connections._by_fd) <= 20)
         assert early.counts.get("lost", 0) == 0

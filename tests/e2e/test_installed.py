@@ -1,0 +1,92 @@
+"""The installed package with code of the user's own, each in one file, from a folder outside the project."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import ROOT
+
+OWN, RECIPE = ROOT / "tests" / "own", ROOT / "recipes" / "your_own"
+FILES = [
+    *(RECIPE / f"{name}.py" for name in ("divergence", "advantage")),
+    *(OWN / f"{name}.py" for name in ("brevity", "random_tokens", "file_transfer", "csv_tracker")),
+]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built of a copy, so that nothing is left in the checkout."""
+    directory = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "outputs")
+    shutil.copytree(ROOT, directory / "project", ignore=ignored, symlinks=True)
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", directory, directory / "project"]
+    subprocess.run([sys.executable, "-m", "pip", *build], check=True, timeout=120)
+    (file,) = directory.glob("gkd-*.whl")
+    return file
+
+
+@pytest.fixture
+def variables(variables: dict[str, str], wheel: Path, tmp_path: Path) -> dict[str, str]:
+    """Have programs import what is installed from the wheel, into a directory of its own."""
+    target = ["--target", tmp_path / "site", wheel]
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", *target]
+    subprocess.run(install, check=True, timeout=120)
+    return variables | {"PYTHONPATH": str(tmp_path / "site")}
+
+
+def test_the_wheel_has_configurations_the_task_and_its_types(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "gkd/py.typed" in names
+    for top, inside in (("conf", "gkd/conf"), ("recipes/sort_digits", "gkd/recipes/sort_digits")):
+        expected = [path for path in (ROOT / top).rglob("*") if path.suffix in (".py", ".yaml")]
+        assert expected and {f"{inside}/{path.relative_to(ROOT / top)}" for path in expected} <= names
+
+
+def test_six_parts_of_ones_own_in_one_run(start: Any, variables: dict[str, str], tmp_path: Path) -> None:
+    where = [sys.executable, "-c", "import gkd; print(gkd.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True, timeout=60)
+    assert found.stdout == f"{tmp_path}/site/gkd/__init__.py\n"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "weights").mkdir()
+    for file in FILES:
+        assert len(file.read_text().splitlines()) <= 40
+        shutil.copy(file, tmp_path / "mine")
+    run = start(
+        "algorithm.loss.name=mine/divergence.py:SkewKL", "algorithm.loss.alpha=0.2",
+        "algorithm.advantage.name=mine/advantage.py:FixedBaseline", "algorithm.advantage.baseline=0.25",
+        "reward.functions=[accuracy,mine/brevity.py:Brevity]", "reward.Brevity.bonus=2.0",
+        "rollout.engine=mine/random_tokens.py:RandomTokens", "rollout.n_tokens=3",
+        "weights.transfer=mine/file_transfer.py:Files", f"weights.directory={tmp_path}/weights",
+        "trainer.trackers=[mine/csv_tracker.py:Csv]", "trainer.Csv.file=own.csv",
+        "trainer.total_steps=2", "trainer.val_every=2", "trainer.batch_size=8", "data.val_limit=8",
+        recipe="distill_and_reward",
+    )  # fmt: skip
+    assert run.end(240) == 0, run.text()
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["advantage/mean"] == pytest.approx(row["reward/mean"] - 0.25)
+        assert 0 < row["distill/loss"] <= 0.8 * row["distill/forward_kl"]  # a share of 0.2 of the teacher mixed in
+    with (run.output / "own.csv").open(newline="") as file:
+        tracked = {(int(step), name): float(value) for step, name, value in csv.reader(file)}
+    assert tracked == {(row["step"], name): value for row in rows for name, value in row.items() if name != "step"}
+    samples = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    assert [sample["logprob_mean"] for sample in samples] == pytest.approx([-math.log(3)] * len(samples))
+    assert all(f"{tmp_path}/mine/brevity.py:Brevity" in sample["rewards"] for sample in samples)
+    written = {f"{version}-0.safetensors" for version in (1, 2)}
+    assert {file.name for file in (tmp_path / "weights").iterdir()} == written | {f"{name}.read" for name in written}
+    before, after = (load_file(tmp_path / "weights" / f"{version}-0.safetensors") for version in (1, 2))
+    model = load_file(run.output / "model" / "model.safetensors")
+    assert after.keys() == model.keys() and all((after[name] == model[name]).all() for name in model)
+    assert any((before[name] != after[name]).any() for name in after)  # something was learned in between
