@@ -97,9 +97,11 @@ class ActorGroup:
         calls = []
         if self._is_own_reference:
             calls.append(
-                self.group.submit_each("compute_logprobs", [(part, False, True) for part, _ in parts], what=what)
+                self.group.submit_each(
+                    "trainer.compute_logprobs", [(part, False, True) for part, _ in parts], what=what
+                )
             )
-        calls.append(self.group.submit_each("accumulate", [(*part, 1, number) for part in parts], what=what))
+        calls.append(self.group.submit_each("trainer.accumulate", [(*part, 1, number) for part in parts], what=what))
         return calls
 
     def apply(self, step: int) -> dict[str, float]:
@@ -116,7 +118,9 @@ class ActorGroup:
         computed = sum(max(seconds or 0.0 for seconds in ranks) for ranks in chunks)
         totals = Totals.of(lengths, in_loss, self.config.algorithm.aggregation)
         began = time.monotonic()
-        row: dict[str, float] = self._gather([self.group.submit("apply", totals, step, what=f"update {step}")])[0][0]
+        row: dict[str, float] = self._gather([self.group.submit("trainer.apply", totals, step, what=f"update {step}")])[
+            0
+        ][0]
         self.version = step
         self._warn_of_memory(step)
         return {**row, "timing_s/update": computed + time.monotonic() - began}
@@ -148,9 +152,9 @@ class ActorGroup:
         reference = self._is_own_reference
         for part in parts if old or reference else []:
             shares = self._shares(part)
-            self._call("compute_logprobs", [([part[i] for i in share], old, reference) for share in shares])
+            self._call("trainer.compute_logprobs", [([part[i] for i in share], old, reference) for share in shares])
         parts *= settings.epochs
-        rows = [self._run("update", part, step, i == len(parts)) for i, part in enumerate(parts, 1)]
+        rows = [self._run("trainer.update", part, step, i == len(parts)) for i, part in enumerate(parts, 1)]
         self.version = step
         self._warn_of_memory(step)
         return over_mini_batches(rows)
@@ -169,11 +173,11 @@ class ActorGroup:
 
         What was given to :meth:`accumulate` is accumulated first.
         """
-        return self._run("evaluate", samples, Algorithm(loss=Loss(name="reverse_kl", tail=True)))
+        return self._run("trainer.evaluate", samples, Algorithm(loss=Loss(name="reverse_kl", tail=True)))
 
     def cross_entropy(self, samples: Sequence[TrainingSample]) -> float:
         """Return the cross-entropy of a batch under the current weights, nats, aggregated as the loss of training."""
-        return self._run("evaluate", samples, Algorithm(name="sft"))["actor/supervised_loss"]
+        return self._run("trainer.evaluate", samples, Algorithm(name="sft"))["actor/supervised_loss"]
 
     def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
@@ -225,7 +229,7 @@ class ActorGroup:
         """
         self._budget = failure.budget or self._budget
         self._start_again()
-        self.group.call("take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
+        self.group.call("trainer.take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
         if failure.budget is None:
             raise failure
         self._accumulating = [call for i in range(len(self._chunks)) for call in self._submit_chunk(i)]
@@ -242,21 +246,21 @@ class ActorGroup:
         if self._writing is not None:  # a checkpoint, which would end with them
             with suppress(RunFailed):  # late, which is known to those who wait for it
                 settle(self._writing, self.config.trainer.save_timeout_s)
-        kept = self.group.submit_control("keep", what="handing on what the ranks have")
+        kept = self.group.submit_control("state.keep", what="handing on what the ranks have")
         settle(kept, limit)
         self.group = self._restart()
         gather([self.submit_build()], limit)
         self.load()
-        self.group.call_each("take_over", [[ref] for ref in kept.refs], timeout_s=limit)
+        self.group.call_each("state.take_over", [[ref] for ref in kept.refs], timeout_s=limit)
 
     def offload(self) -> None:
         """Have all ranks move what they hold to the host."""
-        self.group.call("offload", timeout_s=self.config.weights.timeout_s, what="offloading the actor")
+        self.group.call("state.offload", timeout_s=self.config.weights.timeout_s, what="offloading the actor")
 
     def onload(self) -> None:
         """Have all ranks move it back to their GPUs."""
         if self._loaded:
-            self.group.call("onload", timeout_s=self.config.weights.timeout_s, what="onloading the actor")
+            self.group.call("state.onload", timeout_s=self.config.weights.timeout_s, what="onloading the actor")
 
     @property
     def dtype(self) -> str:
@@ -266,7 +270,7 @@ class ActorGroup:
     def answers(self) -> bool:
         """Return whether every rank that is alive answers."""
         try:
-            self.group.control("applied", timeout_s=ANSWERS_S, what="answering", keep_deaths=True)
+            self.group.control("state.applied", timeout_s=ANSWERS_S, what="answering", keep_deaths=True)
         except RunFailed:
             return False
         return True
@@ -277,7 +281,7 @@ class ActorGroup:
         Raises RunFailed when one does not answer, or they are in the middle of a step for longer than an optimizer step
         takes.
         """
-        return self._of_one_step("applied", ANSWERS_S, "saying which step it is at")
+        return self._of_one_step("state.applied", ANSWERS_S, "saying which step it is at")
 
     def stage(self) -> Applied:
         """Have every rank copy its weights and optimizer state, for :meth:`write_staged`; returns their step.
@@ -285,7 +289,7 @@ class ActorGroup:
         Raises what :meth:`applied` raises.
         """
         self.applied()  # a rank that is hung is found out here
-        return self._of_one_step("stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
+        return self._of_one_step("state.stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
 
     def _of_one_step(self, method: str, timeout_s: float, what: str) -> Applied:
         end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
@@ -302,14 +306,14 @@ class ActorGroup:
 
     def write_staged(self, directory: str) -> Pending:
         """Start writing what :meth:`stage` copied; each rank returns the name and the sum of its file."""
-        self._writing = self.group.submit_control("write_staged", directory, what=f"writing {directory}")
+        self._writing = self.group.submit_control("state.write_staged", directory, what=f"writing {directory}")
         return self._writing
 
     def load_state(self, files: Sequence[str], step: int) -> None:
         """Go on with what the ranks wrote after ``step``, in whatever number they were."""
         self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
-        self.group.call("load_state", files, step, timeout_s=limit, what="reading the checkpoint")
+        self.group.call("state.load", files, step, timeout_s=limit, what="reading the checkpoint")
         self.version = step
 
     def save(self, directory: str) -> None:
@@ -317,4 +321,4 @@ class ActorGroup:
         self.settle_chunks()
         self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
-        self.group.call("save", directory, timeout_s=limit, what="writing the student")
+        self.group.call("state.save", directory, timeout_s=limit, what="writing the student")

@@ -25,10 +25,10 @@ class Ranks:
         return 2
 
     def submit_each(self, method: str, args: Sequence[Any], what: str | None = None) -> Any:
-        return SimpleNamespace(what=method, refs=())
+        return SimpleNamespace(what=method.rpartition(".")[2], refs=())
 
     def call(self, method: str, budget: int, timeout_s: float) -> None:
-        self.did.append(f"{method} {budget}")
+        self.did.append(f"{method.rpartition('.')[2]} {budget}")
 
     def gather(self, calls: Sequence[Any], timeout_s: float) -> list[list[Any]]:
         for call in calls:

@@ -163,6 +163,9 @@ class Rollout(rollout_worker.RolloutWorker):
 class Actor:
     """Sleeps for every token."""
 
+    def __init__(self) -> None:
+        self.trainer = self
+
     def impose(self, times: Times) -> None:
         self.second_a_token = times.update / (SAMPLES * (MEAN_TOKENS + 1))
 

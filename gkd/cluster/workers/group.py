@@ -72,12 +72,12 @@ class Group:
     def submit(self, method: str, *args: Any, what: str | None = None, **kwargs: Any) -> Pending:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
         refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
-        return self.pending(what or method, refs)
+        return self.pending(what or _last(method), refs)
 
     def submit_each(self, method: str, args_per_rank: Sequence[Sequence[Any]], *, what: str | None = None) -> Pending:
         """Start calling ``method`` of every worker's object, rank ``i`` with ``args_per_rank[i]``."""
         pairs = zip(self.workers, args_per_rank, strict=True)
-        return self.pending(what or method, [worker.call.remote(method, *args) for worker, args in pairs])
+        return self.pending(what or _last(method), [worker.call.remote(method, *args) for worker, args in pairs])
 
     def submit_build(
         self, target: str, args_per_rank: Sequence[Sequence[Any]], *, environment: Mapping[str, str] | None = None
@@ -115,7 +115,7 @@ class Group:
 
     def submit_control(self, method: str, *args: Any, what: str | None = None) -> Pending:
         """Start what :meth:`control` does; wait with :func:`gather`."""
-        return self.pending(what or method, [worker.control.remote(method, *args) for worker in self.workers])
+        return self.pending(what or _last(method), [worker.control.remote(method, *args) for worker in self.workers])
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return Ray's generator of references to what a generator method of one worker's object yields.
@@ -223,6 +223,11 @@ def _require_time(services: Collection[ControlService]) -> None:
 
 def _until_next_look(deadline: float) -> float:
     return min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+
+
+def _last(method: str) -> str:
+    """Return what a call is named after where nothing else is said: ``update`` of ``trainer.update``."""
+    return method.rpartition(".")[2]
 
 
 def settle(call: Pending, timeout_s: float) -> None:

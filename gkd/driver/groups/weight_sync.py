@@ -55,7 +55,7 @@ class WeightSync:
             self._push(engines)
         except RunFailed as failure:
             # What an actor that died was sending is missed elsewhere, maybe before its death is known.
-            calls = [self.actor.group.submit_control("applied")]
+            calls = [self.actor.group.submit_control("state.applied")]
             death = None if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
             if death is None:
                 raise
@@ -100,7 +100,7 @@ class WeightSync:
         limit = self.config.weights.timeout_s * (1 + len(self._engines)) + SLACK_S  # the driver's own comes before
         push = Push(self._number, self.actor.version, limit)
         arguments = [(push, destinations) for destinations in self._destinations()]
-        sending = self.actor.group.submit_each("send_weights", arguments, what=f"sending {about}")
+        sending = self.actor.group.submit_each("weights.send", arguments, what=f"sending {about}")
         if self._transfer.collective:
             receiving = self._submit("weights.receive", push, what=f"loading {about}")
             served = self._together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
@@ -175,8 +175,8 @@ class WeightSync:
         root, engines = self.actor.group.only([0]), self._engines
         self._group = None
         what = f"joining a group for {about}"
-        address = root.call("new_group", timeout_s=self._left(), what=what)[0]
-        calls = [root.submit("join_group", address, 1 + self._span * len(engines), what=what),
+        address = root.call("weights.new_group", timeout_s=self._left(), what=what)[0]
+        calls = [root.submit("weights.join_group", address, 1 + self._span * len(engines), what=what),
                  self._submit("weights.join_group", address, engines, self._span, what=what)]  # fmt: skip
         self._together(calls, lambda: what)
         self._group = self._members()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+from typing import Any
+
 import ray
 from torch import Tensor
 
@@ -24,6 +27,11 @@ def put(batch: list[ScoredSample]) -> list[TrainingSample]:
     """Lists of two samples each in the object store, as engines hand them on; advantages of either sign."""
     refs = [ray.put(batch[i : i + 2]) for i in range(0, len(batch), 2)]
     return [models.on_driver(refs[i // 2], i % 2, s, (-1.0) ** i) for i, s in enumerate(batch)]
+
+
+def call(worker: Any, method: str, *args: Any) -> Any:
+    """Start a method of a part of a rank; returns a reference to its result."""
+    return worker.__ray_call__.remote(lambda it, *given: attrgetter(method)(it)(*given), *args)
 
 
 class Ranks:
@@ -53,7 +61,7 @@ class Ranks:
         calls = []
         for worker, part in zip(self.workers, shares, strict=True):
             args = last if method == "compute_logprobs" else ([weights[i] for i in part], sum(lengths), *last)
-            calls.append(getattr(worker, method).remote([samples[i] for i in part], *args))
+            calls.append(call(worker, f"trainer.{method}", [samples[i] for i in part], *args))
         found = ray.get(calls, timeout=120)
         assert all(f == found[0] for f in found)  # every rank knows the metrics of the whole batch
         return found[0]
@@ -61,7 +69,7 @@ class Ranks:
     def weights(self) -> dict[str, Tensor]:
         def pack(number: int) -> list[Piece]:
             calls = [
-                w.__ray_call__.remote(lambda worker, packs: worker._publisher.pack(1, number, packs), rank == 0)
+                w.__ray_call__.remote(lambda worker, packs: worker.weights.publisher.pack(1, number, packs), rank == 0)
                 for rank, w in enumerate(self.workers)
             ]
             pieces: list[Piece] = ray.get(calls, timeout=60)

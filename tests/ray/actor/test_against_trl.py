@@ -21,7 +21,7 @@ from gkd.algorithms.training_samples import with_advantages
 from gkd.config import Config, load
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target, TrainingSample
 from tests.actor import models
-from tests.ray.actor.ranks import Ranks
+from tests.ray.actor.ranks import Ranks, call
 from tests.samples import training_sample
 
 pytest.importorskip("trl", reason="TRL is not installed (the extra trl)")
@@ -181,9 +181,9 @@ def own_steps(
     weights = token_weights(lengths, [sample.in_loss for sample in batch], config.algorithm.aggregation, LIMIT)
     steps = []
     if n_updates > 1:
-        ray.get(worker.compute_logprobs.remote(batch, True, False), timeout=60)
+        ray.get(call(worker, "trainer.compute_logprobs", batch, True, False), timeout=60)
     for step in range(1, n_updates + 1):
-        found = ray.get(worker.update.remote(batch, weights, sum(lengths), step), timeout=60)
+        found = ray.get(call(worker, "trainer.update", batch, weights, sum(lengths), step), timeout=60)
         steps.append(Step(found["actor/loss"], found["actor/grad_norm"]))
     return steps, rank.weights()
 

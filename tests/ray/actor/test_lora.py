@@ -16,7 +16,7 @@ from gkd.config import Algorithm
 from gkd.types import TrainingSample
 from tests.actor import models
 from tests.actor.test_lora import base, logits
-from tests.ray.actor.ranks import Ranks, config, put
+from tests.ray.actor.ranks import Ranks, call, config, put
 
 
 def test_two_ranks_one_rank_and_what_they_write(processes: dict[int, Ranks], tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_two_ranks_one_rank_and_what_they_write(processes: dict[int, Ranks], tmp
     single, double = (ranks.weights() for ranks in groups)
     for name, value in single.items():
         torch.testing.assert_close(double[name], value, rtol=1e-3, atol=1e-4)
-    ray.get([w.save.remote(str(tmp_path / "out")) for w in processes[2].workers], timeout=60)
+    ray.get([call(w, "state.save", str(tmp_path / "out")) for w in processes[2].workers], timeout=60)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     alone = PeftModel.from_pretrained(base("qwen2 tied"), tmp_path / "out" / "adapter")
     torch.testing.assert_close(logits(merged), logits(alone), rtol=1e-4, atol=1e-5)

@@ -79,7 +79,7 @@ def leave(actor: ActorGroup, megabytes: int) -> None:
 def weights(actor: ActorGroup) -> dict[str, Tensor]:
     def pack(number: int) -> list[Piece]:
         calls = [
-            worker.__ray_call__.remote(lambda it, packs: it._object._publisher.pack(0, number, packs), rank == 0)
+            worker.__ray_call__.remote(lambda it, packs: it._object.weights.publisher.pack(0, number, packs), rank == 0)
             for rank, worker in enumerate(actor.group.workers)
         ]
         pieces: list[Piece] = ray.get(calls, timeout=60)
@@ -162,7 +162,7 @@ def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: di
             left[0] -= 1
             return hidden if left[0] >= 0 else Fails.apply(hidden)
 
-        worker._object.student.lm.model.layers[0].register_forward_hook(hook)
+        worker._object.trainer.student.lm.model.layers[0].register_forward_hook(hook)
 
     settings = config(max_tokens_per_micro_batch=400)
     plain = processes[1].become(path, settings)

@@ -17,7 +17,7 @@ from gkd.actor.worker import ActorWorker
 from gkd.config import Algorithm, Model
 from tests.actor import models
 from tests.families import make as make_family
-from tests.ray.actor.ranks import Ranks, config, put
+from tests.ray.actor.ranks import Ranks, call, config, put
 
 STEPS = 2
 
@@ -55,7 +55,7 @@ def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int,
         batch = put(models.scored(9, seed=step))
         one, two = (ranks[world].run("update", batch, step) for world in (1, 2))
         for there_and_back in ("offload", "onload"):  # which changes nothing
-            ray.get([getattr(w, there_and_back).remote() for w in ranks[2].workers], timeout=60)
+            ray.get([call(w, f"state.{there_and_back}") for w in ranks[2].workers], timeout=60)
         assert one.keys() == two.keys()
         assert two == pytest.approx(one, rel=2e-4), step
         assert {"distill/loss", "distill/reverse_kl", "actor/grad_norm", "actor/lr", "mismatch/kl"} <= one.keys()
@@ -151,7 +151,7 @@ def test_saved_student_is_the_trained_one(ranks: dict[int, Ranks], model_path: s
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(kinds.WordLevel(words, unk_token="t0"))).save_pretrained(
         model_path
     )
-    ray.get([w.save.remote(str(tmp_path / "model")) for w in ranks[2].workers], timeout=60)
+    ray.get([call(w, "state.save", str(tmp_path / "model")) for w in ranks[2].workers], timeout=60)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     for name, value in ranks[2].weights().items():
         torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
@@ -170,7 +170,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) 
     def fill(value: float) -> None:
         def change(worker: object) -> None:
             with torch.no_grad():
-                worker.student.lm.model.norm.weight.to_local().fill_(value)
+                worker.trainer.student.lm.model.norm.weight.to_local().fill_(value)
 
         ray.get(ranks[1].workers[0].__ray_call__.remote(change), timeout=60)
 
@@ -200,7 +200,9 @@ def test_only_rank_0_holds_the_whole_model_while_it_is_read(processes: dict[int,
         before = peak_mb(worker)
         worker.model_path = path
         worker.load()
-        return peak_mb(worker) - before, float(sum(p.to_local().double().sum() for p in worker.student.parameters()))
+        return peak_mb(worker) - before, float(
+            sum(p.to_local().double().sum() for p in worker.trainer.student.parameters())
+        )
 
     calls = [w.__ray_call__.remote(read, str(tmp_path)) for w in processes[2].workers]
     (grown, there), (grown_other, here) = ray.get(calls, timeout=120)
@@ -224,7 +226,7 @@ def test_what_a_model_keeps_beside_parameters_is_on_every_rank(processes: dict[i
     assert all(torch.equal(sent[name], exact[name]) for name in exact if "correction" in name)
 
     def buffers(worker: ActorWorker) -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in worker.student.lm.named_buffers()}
+        return {name: value.clone() for name, value in worker.trainer.student.lm.named_buffers()}
 
     there, here = ray.get([w.__ray_call__.remote(buffers) for w in two.workers], timeout=60)
     wanted = dict(model.named_buffers())

@@ -28,16 +28,16 @@ from gkd.driver.checkpoints.checkpoint import Saved, State
 from gkd.errors import RunFailed
 from tests.actor import models
 from tests.actor.test_lora import base
-from tests.ray.actor.ranks import Ranks, config, put
+from tests.ray.actor.ranks import Ranks, call, config, put
 from tests.ray.actor.test_lora import tokenizer
 
 
 def save(ranks: Ranks, path: Path, settings: Config, student: Path) -> Saved:
     """A checkpoint of what the ranks hold."""
     (path / "actor").mkdir(parents=True)
-    applied = ray.get([w.stage.remote() for w in ranks.workers], timeout=60)
+    applied = ray.get([call(w, "state.stage") for w in ranks.workers], timeout=60)
     assert all(one == applied[0] for one in applied)
-    written = ray.get([w.write_staged.remote(str(path / "actor")) for w in ranks.workers], timeout=60)
+    written = ray.get([call(w, "state.write_staged", str(path / "actor")) for w in ranks.workers], timeout=60)
     files = {f"actor/{name}": found for name, found in written}
     tree = settings.model_dump(mode="json")
     saved = Saved(path, "end", State(applied[0].step), tree, str(student), "float32", {}, files)
@@ -47,7 +47,7 @@ def save(ranks: Ranks, path: Path, settings: Config, student: Path) -> Saved:
 
 def read(ranks: Ranks, saved: Saved) -> None:
     files = [str(file) for file in saved.rank_files]
-    ray.get([w.load_state.remote(files, saved.state.step) for w in ranks.workers], timeout=60)
+    ray.get([call(w, "state.load", files, saved.state.step) for w in ranks.workers], timeout=60)
 
 
 def everything(saved: Saved) -> dict[str, torch.Tensor]:
@@ -79,13 +79,13 @@ def test_a_checkpoint_goes_from_two_ranks_to_one_and_back_and_is_exported(
     two, one = (processes[world].become(str(student), settings) for world in (2, 1))
     for step in (1, 2):
         two.run("update", put(models.scored(5, seed=step)), step, False)
-        assert ray.get(two.workers[0].stage.remote(), timeout=60) is None  # in the middle of a step
+        assert ray.get(call(two.workers[0], "state.stage"), timeout=60) is None  # in the middle of a step
         rows = two.run("update", put(models.scored(5, seed=step + 5)), step)
-    (applied, *_) = ray.get([w.applied.remote() for w in two.workers], timeout=60)
+    (applied, *_) = ray.get([call(w, "state.applied") for w in two.workers], timeout=60)
     assert applied.step == 2
     assert applied.rows[1] == rows
     first = save(two, run / "checkpoints" / "step_2", settings, student)
-    ray.get([w.save.remote(str(tmp_path / "model")) for w in two.workers], timeout=60)
+    ray.get([call(w, "state.save", str(tmp_path / "model")) for w in two.workers], timeout=60)
     expected = two.run("update", put(models.scored(5, seed=3)), 3)
 
     read(one, first)

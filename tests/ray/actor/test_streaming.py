@@ -17,7 +17,7 @@ from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.config import Algorithm, Config
 from gkd.types import TrainingSample
 from tests.actor import models
-from tests.ray.actor.ranks import Ranks, config, put
+from tests.ray.actor.ranks import Ranks, call, config, put
 
 LIMIT = 12
 CHUNKS = [(0, 1), (1, 5), (5, 9)]  # the first leaves the second of two ranks without a sample
@@ -34,7 +34,7 @@ def gradient(ranks: Ranks) -> torch.Tensor:
     """What has been accumulated, of all parameters."""
 
     def collect(worker: ActorWorker) -> torch.Tensor:
-        found = [p.grad for p in worker.student.parameters()]
+        found = [p.grad for p in worker.trainer.student.parameters()]
         return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
 
     found: torch.Tensor = ray.get([w.__ray_call__.remote(collect) for w in ranks.workers], timeout=60)[0]
@@ -44,7 +44,7 @@ def gradient(ranks: Ranks) -> torch.Tensor:
 def accumulate(ranks: Ranks, samples: list[TrainingSample], weights: list[float], *last: int) -> None:
     shares = share([sample.n_tokens for sample in samples], len(ranks.workers))
     calls = [
-        worker.accumulate.remote([samples[i] for i in part], [weights[i] for i in part], *last)
+        call(worker, "trainer.accumulate", [samples[i] for i in part], [weights[i] for i in part], *last)
         for worker, part in zip(ranks.workers, shares, strict=True)
     ]
     ray.get(calls, timeout=120)
@@ -90,9 +90,9 @@ def test_chunks_add_up_to_the_batch(
                 accumulate(ranks, batch[start:stop], weights, 1, number)
                 ranks.run("evaluate", other, Algorithm())
                 ranks.run("compute_logprobs", other, False, True)
-            ray.get([w.save.remote(str(tmp_path)) for w in ranks.workers], timeout=60)  # the best so far
+            ray.get([call(w, "state.save", str(tmp_path)) for w in ranks.workers], timeout=60)  # the best so far
         summed = gradient(ranks) * totals.scale
-        rows = ray.get([w.apply.remote(totals, 1) for w in ranks.workers], timeout=60)
+        rows = ray.get([call(w, "trainer.apply", totals, 1) for w in ranks.workers], timeout=60)
         assert all(row == rows[0] for row in rows)
         found.append((summed, rows[0]))
     (expected, row), (summed, streamed) = found
@@ -106,4 +106,4 @@ def test_chunks_without_those_before_them_are_refused(processes: dict[int, Ranks
     with pytest.raises(ray.exceptions.RayTaskError, match="chunk 1"):
         accumulate(ranks, put(models.scored(2, seed=3)), [1.0, 1.0], 1, 1)
     with pytest.raises(ray.exceptions.RayTaskError, match="a gradient"):
-        ray.get(ranks.workers[0].apply.remote(Totals(), 1), timeout=60)
+        ray.get(call(ranks.workers[0], "trainer.apply", Totals(), 1), timeout=60)

@@ -79,7 +79,7 @@ class System:
 
     def expect_served(self, version: int) -> list[Any]:
         """Every living engine has exactly the actor's weights and may sample from them."""
-        wanted, found = self.actor.group.call("weights", timeout_s=30)[0], self.found()
+        wanted, found = self.actor.group.call("gathered", timeout_s=30)[0], self.found()
         for tensors, served, intact, _, _ in found:
             assert served == version
             assert intact

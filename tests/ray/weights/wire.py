@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
+from gkd.actor.publishing import WeightSource
 from gkd.actor.worker import ActorWorker
 from gkd.config import Config, Weights
 from gkd.config.base import Settings
@@ -27,7 +28,6 @@ from gkd.rollout.receiving import WeightLoader
 from gkd.types import Sample, SampleRequest
 from gkd.weights import ipc, nccl
 from gkd.weights.packing import PackingSender, unpack
-from gkd.weights.publishing import Publisher
 from gkd.weights.transfer import Piece
 
 
@@ -127,12 +127,13 @@ class CpuActor(ActorWorker):
 
     def use(self, config: Config) -> None:
         """Send another way from now on."""
-        self.config, self._publisher = config, Publisher(config.weights, self.device, self._weights)
-        self._publisher.sender.gpu = self.gpu
+        self.weights = WeightSource(config.weights, self.device, self.dtype)
+        self.weights.trainer = self.trainer
+        self.weights.publisher.sender.gpu = self.gpu
 
-    def weights(self) -> dict[str, Tensor]:
+    def gathered(self) -> dict[str, Tensor]:
         """All of them, gathered. A collective."""
-        return {name: t.clone() for name, t in self.student.full_tensors(self.dtype)}
+        return {name: t.clone() for name, t in self.trainer.student.full_tensors(self.dtype)}
 
 
 class Keeper(InferenceEngine[SampleRequest, Sample]):

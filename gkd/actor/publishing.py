@@ -1,0 +1,53 @@
+"""The weights of one rank of the actor on their way to the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gkd.actor.training import RankTrainer
+from gkd.cluster.workers.activity import noted
+from gkd.config import Weights
+from gkd.weights.delivery import Delivery, Destination, Push
+from gkd.weights.publishing import Publisher
+
+
+class WeightSource:
+    """Sends the weights of the student of ``trainer``, which is there once the student is, in ``dtype``."""
+
+    def __init__(self, settings: Weights, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.trainer: RankTrainer | None = None
+        self.publisher = Publisher(settings, device, self._tensors)
+
+    @noted("send weights")
+    def send(self, push: Push, destinations: Sequence[Destination]) -> dict[int, int]:
+        """Send the weights to the engines that this rank sends to, see :meth:`Publisher.send`. A collective.
+
+        Returns the versions that these serve then; engines that died or failed are not among them.
+        """
+        delivery = Delivery(push, destinations)
+        self.publisher.send(delivery)
+        return delivery.served
+
+    def new_group(self) -> str:
+        """Return the address of a new group for the weights. On rank 0."""
+        return self.publisher.sender.new_group()
+
+    def join_group(self, address: str, world: int) -> None:
+        """Join the engines' processes in a group of ``world`` ranks. On rank 0."""
+        self.publisher.sender.join(address, world)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the weights, gathered as they are iterated; log-probabilities under earlier ones are dropped.
+
+        With weights.adapter_only, the adapter's.
+        """
+        assert self.trainer is not None, "weights are sent after the student is loaded"
+        self.trainer.forget_logprobs()
+        student = self.trainer.student
+        if self.trainer.config.weights.adapter_only:
+            return student.adapter_file_tensors(self._dtype)
+        return student.file_tensors(self._dtype)

@@ -1,0 +1,105 @@
+"""What one rank of the actor has, on its way elsewhere: a new process, a checkpoint, the host, a model's files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from gkd.actor.batches import Applied, Metrics
+from gkd.actor.model import Student
+from gkd.actor.pretrained import write_pretrained
+from gkd.actor.state import Part, load_state, move, part_of, put_part
+from gkd.actor.training import LogprobsByPlace, RankTrainer
+from gkd.cluster.workers.activity import noted
+from gkd.durable import Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a rank has: its part of weights and optimizer state, and the log-probabilities that it keeps.
+
+    ``applied`` is the step that the weights are of, None in the middle of one, of which ``rows`` are done.
+    """
+
+    part: Part
+    old: LogprobsByPlace
+    reference: LogprobsByPlace
+    applied: Applied | None
+    rows: tuple[Metrics, ...]
+
+
+class RankState:
+    """Weights and optimizer state of the rank of ``trainer``, whose student came from ``model_path`` and computes in
+    ``dtype``.
+    """
+
+    def __init__(self, trainer: RankTrainer, model_path: str, dtype: torch.dtype) -> None:
+        self._trainer, self._staging, self._device = trainer, trainer.staging, trainer.device
+        self._model_path, self._dtype = model_path, dtype
+        self._student: Student = trainer.student
+        self._optimizer: Optimizer = trainer.optimizer
+
+    def applied(self) -> Applied | None:
+        """Return the step that the weights are of; None in the middle of one."""
+        return self._staging.applied
+
+    def keep(self) -> Kept:
+        """Return what a new process in place of this one needs; also while this rank waits in a collective."""
+        part = part_of(self._optimizer, self._device, self._staging.updated)
+        return Kept(part, self._trainer.old, self._trainer.reference, self._staging.applied, self._staging.rows)
+
+    def take_over(self, kept: Kept) -> None:
+        """Go on with what the process before this one had."""
+        put_part(self._optimizer, kept.part)
+        self._trainer.old, self._trainer.reference = kept.old, kept.reference
+        self._staging.set(kept.applied, kept.rows)
+
+    def stage(self) -> Applied | None:
+        """Copy weights and optimizer state for :meth:`write_staged`, on any thread, whatever this rank is doing.
+
+        Returns the step that the copy is of; None, and nothing is copied, in the middle of one.
+        """
+        return self._staging.copy(self._optimizer)
+
+    def write_staged(self, directory: str) -> tuple[str, Sum]:
+        """Write what :meth:`stage` copied to a file in ``directory``, on any thread; returns its name and sum."""
+        file = Path(directory, f"rank_{self._trainer.rank:05}.safetensors")
+        return file.name, self._staging.write(self._optimizer, file)
+
+    def load(self, files: Sequence[str], step: int) -> None:
+        """Go on with what all ranks of some number wrote after ``step``."""
+        load_state(self._student, self._optimizer, [Path(file) for file in files])
+        self._staging.set(Applied(step))
+
+    @noted("save")
+    def save(self, directory: str) -> None:
+        """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes.
+
+        An adapter is merged into it, and written by itself as well, in peft's format, to ``adapter``.
+        """
+        lora, writes = self._trainer.config.actor.lora, self._trainer.rank == 0
+        write_pretrained(self._student, self._model_path, lora, self._dtype, Path(directory), writes)
+        dist.barrier()
+
+    @noted("offload")
+    def offload(self) -> None:
+        """Move weights and optimizer state to the host, unless they live there."""
+        self._move(torch.device("cpu"))
+        self._trainer.is_offloaded = True
+
+    @noted("onload")
+    def onload(self) -> None:
+        """Move them back."""
+        self._move(self._device)
+        self._trainer.is_offloaded = False
+
+    def _move(self, device: torch.device) -> None:
+        if not self._trainer.config.actor.offload_optimizer:
+            move(self._student, self._optimizer, device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
