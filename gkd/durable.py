@@ -1,7 +1,8 @@
-"""Files that outlive a crash: whole or not at all, flushed to the disk, with sums."""
+"""Files that outlive a crash: whole or not at all, flushed to the disk, with sums; and who may write them."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -47,6 +48,21 @@ def flush(path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
+
+
+def hold(descriptor: int, shared: bool = False) -> bool:
+    """Lock an open file or directory until the descriptor is closed; returns whether nobody else holds it.
+
+    ``shared``: others may then lock it so, too. Where a file system has no locks, as some network ones, nobody holds
+    anything: two programs at once are up to the user there.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def replace_directory(new: Path, path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gkd import durable
-from gkd.durable import Sum, reason, replace, replace_directory, sum_of
+from gkd.durable import Sum, hold, reason, replace, replace_directory, sum_of
 
 
 class Crash(BaseException):
@@ -135,3 +135,20 @@ def test_a_sum_is_of_all_bytes(tmp_path: Path) -> None:
     assert sum_of(file) == Sum(3, sha256)
     file.write_bytes(b"abd")
     assert sum_of(file).sha256 != sha256
+
+
+def test_a_directory_is_held_by_one_or_shared_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (os.open(tmp_path, os.O_RDONLY) for _ in range(3))
+    try:
+        assert hold(first) and not hold(second) and not hold(second, shared=True)
+        os.close(first)
+        assert hold(second, shared=True) and hold(third, shared=True) and not hold(third)
+
+        def without_locks(descriptor: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, "no locks available")
+
+        monkeypatch.setattr("fcntl.flock", without_locks)
+        assert hold(third)
+    finally:
+        for descriptor in (second, third):
+            os.close(descriptor)

@@ -6,13 +6,13 @@ Imports nothing that may be missing.
 from __future__ import annotations
 
 import datetime
-import fcntl
 import itertools
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gkd.durable import hold
 from gkd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,13 +72,9 @@ def claim(path: Path) -> int:
     Raises ConfigError when another run holds it.
     """
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not hold(descriptor):
         os.close(descriptor)
-        raise ConfigError(f"trainer.output_dir={path}: another run is writing there now") from None
-    except OSError:  # some network file systems have no locks; two runs at once are then up to the user
-        pass
+        raise ConfigError(f"trainer.output_dir={path}: another run is writing there now")
     return descriptor
 
 

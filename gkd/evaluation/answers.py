@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gkd.durable import sum_of
+from gkd.durable import hold, sum_of
 from gkd.errors import ConfigError
 
 
@@ -58,13 +57,9 @@ class AnswerLog:
             self._file = path.open("a+b")
         except OSError as error:
             raise ConfigError(f"evaluate.output_dir: {path} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not hold(self._file.fileno()):
             self._file.close()
-            raise ConfigError(f"evaluate.output_dir: another evaluation is writing {path} now") from None
-        except OSError:  # some network file systems have no locks; two programs at once are then up to the user
-            pass
+            raise ConfigError(f"evaluate.output_dir: another evaluation is writing {path} now")
         self.answers: dict[AnswerKey, Answered] = {}
         self._read()
 

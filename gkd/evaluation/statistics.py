@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Z_95 = 1.959963984540054
-"""Quantile 0.975 of the normal distribution."""
+from gkd.observability.metrics import Z_95
 
 
 @dataclass(frozen=True, slots=True)

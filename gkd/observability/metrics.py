@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What some programs take for the end of a line, and halves of surrogate pairs, which no file can hold."""
+Z_95 = 1.959963984540054
+"""Quantile 0.975 of the normal distribution: a 95 % interval is so many standard errors to either side."""
 
 
 class JsonLines:
@@ -53,6 +55,13 @@ class JsonLines:
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics without those that are not numbers: what could not be measured is left out."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of ``n`` answers (Wilson 1927, equation 3)."""
+    z = Z_95
+    middle, width = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
 
 
 def of_batch(samples: Iterable[TrainingSample], version: int) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 from gkd.cluster.health.queues import EngineQueue, Queues
 from gkd.config.loading import read_yaml
+from gkd.durable import hold
 from gkd.errors import ConfigError, one_line
 
 AGAIN_S = 60.0
@@ -47,14 +47,9 @@ class RunFiles:
         """Return whether a run holds the directory, as far as the file system has locks."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+            return not hold(descriptor, shared=True)
         finally:
             os.close(descriptor)
-        return False
 
     @property
     def failure(self) -> str | None:

@@ -16,7 +16,7 @@ from gkd.cli.compare import main as main_compare
 from gkd.cli.sweep import SweptRun, expand, show
 from gkd.cli.train import configure, main
 from gkd.driver.validation.final_scores import write_scores
-from gkd.observability.page.run import wilson_interval
+from gkd.observability.metrics import wilson_interval
 from tests.observability.runs import make_run
 
 OWN = ["+recipe=grpo", "model.path=/nowhere", "data.val_files=[a.jsonl]", "reward.functions=[length]"]

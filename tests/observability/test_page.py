@@ -16,8 +16,9 @@ from rich.console import Console
 from gkd.cli.report import main
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
+from gkd.observability.metrics import wilson_interval
 from gkd.observability.page import samples as chosen
-from gkd.observability.page.run import list_differences, read_intervals, read_spans, thin_out, wilson_interval
+from gkd.observability.page.run import list_differences, read_intervals, read_spans, thin_out
 from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.page.write import page, write_at_end
 from gkd.observability.report import Summary, show

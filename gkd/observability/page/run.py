@@ -14,6 +14,7 @@ from gkd.config.compose import compose
 from gkd.config.loading import read_yaml
 from gkd.config.overrides import flatten
 from gkd.errors import ConfigError
+from gkd.observability.metrics import Z_95, wilson_interval
 from gkd.observability.run_files import RunFiles
 from gkd.planning.colocation import all_memory
 from gkd.planning.layout import GB, Layout, cpu_hardware, gpu_hardware, models_of
@@ -22,7 +23,6 @@ MAX_ROWS = 10_000
 """Steps in a chart; of more, every so many are taken, and all validations."""
 MAX_SPANS = 5_000
 DIGITS = 7
-Z_95 = 1.959964
 PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb")
 """Settings that a run decides where they are null."""
 OF_THE_RUN = (
@@ -100,13 +100,6 @@ def read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[floa
             elif stderr is not None:
                 bounds.setdefault(name, {})[when] = (value - Z_95 * stderr, value + Z_95 * stderr)
     return bounds
-
-
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of ``n`` answers (Wilson 1927, equation 3)."""
-    z = Z_95
-    middle, width = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
 
 
 def _config(tree: Mapping[str, Any]) -> Config | None:
