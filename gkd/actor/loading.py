@@ -16,10 +16,10 @@ from gkd.actor.compiling import Compilation
 from gkd.actor.model import Student, named_tensors, shard
 from gkd.actor.quantize import make_load_arguments
 from gkd.config import Lora
-from gkd.errors import ConfigError
 from gkd.modeling.architecture import exact_attention
 from gkd.modeling.backbone import choose_attention, pack_or_pad
 from gkd.modeling.head import Head
+from gkd.modeling.reading import read_model
 from gkd.weights.file_names import FileNames
 
 Compile = Callable[[PreTrainedModel, bool], Compilation | None]
@@ -109,24 +109,20 @@ def load(
     is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the model cannot
     have.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
     adapted = lora is not None and lora.r is not None
-    lm, report = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=dtype if adapted and device.type == "cuda" else torch.float32,
-        attn_implementation=exact_attention(config) if packed is False else choose_attention(config),
-        local_files_only=True,
-        output_loading_info=True,
+    lm = read_model(
+        str(path),
+        f"model.path={path}",
+        dtype if adapted and device.type == "cuda" else torch.float32,
+        exact_attention if packed is False else choose_attention,
         **(make_load_arguments(device, dtype) if lora is not None and lora.quantize else {}),
         **({} if packed is None else {"device_map": "meta"}),
     )
-    if lacking := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
-        raise ConfigError(f"model.path={path}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _without_dropout(lm)
-    files = FileNames(lm, {name: tuple(value.shape) for name, value in named_tensors(empty(config))})
+    as_in_files = empty(AutoConfig.from_pretrained(path, local_files_only=True))
+    files = FileNames(lm, {name: tuple(value.shape) for name, value in named_tensors(as_in_files)})
     if lora is not None and adapted:
         from gkd.actor.lora import add_adapter  # imports peft, a second of every start
 

@@ -104,16 +104,12 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
-        config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
-        lm = AutoModelForCausalLM.from_pretrained(
-            spec.model_path,
-            config=config,
-            dtype=getattr(torch, spec.dtype),
-            attn_implementation=exact_attention(config),
-            local_files_only=True,
-        )
+        from gkd.modeling.reading import read_model
+
+        where = f"model.path={spec.model_path}"
+        lm = read_model(spec.model_path, where, getattr(torch, spec.dtype), exact_attention)
         self.model = lm.to(spec.device).eval()
         # A model's own settings (a repetition penalty, a nucleus) would change the distribution that is sampled from.
         self.model.generation_config = GenerationConfig()

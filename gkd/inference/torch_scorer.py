@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gkd.errors import RunFailed, one_line
+from gkd.errors import ConfigError, RunFailed, one_line
 from gkd.inference.engine import EngineSpec, ModuleEngine
 from gkd.inference.requests import Generate, Limits, Refused, Score
 from gkd.types import Int32, Target
@@ -225,29 +225,24 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
 
 
 def _load(spec: EngineSpec) -> PreTrainedModel:
-    """Read the model in ``spec.model_path`` and have it score. Raises RunFailed where that cannot be done."""
+    """Read the model in ``spec.model_path`` and have it score.
+
+    Raises ConfigError for weights that are not all there, RunFailed where it cannot be done otherwise.
+    """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     from gkd.modeling.backbone import choose_attention, is_packed, pack_or_pad
     from gkd.modeling.linear import pack_linear_layers
+    from gkd.modeling.reading import read_model
 
     failure = f"the teacher's engine did not start on {spec.model_path}"
     try:
-        config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
-        lm, report = AutoModelForCausalLM.from_pretrained(
-            spec.model_path,
-            config=config,
-            dtype=getattr(torch, spec.dtype),
-            attn_implementation=choose_attention(config),
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        lm = lm.to(spec.device).eval()
+        lm = read_model(spec.model_path, failure, getattr(torch, spec.dtype), choose_attention).to(spec.device).eval()
+    except ConfigError:
+        raise
     except Exception as error:  # transformers and torch raise whatever they meet
         raise RunFailed(f"{failure}: {type(error).__name__}: {one_line(error)}") from error
-    if lacking := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
-        raise RunFailed(f"{failure}: its weights lack {lacking[0]} ({len(lacking)} tensors in all)")
     lm.requires_grad_(False)
     # A model's own settings, such as a repetition penalty, would change what is the most likely token.
     lm.generation_config = GenerationConfig()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from gkd.errors import RunFailed
-from gkd.inference.hf import _Draw
+from gkd.config import Config
+from gkd.data.model_info import ModelInfo
+from gkd.errors import ConfigError, RunFailed
+from gkd.inference.engine import EngineSpec
+from gkd.inference.hf import HFSampler, _Draw
 from gkd.types import Sampling
+from tests.data.models import save_model
 
 ROWS, STEPS, VOCABULARY = 7, 5, 300
 
@@ -30,3 +37,13 @@ def test_logits_that_are_not_finite_end_the_run() -> None:
     draw = _Draw(Sampling(STEPS), list(range(ROWS)), 0, 0)
     with pytest.raises(RunFailed, match="not finite"):
         draw(torch.zeros(ROWS, 0, dtype=torch.int64), scores)
+
+
+def test_weights_that_are_not_all_there_are_not_sampled_from(tmp_path: Path) -> None:
+    file = save_model(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    name = sorted(name for name in tensors if "mlp" in name)[0]
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match="mlp"):
+        HFSampler(EngineSpec.for_rollout(Config(), str(tmp_path), ModelInfo(1, 1, [], 1), 1, 0, "cpu"))

@@ -184,7 +184,7 @@ def test_a_model_that_cannot_score_is_refused(llama: tuple[Path, Any], tmp_path:
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunFailed, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight \(1 tensors"):
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight \(1 tensors"):
         TorchScorer(spec_of(tmp_path))
     with pytest.raises(ValueError, match=r"engine=torch .*tensor_parallel_size=2"):
         Teacher(engine="torch", tensor_parallel_size=2, n_gpus_per_node=2)
