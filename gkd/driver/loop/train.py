@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from gkd.algorithms.training_samples import require_rewards, with_advantages
@@ -36,8 +35,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
     last = start.step if log.stops_early else config.trainer.total_steps
     batches = Batches(config, parts.prompts, parts.answers or parts.rollout, parts.vocab_size, start)
     ends = StepEnds(config, parts, log, batches, start.step)
-    samples_ahead = config.schedule.max_staleness > 0
-    if samples_ahead:
+    if config.schedule.max_staleness > 0:  # samples of later steps come while the actor computes
         parts.actor.meanwhile = parts.rollout.attend
     state = start
     if start.row is not None:
@@ -45,51 +43,79 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
         state = ends.end(start)
     began: float | None = None  # when the step to come was handed out
     for step in range(start.step + 1, last + 1):
-        started = time.monotonic() if began is None else began
-        batches.dispatch(step - 1)
-        stream = BatchStream(config, parts.actor)
-        collected = batches.collect(step, stream.feed) if config.streams else batches.collect(step)
-        HERE.switch("prepare")
-        stream.close()
-        sampled, validates = time.monotonic(), ends.validates
+        at = Moments(time.monotonic() if began is None else began)
+        collected, stream = _collect(config, parts, batches, step)
+        at.sampled, validates = time.monotonic(), ends.validates
         state = ends.finish(state)
         if log.stops_early:
             break
-        ready = time.monotonic()
-        parts.actor.beside = partial(_log_samples, log, step, collected.batch)
+        at.ready = time.monotonic()
+        parts.actor.beside = partial(log.samples.write, step, collected.batch)
         batch, row = _learned_from(config, log, collected, step)
-        if validates:
-            row["timing_s/validation"] = ready - sampled
+        row |= at.validation() if validates else {}
         row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(collected.requested_s, batch)
-        state = replace(
-            state, step=step, prompts=parts.prompts.state(), ahead=batches.ahead(step), row=measured.finite(row)
-        )
+        ahead = batches.ahead(step)
+        state = replace(state, step=step, prompts=parts.prompts.state(), ahead=ahead, row=measured.finite(row))
         log.checkpoints.train(state)
         row |= stream.update(batch, step)
-        n_tokens, stages = sum(sample.n_tokens for sample in batch), StepStages.of_batch(batch, started)
+        n_tokens, stages = sum(sample.n_tokens for sample in batch), StepStages.of_batch(batch, at.started)
         del collected, batch, stream  # their arrays leave the object store before the next ones come
-        updated = drained = time.monotonic()
-        row |= actors_time(started, ready, updated, row.get("timing_s/update"))
-        if samples_ahead and not config.schedule.in_flight:  # every step is sampled from one version
-            parts.rollout.drain(config.rollout.timeout_s)
-            drained = time.monotonic()
-            row["timing_s/drain"] = drained - updated
-        if parts.answers is None:
-            parts.sync.push()
-        done = time.monotonic()
-        began = None if config.cluster.offload is True else done
+        at.updated = time.monotonic()
+        _push(config, parts, at)
+        began = None if config.cluster.offload is True else at.done
         _request(config, batches, ends, step)
-        row |= {"timing_s/sync": done - drained, "timing_s/step": done - started}
-        row |= throughput(n_tokens, done - started, parts.n_gpus)
-        state = _log(parts, log, ends, replace(state, row=row), stages(ready if validates else None, updated, done))
+        row |= at.timings(row.get("timing_s/update")) | throughput(n_tokens, at.done - at.started, parts.n_gpus)
+        row |= measured.of_memory(reports := parts.report())
+        row |= log.timeline.add(step, stages(at.ready if validates else None, at.updated, at.done), reports)
+        state = replace(state, row=measured.finite(row))
+        log.checkpoints.train(state)
+        state = ends.end(state)
     return ends.finish(state)
 
 
-def _log_samples(log: RunLog, step: int, samples: Sequence[TrainingSample]) -> None:
-    """Log samples while the actor computes; then the driver waits for it."""
-    HERE.switch("log samples")
-    log.samples.write(step, samples)
-    HERE.switch(None)
+@dataclass
+class Moments:
+    """When a step began and its parts ended, by ``time.monotonic``: its batch was ``sampled``, a validation beside it
+    over (``ready``), the actor ``updated``, the engines ``drained`` if they had to be, and all ``done``.
+    """
+
+    started: float
+    sampled: float = 0.0
+    ready: float = 0.0
+    updated: float = 0.0
+    drained: float | None = None
+    done: float = 0.0
+
+    def validation(self) -> dict[str, float]:
+        """Return what the step waited for a validation."""
+        return {"timing_s/validation": self.ready - self.sampled}
+
+    def timings(self, computed: float | None) -> dict[str, float]:
+        """Return timing_s/* of the whole step; ``computed`` as of :func:`actors_time`."""
+        row = actors_time(self.started, self.ready, self.updated, computed)
+        if self.drained is not None:
+            row["timing_s/drain"] = self.drained - self.updated
+        before = self.updated if self.drained is None else self.drained
+        return {**row, "timing_s/sync": self.done - before, "timing_s/step": self.done - self.started}
+
+
+def _collect(config: Config, parts: Parts, batches: Batches, step: int) -> tuple[Collected, BatchStream]:
+    """Return a step's samples, and the stream that the actor has accumulated them from, as far as it could."""
+    batches.dispatch(step - 1)
+    stream = BatchStream(config, parts.actor)
+    collected = batches.collect(step, stream.feed) if config.streams else batches.collect(step)
+    stream.close()
+    return collected, stream
+
+
+def _push(config: Config, parts: Parts, at: Moments) -> None:
+    """Have the engines serve the new weights; what is sampled ahead is drained before, unless these come in flight."""
+    if config.schedule.max_staleness > 0 and not config.schedule.in_flight:  # every step is sampled from one version
+        parts.rollout.drain(config.rollout.timeout_s)
+        at.drained = time.monotonic()
+    if parts.answers is None:
+        parts.sync.push()
+    at.done = time.monotonic()
 
 
 def _learned_from(
