@@ -82,7 +82,7 @@ class ToyRollout(rollout_worker.RolloutWorker):
     def finished(self) -> Any:
         """Have the process stop where arrays have been sent and their numbers have not, if wanted."""
         for item in super().finished():
-            if self.sends_half and hasattr(item[0], "key"):
+            if self.sends_half and item and hasattr(item[0], "key"):  # no arrays come where nothing is scored yet
                 os.kill(os.getpid(), signal.SIGSTOP)
                 threading.Event().wait()  # other threads may get the signal first
             yield item
