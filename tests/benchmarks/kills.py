@@ -1,6 +1,6 @@
 """Kills workers of a real run at random moments and says whether anything was lost, trained twice or too stale.
 
-    python tests/benchmarks/kills.py [--kills 20] [--staleness 1] [--seed 0] [SETTING ...]
+    python tests/benchmarks/kills.py [--kills 20] [--before STEP] [--staleness 1] [--seed 0] [SETTING ...]
 
 The built-in task with two engines and two replicas of the teacher (on_policy_distill), or with two engines, a
 reference and a reward model where one of these is among ``--groups`` (grpo). Every kill is a SIGKILL of a worker of
@@ -149,6 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--before", type=int, help="the step before which all kills are; none: the last but five")
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--groups", default="rollout,teacher")
@@ -173,7 +174,7 @@ def main() -> int:
 def kill(run: subprocess.Popen[bytes], output: Path, options: argparse.Namespace, draw: random.Random) -> list[Kill]:
     """Kill a worker up to a second after each of some steps."""
     killed: list[Kill] = []
-    for step in sorted(draw.choices(range(1, options.steps - 5), k=options.kills)):
+    for step in sorted(draw.choices(range(1, options.before or options.steps - 5), k=options.kills)):
         while run.poll() is None and newest(output) < step:
             time.sleep(0.1)
         time.sleep(draw.uniform(0, 1))
