@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 
 from gkd.config.base import SCORERS
 from gkd.planning.run_timeline import RunTimeline, TimelineSpan
+from gkd.planning.simulated_run import Pace
 
 WORK = {"actor": ("update", "log-probabilities"), "rollout": ("sample",), **dict.fromkeys(SCORERS, ("score",))}
 """What the simulation counts of each group, by the names of its activities; new weights are counted by themselves."""
+MOST_PACES = 32
+"""Steps whose paces are simulated, the last ones of a run."""
 
 
-def busy_seconds(timeline: RunTimeline, hosts: Mapping[str, str], at_once: int = 1) -> dict[str, float]:
-    """Return the seconds that a group's workers were busy in a step, on average: the median of steps.
+def busy_by_step(timeline: RunTimeline, hosts: Mapping[str, str], at_once: int = 1) -> list[dict[str, float]]:
+    """Return the seconds that each group's workers were busy in every step, on average over the workers.
 
     ``hosts`` maps groups to the one whose devices they compute on. While more than ``at_once`` groups on the same
-    devices are busy, each is taken to have so many times less of them, as the simulation has it. Empty without any
-    step in the timeline.
+    devices are busy, each is taken to have so many times less of them, as the simulation has it.
     """
     steps = timeline.steps()
-    if not steps:
-        return {}
     work = [span for span in timeline.spans if span.name in WORK.get(span.group, ())]
     so_far = _own_times(work, {bound for step in steps for bound in step}, hosts, at_once)
     n_workers = Counter(lane.rpartition(" ")[0] for lane in timeline.lanes)
-    return {
-        group: median(so_far[end][group] - so_far[start][group] for start, end in steps) / n_workers[group]
-        for group in WORK
-        if n_workers[group]
-    }
+    groups = [group for group in WORK if n_workers[group]]
+    return [
+        {group: (so_far[end][group] - so_far[start][group]) / n_workers[group] for group in groups}
+        for start, end in steps
+    ]
+
+
+def busy_seconds(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean over steps of each group's seconds; empty without a step."""
+    return {group: fmean(step[group] for step in steps) for group in steps[0]} if steps else {}
+
+
+def paces_of(steps: Sequence[Mapping[str, float]]) -> tuple[Pace, ...]:
+    """Return how much longer than on average each group was busy in each of some steps, one after the other."""
+    last = steps[-MOST_PACES:]
+    mean = busy_seconds(last)
+
+    def longer(step: Mapping[str, float], *groups: str) -> float:
+        usual = sum(mean.get(group, 0.0) for group in groups)
+        return sum(step.get(group, 0.0) for group in groups) / usual if usual else 1.0
+
+    return tuple(Pace(longer(step, "rollout"), longer(step, *SCORERS), longer(step, "actor")) for step in last)
+
+
+def pass_seconds(timeline: RunTimeline) -> float:
+    """Return what a scorer's pass takes at least: the shortest tenth of them, as far as they are seen one by one."""
+    spans = sorted(s.end - s.start for name in SCORERS for s in timeline.named(name, WORK[name]))
+    return spans[len(spans) // 10] if spans else 0.0
 
 
 def _own_times(

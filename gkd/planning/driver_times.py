@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple
-from statistics import median
+from statistics import fmean
 
 from gkd.config.base import SCORERS
 from gkd.planning.busy import WORK
@@ -20,7 +20,7 @@ RECORDING, PREPARING = ("request", "log"), ("prepare",)
 
 
 def driver_times(timeline: RunTimeline) -> DriverTimes:
-    """Return the medians over a run's steps; nothing where its file does not say what the driver did."""
+    """Return the means over a run's steps; nothing where its file does not say what the driver did."""
     recording, preparing = timeline.named("driver", RECORDING), timeline.named("driver", PREPARING)
     updates = [span for span in timeline.spans if (span.lane, span.name) == (STAGES, "update")]
     scoring = [(span.start, span.end) for span in timeline.spans if (span.lane, span.name) == (STAGES, "score")]
@@ -42,7 +42,7 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
             call_s=_idle(working, handed_over, update.end),
         )
         times.append(astuple(own))
-    return DriverTimes(*(median(column) for column in zip(*times, strict=True)))
+    return DriverTimes(*(fmean(column) for column in zip(*times, strict=True)))
 
 
 def _within(spans: Sequence[TimelineSpan], start: float, end: float) -> list[TimelineSpan]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist, mean, median
+from statistics import NormalDist, fmean, mean, median
 from typing import Any
 
 from gkd.cluster.gpu import are_simulated
@@ -15,7 +16,7 @@ from gkd.config import Config, load
 from gkd.config.base import SCORERS
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
-from gkd.planning.busy import busy_seconds
+from gkd.planning.busy import busy_by_step, busy_seconds, paces_of, pass_seconds
 from gkd.planning.driver_times import driver_times
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.pipeline import Factors, stages_of
@@ -24,6 +25,8 @@ from gkd.planning.simulated_run import Step
 from gkd.planning.steps import simulate_layout
 
 MOST_SPREAD = 3.0
+CALIBRATIONS = 2
+SAMPLES_READ, FEWEST_SAMPLES = 2 << 20, 64  # bytes of samples.jsonl, and samples that say how lengths are distributed
 SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it says how long scoring takes in all
 
 
@@ -38,30 +41,41 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     _require_same_device(path, layout)
     config, rows = _read_config(path), _read_rows(path)
     lengths = Factors(
-        prompt=_mean_prompt(config, rows), response=_mean(rows, "response/length_mean"), spread=_spread(config, rows)
+        prompt=_mean_prompt(config, rows),
+        response=_mean(rows, "response/length_mean"),
+        spread=_spread(config, rows),
+        seen=_seen_lengths(path),
     )
     config = lengths.lengths(config)
     ran = replace(layout, config=config, models=models_of(config))
     timeline = RunTimeline.read(path)
-    busy = busy_seconds(timeline, ran.hosts, ran.groups_at_once)
+    by_step = busy_by_step(timeline, ran.hosts, ran.groups_at_once)
+    busy = busy_seconds(by_step)
     simulated = simulate_layout(ran, config.schedule.max_staleness)
+    sync = _ratio(fmean(row.get("timing_s/sync", 0.0) for row in rows), stages_of(ran).sync)
+    factors = replace(lengths, sync=sync, driver=driver_times(timeline), score_pass_s=pass_seconds(timeline))
     if set(simulated.busy) <= set(busy):
-        generate, score, update = _by_busy(busy, ran, simulated)
-    else:
-        generate, score, update = _by_timings(rows, ran, simulated)
-    sync = _ratio(_median(rows, "sync"), stages_of(ran).sync)
-    return replace(lengths, generate=generate, score=score, update=update, sync=sync, driver=driver_times(timeline))
+        paces = () if config.schedule.in_flight else paces_of(by_step)  # in flight, a step has no samples of its own
+        return replace(_by_busy(busy, ran, factors), paces=paces)
+    generate, score, update = _by_timings(rows, ran, simulated)
+    return replace(factors, generate=generate, score=score, update=update)
 
 
-def _by_busy(busy: Mapping[str, float], ran: Layout, simulated: Step) -> tuple[float, float, float]:
-    """Return the factors of sampling, scoring and updates by what each group was busy for in a step."""
+def _by_busy(busy: Mapping[str, float], ran: Layout, factors: Factors) -> Factors:
+    """Return the factors with which the simulation has each group as busy in a step as it was."""
     planned = stages_of(ran)
-    scorers = [group for group in SCORERS if group in simulated.busy]
-    return (
-        _ratio(busy["rollout"], simulated.busy["rollout"] - planned.sync),
-        _ratio(sum(busy[group] for group in scorers), sum(simulated.busy[group] for group in scorers)),
-        _ratio(busy["actor"], planned.update),
-    )
+    factors = replace(factors, update=_ratio(busy["actor"], planned.update))
+    for _ in range(CALIBRATIONS):  # how many samples are computed together depends on how long they take
+        simulated = simulate_layout(ran, ran.config.schedule.max_staleness, factors)
+        scorers = [group for group in SCORERS if group in simulated.busy]
+        sampling = simulated.busy["rollout"] - factors.apply(planned).sync
+        scoring = sum(simulated.busy[group] for group in scorers)
+        factors = replace(
+            factors,
+            generate=factors.generate * _ratio(busy["rollout"], sampling),
+            score=factors.score * _ratio(sum(busy[group] for group in scorers), scoring),
+        )
+    return factors
 
 
 def _by_timings(rows: list[dict[str, Any]], ran: Layout, simulated: Step) -> tuple[float, float, float]:
@@ -142,6 +156,18 @@ def _mean_prompt(config: Config, rows: list[dict[str, Any]]) -> int | None:
         if all(name in row for name in needed)
     ]
     return max(1, round(mean(lengths))) if lengths else None
+
+
+def _seen_lengths(path: Path) -> tuple[int, ...]:
+    """Return the tokens of the newest logged responses; none where they are few, or the run logged none."""
+    try:
+        with (path / "samples.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - SAMPLES_READ))
+            lines = file.read().splitlines()[1:]
+        lengths = [int(json.loads(line)["length"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError):  # a run without them is planned all the same
+        return ()
+    return tuple(sorted(lengths)) if len(lengths) >= FEWEST_SAMPLES else ()
 
 
 def _spread(config: Config, rows: list[dict[str, Any]]) -> float | None:

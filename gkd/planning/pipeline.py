@@ -18,7 +18,7 @@ from gkd.planning.actor_memory import adapter_weights
 from gkd.planning.layout import F32, Layout, engine_class, with_settings
 from gkd.planning.memory import concurrent_sequences, kv_bytes, largest_micro_batch
 from gkd.planning.shapes import ModelShape
-from gkd.planning.simulated_run import DriverTimes
+from gkd.planning.simulated_run import DriverTimes, Pace
 from gkd.weights.choice import choose
 
 READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
@@ -50,7 +50,8 @@ class Stages:
 class Factors:
     """Holds measured over planned seconds of each stage, and the run's lengths (None: not measured).
 
-    ``spread`` is the standard deviation of the logarithms of responses' lengths; ``driver`` is in seconds as measured.
+    ``spread`` is the standard deviation of the logarithms of responses' lengths, ``seen`` are some of these. In seconds
+    as measured are ``driver`` and ``score_pass_s``, what a scorer's pass takes whatever is in it.
     """
 
     generate: float = 1.0
@@ -60,7 +61,10 @@ class Factors:
     prompt: int | None = None
     response: int | None = None
     spread: float | None = None
+    seen: tuple[int, ...] = ()
+    score_pass_s: float = 0.0
     driver: DriverTimes = field(default_factory=DriverTimes)
+    paces: tuple[Pace, ...] = ()
 
     def lengths(self, config: Config) -> Config:
         """Return the configuration with the run's lengths, where it has none of its own."""
@@ -172,7 +176,7 @@ def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     context = workload.prompt + workload.response / 2
     read = c * (shape.n_active if n < 4 else shape.n_parameters) + n * context * kv_bytes(shape, 1, c)
     computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
-    own = 0.0 if layout.hardware.is_cpu else ENGINE_STEP_S
+    own = ENGINE_STEP_S
     step = own + max(read / reading, computed) + network_s(layout, shape, engine, n)
     return step * (ADAPTER_TOKEN if layout.config.weights.adapter_only else 1.0)
 

@@ -109,7 +109,7 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
         stages=stages,
         steps=steps,
         factors=factors,
-        splits=[] if best is None else best_splits(layout, best, factors=scale),
+        splits=[] if best is None else best_splits(layout, best, factors=replace(scale, paces=())),
         by_memory=advise_by_memory(layout, GPU_SIZES_GB) if by_memory else [],
     )
 

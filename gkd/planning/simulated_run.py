@@ -27,10 +27,14 @@ class SamplingGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScoringGroup:
-    """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean tokens."""
+    """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean tokens.
+
+    Where a pass takes ``pass_s`` besides, whatever is in it, a server takes its share of all that waits at once.
+    """
 
     n_servers: int
     seconds: float
+    pass_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,22 @@ class DriverTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """Says how much longer than on average groups take in a step, 1 for as long."""
+
+    sample: float = 1.0
+    score: float = 1.0
+    update: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """Describes what is simulated.
 
     ``lengths(step)`` are the tokens of the responses to ``n_prompts`` prompts, ``n`` neighbours each, of ``prompt``
     tokens; ``mean_tokens`` those of a sample that the times of scoring and updating are for, its prompt included.
     ``hosts`` maps groups to the one whose devices they compute on; ``at_once`` groups have a device's full speed each.
+    ``paces`` are those of steps, one after the other and again; without any all steps are alike.
     """
 
     n_prompts: int
@@ -95,6 +109,7 @@ class SimulatedRun:
     hosts: Mapping[str, str] = field(default_factory=dict)
     at_once: int = 1
     driver: DriverTimes = field(default_factory=DriverTimes)
+    paces: Sequence[Pace] = ()
 
 
 @dataclass(frozen=True, slots=True)

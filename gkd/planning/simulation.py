@@ -12,21 +12,26 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
 
-from gkd.planning.simulated_run import SimulatedRun, Step
+from gkd.planning.simulated_clocks import EngineClock, GroupClock, SimulatedSample
+from gkd.planning.simulated_run import Pace, SimulatedRun, Step
 from gkd.schedule import TicketSchedule
 
 ENDLESS = 1 << 40
+EVEN = Pace()
 WARM_UP, MEASURED = 2, 4  # steps, of which the first ones begin with idle engines
 LEAD = 3  # further ones of a run, by the updates that it samples ahead
 
 
-def simulate(run: SimulatedRun, steps: int = MEASURED, first: int | None = None) -> Step:
-    """Return the mean of ``steps`` steps after the ``first`` ones; None: after those until the long run."""
+def simulate(run: SimulatedRun, steps: int | None = None, first: int | None = None) -> Step:
+    """Return the mean of ``steps`` steps after the ``first`` ones.
+
+    None: of a few, or of as many as have paces of their own, after those until the long run.
+    """
+    steps = max(MEASURED, len(run.paces)) if steps is None else steps
     first = long_run(run.max_staleness) if first is None else first
     simulation = _Simulation(run, first + steps)
     simulation.run_all()
@@ -49,57 +54,19 @@ def long_run(max_staleness: int) -> int:
     return WARM_UP + LEAD * max_staleness
 
 
-@dataclass(slots=True)
-class _Sample:
-    step: int
-    place: int
-    prompt: tuple[int, int]
-    length: float
-    engine: int = 0
-    unscored: int = 0
-
-
-class _GroupClock:
-    """Keeps a group's own time, which passes while the group works, and what happens in it."""
-
-    def __init__(self, device: str, n_workers: int) -> None:
-        self.device, self.n_workers = device, n_workers
-        self.now, self.worked, self.busy, self.paused = 0.0, 0.0, 0, False
-        self.worked_at = [0.0]
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-
-    @property
-    def works(self) -> bool:
-        return self.busy > 0 and not self.paused
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-        self.worked += seconds * self.busy / self.n_workers
-
-
-class _EngineClock:
-    """Keeps what one engine samples. ``at``: the group's time at which ``tokens`` a running sequence were done."""
-
-    def __init__(self) -> None:
-        self.held = 0
-        self.waiting: deque[_Sample] = deque()
-        self.running: list[tuple[float, int, _Sample]] = []
-        self.tokens, self.at, self.planned = 0.0, 0.0, 0
-
-
 class _Simulation:
     def __init__(self, run: SimulatedRun, total: int) -> None:
         self.run, self.total, self.time = run, total, 0.0
         workers = {"actor": 1, "rollout": run.sampling.n_engines} | {k: s.n_servers for k, s in run.scoring.items()}
-        self.groups = {name: _GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
-        self.driver = _GroupClock("driver", 1)
-        self.engines = [_EngineClock() for _ in range(run.sampling.n_engines)]
+        self.groups = {name: GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
+        self.driver = GroupClock("driver", 1)
+        self.engines = [EngineClock() for _ in range(run.sampling.n_engines)]
         # In the order in which they come, those that come at the same time in that of the batch.
-        self.queues: dict[str, list[tuple[float, int, int, _Sample]]] = {name: [] for name in run.scoring}
+        self.queues: dict[str, list[tuple[float, int, int, SimulatedSample]]] = {name: [] for name in run.scoring}
         self.schedule = TicketSchedule(run.n_prompts, run.max_staleness, ENDLESS, lambda n: [0] * n)
-        self.waiting: deque[_Sample] = deque()
+        self.waiting: deque[SimulatedSample] = deque()
         self.homes: dict[tuple[int, int], int] = {}
-        self.batches: dict[int, list[_Sample]] = {}
+        self.batches: dict[int, list[SimulatedSample]] = {}
         self.delivered: dict[int, set[int]] = {}
         self.unsampled: dict[int, int] = {}
         self.unscored: dict[int, int] = {}
@@ -114,6 +81,11 @@ class _Simulation:
         self.chunks: deque[float] = deque()
         self.began = self.prepared = self.computing = self.draining = self.recording = False
 
+    @property
+    def pace(self) -> Pace:
+        """Of the present step."""
+        return self.run.paces[self.step % len(self.run.paces)] if self.run.paces else EVEN
+
     def run_all(self) -> None:
         self._dispatch(0)
         while len(self.ends) < self.total:
@@ -127,7 +99,7 @@ class _Simulation:
             if group.works:
                 load[group.device] = load.get(group.device, 0.0) + 1 / self.run.at_once
         load = {device: max(1.0, busy) for device, busy in load.items()}
-        nearest: _GroupClock | None = None
+        nearest: GroupClock | None = None
         dt = float("inf")
         for group in clocks:
             if group.works and group.events:
@@ -141,7 +113,7 @@ class _Simulation:
                 group.advance(dt / load[group.device])
         heapq.heappop(nearest.events)[2]()
 
-    def _at(self, clock: _GroupClock, seconds: float, action: Callable[[], None]) -> None:
+    def _at(self, clock: GroupClock, seconds: float, action: Callable[[], None]) -> None:
         """Have ``action`` happen after so many seconds of a group's own time."""
         self.number += 1
         heapq.heappush(clock.events, (clock.now + seconds, self.number, action))
@@ -165,7 +137,7 @@ class _Simulation:
         for tickets in self.schedule.admit(version):
             step, lengths = tickets[0].step, self.run.lengths(tickets[0].step)
             batch = [
-                _Sample(step, i, (step, i // self.run.n), length, unscored=len(self.run.scoring))
+                SimulatedSample(step, i, (step, i // self.run.n), length, unscored=len(self.run.scoring))
                 for i, length in enumerate(lengths)
             ]
             self.batches[step], self.delivered[step] = batch, set()
@@ -205,10 +177,10 @@ class _Simulation:
         group.busy += bool(engine.running) - was_busy
         engine.planned += 1
         if engine.running:
-            left = (engine.running[0][0] - engine.tokens) * sampling.token_s(len(engine.running))
+            left = (engine.running[0][0] - engine.tokens) * self._token_s(engine)
             self._at(group, engine.at - group.now + left, partial(self._end_sampling, number, engine.planned))
 
-    def _begin(self, engine: _EngineClock) -> list[tuple[_Sample, float]]:
+    def _begin(self, engine: EngineClock) -> list[tuple[SimulatedSample, float]]:
         """Return the waiting samples that an engine begins now, and the tokens after which each comes out of it."""
         sampling = self.run.sampling
         if engine.running and not sampling.continuous:
@@ -218,11 +190,14 @@ class _Simulation:
         longest = max((sample.length for sample in begun), default=0.0)
         return [(sample, sample.length if sampling.continuous else longest) for sample in begun]
 
-    def _account(self, engine: _EngineClock) -> None:
+    def _account(self, engine: EngineClock) -> None:
         now = self.groups["rollout"].now
         if engine.running and now > engine.at:
-            engine.tokens += (now - engine.at) / self.run.sampling.token_s(len(engine.running))
+            engine.tokens += (now - engine.at) / self._token_s(engine)
         engine.at = max(engine.at, now)
+
+    def _token_s(self, engine: EngineClock) -> float:
+        return self.run.sampling.token_s(len(engine.running)) * self.pace.sample
 
     def _recompute(self, number: int) -> None:
         """Have an engine compute what its sequences have cached under the new weights."""
@@ -254,7 +229,7 @@ class _Simulation:
         if self.draining:
             self._drain()
 
-    def _begin_scoring(self, sample: _Sample) -> None:
+    def _begin_scoring(self, sample: SimulatedSample) -> None:
         for name in self.run.scoring:
             heapq.heappush(self.queues[name], (self.time, sample.step, sample.place, sample))
             self._score(name)
@@ -264,26 +239,29 @@ class _Simulation:
     def _score(self, name: str) -> None:
         group, scoring = self.groups[name], self.run.scoring[name]
         while self.queues[name] and group.busy < scoring.n_servers:
-            sample = heapq.heappop(self.queues[name])[-1]
+            n = -(-len(self.queues[name]) // (scoring.n_servers - group.busy)) if scoring.pass_s else 1
+            samples = [heapq.heappop(self.queues[name])[-1] for _ in range(n)]
             group.busy += 1
-            tokens = (self.run.prompt + sample.length) / self.run.mean_tokens
-            self._at(group, scoring.seconds * tokens, partial(self._end_scoring, name, sample))
+            tokens = sum(self.run.prompt + sample.length for sample in samples) / self.run.mean_tokens
+            seconds = (scoring.pass_s + scoring.seconds * tokens) * self.pace.score
+            self._at(group, seconds, partial(self._end_scoring, name, samples))
 
-    def _end_scoring(self, name: str, sample: _Sample) -> None:
+    def _end_scoring(self, name: str, samples: Sequence[SimulatedSample]) -> None:
         self.groups[name].busy -= 1
         self._score(name)
-        sample.unscored -= 1
-        if not sample.unscored:
-            self._finish(sample)
+        for sample in samples:
+            sample.unscored -= 1
+            if not sample.unscored:
+                self._finish(sample)
 
-    def _finish(self, sample: _Sample) -> None:
+    def _finish(self, sample: SimulatedSample) -> None:
         """Give the sample to the actor once it is its turn."""
         self.unscored[sample.step] -= 1
         if not self.unscored[sample.step]:
             self.all_scored[sample.step] = self.time
         self._later(self.run.driver.deliver_s, partial(self._deliver, sample))
 
-    def _deliver(self, sample: _Sample) -> None:
+    def _deliver(self, sample: SimulatedSample) -> None:
         self.delivered[sample.step].add(sample.place)
         if sample.step == self.step:
             self._feed()
@@ -318,9 +296,9 @@ class _Simulation:
             return
         if self.chunks:
             share = self.chunks.popleft() / (self.run.mean_tokens * len(self.batches[self.step]))
-            self._occupy(self.run.updating.accumulate_s * share, self._compute)
+            self._occupy(self.run.updating.accumulate_s * share * self.pace.update, self._compute)
         elif self.prepared:
-            self._occupy(self.run.updating.apply_s, self._end_update)
+            self._occupy(self.run.updating.apply_s * self.pace.update, self._end_update)
 
     def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
         """Have the actor work so long."""
@@ -370,7 +348,12 @@ class _Simulation:
             group.worked_at.append(group.worked)
         for by_step in (self.batches, self.delivered, self.unsampled, self.unscored):
             by_step.pop(self.step)
+        for engine in self.engines:  # by the pace so far
+            self._account(engine)
         self.step, self.fed, self.chunk = self.step + 1, 0, 0.0
+        for number, engine in enumerate(self.engines):
+            if engine.running:
+                self._continue(number)
         self.began, self.prepared, self.recording = False, False, True
         self._dispatch(self.step - 1)
         self._later(self.run.driver.record_s, self._end_recording)

@@ -7,6 +7,7 @@ for several engines, as these are alike.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist, fmean
@@ -55,12 +56,13 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     adam = adam_s(layout, world) * factors.update
     chunk = largest_micro_batch(layout, world).tokens * world / scale.weight if streams(layout) else None
     n_samples = scale.n_prompts * config.rollout.n
+    seen = factors.seen if config.plan.response_length == factors.response else ()
     return SimulatedRun(
         n_prompts=scale.n_prompts,
         n=config.rollout.n,
         prompt=workload.prompt,
-        mean_tokens=workload.prompt + fmean(response_lengths(layout, n_samples, 1)),
-        lengths=lambda step: response_lengths(layout, n_samples, step),
+        mean_tokens=workload.prompt + fmean(response_lengths(layout, n_samples, 1, seen)),
+        lengths=lambda step: response_lengths(layout, n_samples, step, seen),
         sampling=_sampling(layout, scale, factors),
         scoring=_scoring(layout, scale, factors),
         updating=TrainingGroup(
@@ -75,6 +77,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
         hosts=layout.hosts,
         at_once=layout.groups_at_once,
         driver=factors.driver,
+        paces=factors.paces,
     )
 
 
@@ -131,25 +134,36 @@ def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, Scori
         else:
             continue
         simulated, each = scale.servers(n_servers)
-        scoring[section] = ScoringGroup(simulated, seconds * each * factors.score)
+        scoring[section] = ScoringGroup(simulated, seconds * each * factors.score, factors.score_pass_s)
     return scoring
 
 
-def response_lengths(layout: Layout, n: int, step: int) -> list[float]:
+def response_lengths(layout: Layout, n: int, step: int, seen: Sequence[int] = ()) -> list[float]:
     """Return the tokens of ``n`` responses, in the order in which they are requested.
 
     Lognormal around ``plan.response_length``, cut at the limit, the longest as long as that of a whole batch; the same
     ones in every step, in another order. All as long as the limit where ``plan.response_length`` is not given.
+    Distributed as those ``seen``, where there are any.
     """
     workload, config = layout.workload(), layout.config
-    lengths = _lognormal(
-        workload.response,
-        config.rollout.max_response_length,
-        config.plan.response_spread if config.plan.response_length else 0.0,
-        n,
-        workload.samples,
+    lengths = (
+        _like(tuple(seen), n, workload.samples)
+        if seen
+        else _lognormal(
+            workload.response,
+            config.rollout.max_response_length,
+            config.plan.response_spread if config.plan.response_length else 0.0,
+            n,
+            workload.samples,
+        )
     )
     return [lengths[i] for i in np.random.default_rng(step).permutation(n)]
+
+
+@cache
+def _like(seen: tuple[int, ...], n: int, n_real: int) -> tuple[float, ...]:
+    shares = [(i + 0.5) / n for i in range(n - 1)] + [1 - 0.5 / n_real]
+    return tuple(float(length) for length in np.quantile(seen, shares, method="inverted_cdf"))
 
 
 @cache

@@ -13,9 +13,10 @@ from gkd.cluster.workers.activity import ActivitySpan
 from gkd.cluster.workers.group import WorkerReport
 from gkd.errors import ConfigError
 from gkd.observability.timeline import StepStages, Timeline
-from gkd.planning.busy import busy_seconds
+from gkd.planning.busy import busy_by_step, busy_seconds, paces_of
 from gkd.planning.measured import factors_of
 from gkd.planning.run_timeline import RunTimeline
+from gkd.planning.simulated_run import Pace
 from gkd.planning.steps import simulate_layout
 from tests.planning.layouts import layout_of
 from tests.weights.reports import report
@@ -49,31 +50,45 @@ def write_timeline(folder: Path, *steps: dict[str, list[Done]]) -> Timeline:
 def test_a_groups_time_is_what_its_workers_worked_without_waits(tmp_path: Path) -> None:
     """The first step warms up, and the last one has no end in the file but its own."""
     write_timeline(tmp_path, SLOW, STEP, STEP, SLOW)
-    assert busy_seconds(RunTimeline.read(tmp_path), {}) == pytest.approx({"actor": 3.0, "rollout": 5.0})
+    assert busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {})) == pytest.approx({"actor": 3.0, "rollout": 5.0})
 
 
 def test_on_shared_devices_groups_have_half_of_them_while_both_work(tmp_path: Path) -> None:
     """Of the actor's 3 s two were beside sampling; of the engines' 6 and 4 those two, and the first of them."""
     write_timeline(tmp_path, SLOW, STEP, STEP, SLOW)
-    found = busy_seconds(RunTimeline.read(tmp_path), {"rollout": "actor"})
+    found = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}))
     assert found == pytest.approx({"actor": 1 + 2 / 2, "rollout": (4 + 2 / 2 + 3 + 1 / 2) / 2})
+
+
+def test_cores_that_have_room_for_both_slow_neither_down(tmp_path: Path) -> None:
+    write_timeline(tmp_path, SLOW, STEP, STEP, SLOW)
+    found = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}, at_once=2))
+    assert found == pytest.approx({"actor": 3.0, "rollout": 5.0})
+
+
+def test_paces_are_each_steps_share_of_the_mean(tmp_path: Path) -> None:
+    write_timeline(tmp_path, STEP, STEP, SLOW, STEP)
+    paces = paces_of(busy_by_step(RunTimeline.read(tmp_path), {}))
+    means = (5.0 + 8.0) / 2, (3.0 + 8.0) / 2
+    assert paces == (Pace(5.0 / means[0], 1.0, 3.0 / means[1]), Pace(8.0 / means[0], 1.0, 8.0 / means[1]))
+    assert paces_of([]) == ()
 
 
 def test_steps_with_a_validation_beside_them_do_not_count(tmp_path: Path) -> None:
     timeline = write_timeline(tmp_path, STEP, STEP, SLOW, SLOW, STEP, STEP)
     timeline.add_validation(2, 1045.0, 1061.0)
     timeline.write()
-    assert busy_seconds(RunTimeline.read(tmp_path), {}) == pytest.approx({"actor": 3.0, "rollout": 5.0})
+    assert busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {})) == pytest.approx({"actor": 3.0, "rollout": 5.0})
     timeline.add_validation(2, 1000.0, 1200.0)
     timeline.write()
-    assert busy_seconds(RunTimeline.read(tmp_path), {}) == {}
+    assert busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {})) == {}
 
 
 def test_a_run_without_a_timeline_has_none_and_a_broken_one_is_named(tmp_path: Path) -> None:
-    assert busy_seconds(RunTimeline.read(tmp_path), {}) == {}
+    assert busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {})) == {}
     (tmp_path / "timeline.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     with pytest.raises(ConfigError, match=r"--from .*timeline\.json"):
-        busy_seconds(RunTimeline.read(tmp_path), {})
+        busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {}))
 
 
 def test_the_simulation_of_a_run_has_its_stages_own_times(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gkd.planning.measured import factors_of
 from gkd.planning.pipeline import Factors
 from gkd.planning.run_timeline import RunTimeline
 from gkd.planning.simulated_run import DriverTimes
-from gkd.planning.steps import simulate_layout
+from gkd.planning.steps import run_of, simulate_layout
 from tests.planning.layouts import layout_of
 from tests.weights.reports import report
 
@@ -86,6 +86,22 @@ def test_the_simulation_of_a_run_has_its_drivers_times(tmp_path: Path, staleness
     step = simulate_layout(replace(layout, config=factors.lengths(layout.config)), staleness, factors)
     assert step.seconds == pytest.approx(seconds, rel=0.01)
     assert step.busy == pytest.approx({"rollout": 6 + SYNC, "actor": 6 + SYNC}, rel=0.01)
+
+
+def test_responses_are_as_long_as_those_that_the_run_logged(tmp_path: Path) -> None:
+    """A lognormal distribution, which is what the metrics alone say, has few as long as the longest."""
+    layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "trainer.batch_size=16", "rollout.n=4")
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
+    row = {"response/length_mean": 55.0, "response/length_max": 100.0, "timing_s/update": 8.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **row}) + "\n" for s in (1, 2)))
+    lengths = [10, 100] * 64
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"length": length}) + "\n" for length in [7, *lengths]))
+    factors = factors_of(str(tmp_path), layout)
+    ran = replace(layout, config=factors.lengths(layout.config))
+    assert sorted(run_of(ran, 0, factors).lengths(1)) == [10.0] * 32 + [100.0] * 32
+    assert max(run_of(ran, 0, replace(factors, seen=())).lengths(1)) == pytest.approx(100, rel=0.2)
+    given = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "plan.response_length=500")
+    assert min(run_of(given, 0, factors).lengths(1)) > 100  # what is asked for goes before what was
 
 
 def test_training_on_given_answers_waits_for_the_driver_after_every_update() -> None:

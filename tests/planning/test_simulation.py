@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from gkd.planning import steps
 from gkd.planning.measured import factors_of
 from gkd.planning.pipeline import Factors
-from gkd.planning.simulated_run import SamplingGroup, ScoringGroup, SimulatedRun, TrainingGroup
+from gkd.planning.simulated_run import Pace, SamplingGroup, ScoringGroup, SimulatedRun, TrainingGroup
 from gkd.planning.simulation import simulate
 from gkd.planning.steps import response_lengths, simulate_layout, streams
 from tests.planning.layouts import layout_of
@@ -42,6 +42,42 @@ def test_the_update_waits_for_the_last_scored_sample() -> None:
 def test_streaming_leaves_the_last_chunks_and_the_optimizer_step() -> None:
     """The last but one is closed by the sample that does not fit into it any more, which is the last one."""
     assert simulate(STREAMED).seconds == pytest.approx(20 + 3 + 3 + 2 + 0.5 + 0.25)
+
+
+def test_a_static_batch_ends_as_a_whole_before_the_next_begins() -> None:
+    """By hand: the first pair takes the 20 s of its longer sample, the second one 10."""
+    static = replace(RUN, lengths=lambda step: [5.0, 20.0, 10.0, 10.0], mean_tokens=45 / 4)
+    static = replace(static, scoring={}, sampling=replace(RUN.sampling, continuous=False))
+    assert simulate(static).generate == pytest.approx(20 + 10)
+    together = replace(static, sampling=replace(static.sampling, continuous=True))
+    assert simulate(together).generate == pytest.approx(25)  # 5, then 10 and 10 beside the 20
+
+
+def test_a_pass_takes_all_that_waits_and_its_own_time_once() -> None:
+    """A sample that finds the scorer idle begins a pass alone, its neighbour of the same moment goes into the next."""
+    assert simulate(with_passes(3.0, pass_s=5.0)).busy["teacher"] == pytest.approx(4 * 3.0 + 3 * 5.0)
+    assert simulate(with_passes(1.0, pass_s=15.0)).busy["teacher"] == pytest.approx(4 * 1.0 + 2 * 15.0)
+
+
+def with_passes(seconds: float, pass_s: float) -> SimulatedRun:
+    return replace(RUN, scoring={"teacher": ScoringGroup(1, seconds, pass_s)})
+
+
+def test_groups_slow_each_other_down_where_their_device_has_no_room_for_both() -> None:
+    shared = replace(RUN, hosts={"rollout": "actor", "teacher": "actor"})
+    assert simulate(replace(shared, at_once=2)).seconds == pytest.approx(simulate(RUN).seconds)
+    assert simulate(shared).seconds > simulate(RUN).seconds + 1
+
+
+def test_the_actor_waits_longer_for_engines_whose_steps_differ() -> None:
+    """With as much work on both sides, each waits for the other whenever that one is late."""
+    ahead = replace(RUN, max_staleness=1, scoring={}, updating=replace(RUN.updating, accumulate_s=19.5))
+    even = simulate(ahead, steps=8)
+    paces = tuple(Pace(sample=sample, update=2 - sample) for sample in (0.5, 1.5))
+    uneven = simulate(replace(ahead, paces=paces), steps=8)
+    assert even.seconds == pytest.approx(20.25)
+    assert uneven.seconds == pytest.approx(30.25)
+    assert uneven.busy == pytest.approx(even.busy)
 
 
 def test_chunks_go_in_the_order_of_the_batch() -> None:
