@@ -33,11 +33,13 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
         if not prepared or not updated:
             continue
         update, handed_over = updated[-1], prepared[-1].end
+        sampled = any(span.end > start and span.start < end for span in sampling)
         own = DriverTimes(
             start_s=_until_begun(sampling, start, end),
             score_s=sum(_idle(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
             record_s=recorded - start,
-            deliver_s=max(0.0, prepared[-1].start - max(recorded, update.start)),
+            # Answers of the data are the driver's own work; it waits for nobody else then.
+            deliver_s=max(0.0, prepared[-1].start - (max(recorded, update.start) if sampled else recorded)),
             prepare_s=handed_over - prepared[-1].start,
             call_s=_idle(working, handed_over, update.end),
         )

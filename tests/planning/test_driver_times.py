@@ -65,6 +65,13 @@ def test_what_was_ahead_and_chunks_that_were_begun_are_waited_for_no_more(tmp_pa
     assert found == DriverTimes(start_s=0.0, record_s=2.0, deliver_s=0.25, prepare_s=1.75, call_s=0.25 + 0.5)
 
 
+def test_answers_that_nobody_samples_are_made_by_the_driver(tmp_path: Path) -> None:
+    driver: list[Done] = [("request", 0.0, 0.5), ("log", 0.5, 2.0), ("prepare", 5.0, 6.5)]
+    write_timeline(tmp_path, driver, {"actor": [("update", 6.5, 16.0)], "rollout": []}, scored=5.0)
+    found = driver_times(RunTimeline.read(tmp_path))
+    assert found == DriverTimes(record_s=2.0, deliver_s=3.0, prepare_s=1.5)
+
+
 def test_a_timeline_without_the_driver_has_none(tmp_path: Path) -> None:
     assert driver_times(RunTimeline.read(tmp_path)) == DriverTimes()
     write_timeline(tmp_path, [], WORKERS, scored=7.0)
