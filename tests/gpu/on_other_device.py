@@ -1,0 +1,197 @@
+"""Runs what a GPU would run on a device that is not the host (:mod:`tests.gpu.other_device`), and on the host.
+
+    python -m tests.gpu.on_other_device [CHECK ...]
+
+Prints the largest difference of each check; exit code 1 where one is too large. What is shown: every tensor is where it
+has to be, answers are not read before they are there, collectives and FSDP2 work beside a device. What is not: CUDA's
+own kernels, memory and speed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from gkd.actor import training
+from gkd.actor.worker import ActorWorker
+from gkd.cluster.session.port import free_port
+from gkd.config import Rollout
+from gkd.config.compose import compose
+from gkd.inference.engine import Device, EngineSpec
+from gkd.inference.hf import HFSampler
+from gkd.inference.torch_scorer import TorchScorer
+from gkd.types import Prompt, SampleRequest, Sampling, VersionSpan
+from gkd.weights.transfer import Piece
+from tests.actor import models
+from tests.data.models import word_tokenizer
+from tests.families import make
+from tests.gpu import other_device
+from tests.inference.test_torch_scorer import INFO, mixed, run, spec_of
+
+Figures = Iterator[Any]
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+RUNS: dict[str, tuple[str, dict[str, object]]] = {
+    "distill": ("on_policy_distill", {}),
+    "bfloat16": ("on_policy_distill", {"model.dtype": "bfloat16"}),
+    "stale": ("on_policy_distill", {"schedule.max_staleness": 2, "algorithm.loss.name": "sampled_reverse_kl"}),
+    "lora": ("grpo", {"actor.epochs": 2, "actor.lora.r": 4, "algorithm.kl.coef": 0.1}),
+    "offload": ("grpo", {"actor.offload_optimizer": True}),
+    "checkpointing": ("gspo", {"actor.gradient_checkpointing": True}),
+}
+
+
+def scores(device: Device, directory: Path) -> Figures:
+    """Score requests of every kind with the torch engine; on a GPU answers are taken apart during the next pass."""
+    make("qwen2 tied", 0).save_pretrained(directory)
+    for target in run(TorchScorer(replace(spec_of(directory), device=device)), mixed()):
+        yield from (target.token_logprobs, target.ids, target.logprobs)
+
+
+def samples(device: Device, directory: Path) -> Figures:
+    """Sample with transformers, load new weights twice, sample again."""
+    model = make("qwen2 tied", 0)
+    model.save_pretrained(directory)
+    engine = HFSampler(EngineSpec(str(directory), INFO, Rollout(engine="hf"), device, "float32"))
+    for how in ({}, {"temperature": 0.7, "presence_penalty": 0.5}, {"top_p": 0.8}, {"temperature": 0.0}):
+        for key in range(5):
+            prompt = Prompt(key, np.arange(3, 6 + key).astype(np.int32), "")
+            engine.add(key, SampleRequest(prompt, 0, key, Sampling(9, **how)))
+        while engine.busy():
+            for _, sample in engine.step():
+                yield from (sample.token_ids, sample.sampled_logprobs)
+        state = {name: 1.01 * value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+        engine.load_weights(Piece(1, 0, True), state)
+
+
+def trains(recipe: str, overrides: dict[str, object]) -> Callable[[Device, Path], Figures]:
+    """Return a check that does three steps as the actor's one rank, saves, goes on with it, leaves and comes back."""
+
+    def train(device: Device, directory: Path) -> Figures:
+        values = {
+            "actor.max_tokens_per_micro_batch": 40, "actor.loss_chunk": 7, "model.dtype": "float32",
+            "actor.compile": False, **overrides,
+        }  # fmt: skip
+        config = compose([f"+recipe={recipe}", *(f"{name}={json.dumps(value)}" for name, value in values.items())])
+        models.make("llama").save_pretrained(directory)
+        word_tokenizer().save_pretrained(directory)
+        scored = models.scored(6, models.VOCAB)
+        samples = [models.on_driver("ref", i, sample, (-1.0) ** i) for i, sample in enumerate(scored)]
+        spans = [VersionSpan(s.n_tokens - s.n_sampled, s.n_tokens, 0) for s in samples]
+        samples = [replace(s, versions=(span,)) for s, span in zip(samples, spans, strict=True)]
+        weights = [1.0 / s.n_sampled for s in samples]
+        training.fetch_samples = lambda *_: scored
+        worker = ActorWorker(config, str(directory), 0, 1, device)
+        worker.store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        worker.join("", 0)
+        worker.load()
+        epochs = config.actor.epochs
+        for step in (1, 2, 3):
+            worker.trainer.compute_logprobs(samples, epochs > 1, config.algorithm.needs_reference)
+            for epoch in range(epochs):
+                yield worker.trainer.update(samples, weights, 10, step, epoch == epochs - 1)
+            if step == 2:
+                worker.state.stage()
+                name, _ = worker.state.write_staged(str(directory))
+                worker.state.load([str(directory / name)], step)
+                worker.state.offload()
+                worker.state.onload()
+        yield worker.trainer.evaluate(samples, weights, 10, config.algorithm)
+        worker.state.take_over(worker.state.keep())
+        worker.state.save(str(directory / "model"))
+        yield {name: tensor.float().cpu() for name, tensor in worker.weights._tensors()}
+        dist.destroy_process_group()
+
+    return train
+
+
+def trains_on_two(*overrides: str) -> Callable[[Device, Path], Figures]:
+    """Return a check that does two steps as two ranks, each in a process of its own, and saves."""
+
+    def train(device: Device, directory: Path) -> Figures:
+        models.make("llama").save_pretrained(directory)
+        word_tokenizer().save_pretrained(directory)
+        arguments = free_port(), device, directory, overrides
+        multiprocessing.start_processes(_rank, arguments, 2, start_method="forkserver")  # type: ignore[no-untyped-call]
+        yield from json.loads((directory / "figures.json").read_text())
+
+    return train
+
+
+def _rank(rank: int, port: int, device: Device, directory: Path, overrides: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        other_device.set_up()
+    with other_device.entered() if device == "cuda" else nullcontext():
+        config = compose(
+            ["+recipe=on_policy_distill", "model.dtype=float32", "actor.compile=false", "trainer.n_gpus_per_node=2",
+             "actor.max_tokens_per_micro_batch=40", *overrides]
+        )  # fmt: skip
+        own = [(sample, models.on_driver("ref", i, sample)) for i, sample in enumerate(models.scored(6, models.VOCAB))]
+        own = own[rank::2]
+        training.fetch_samples = lambda *_: [scored for scored, _ in own]
+        worker = ActorWorker(config, str(directory), rank, 2, device)
+        worker.store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+        worker.join("127.0.0.1", port)
+        worker.load()
+        samples, weights = [sample for _, sample in own], [1.0 / sample.n_sampled for _, sample in own]
+        figures: list[dict[str, float]] = [worker.trainer.update(samples, weights, 10, step) for step in (1, 2)]
+        worker.state.save(str(directory / "model"))
+        figures.append({name: float(tensor.float().abs().sum()) for name, tensor in worker.weights._tensors()})
+        if rank == 0:
+            (directory / "figures.json").write_text(json.dumps(figures))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+CHECKS = {"scores": scores, "samples": samples, **{name: trains(*how) for name, how in RUNS.items()}}
+CHECKS |= {"ranks": trains_on_two(), "ranks_lora": trains_on_two("actor.lora.r=4")}
+CHECKS |= {"ranks_offload": trains_on_two("actor.offload_optimizer=true")}
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """Return the largest difference, of numbers of more than 1 relative to them."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        return max(difference(ours[name], theirs[name]) for name in ours)
+    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    assert a.shape == b.shape and np.array_equal(np.isnan(a), np.isnan(b))
+    return float(np.nan_to_num(np.abs(a - b) / np.maximum(1.0, np.abs(b))).max(initial=0.0))
+
+
+def main(names: list[str]) -> int:
+    """Do the checks; returns the exit code."""
+    other_device.set_up()
+    set_forkserver_preload(["tests.gpu.on_other_device"])  # imported once for all ranks
+    failed = 0
+    for name in names or list(CHECKS):
+        found: list[list[Any]] = []
+        for device in ("cpu", "cuda"):
+            with tempfile.TemporaryDirectory() as directory:
+                if device == "cpu":
+                    found.append(list(CHECKS[name]("cpu", Path(directory))))
+                    continue
+                with other_device.entered():
+                    found.append(list(CHECKS[name]("cuda", Path(directory))))
+        host, other = found
+        most = max(difference(a, b) for a, b in zip(other, host, strict=True))
+        ok = most < TOLERANCE.get(name, TOLERANCE["float32"])
+        failed += not ok
+        print(json.dumps({"check": name, "ok": ok, "figures": len(host), "difference": most}), flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main(sys.argv[1:]))
