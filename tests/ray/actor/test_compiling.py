@@ -124,7 +124,7 @@ def test_what_a_pack_is_padded_with_is_in_no_sequence_and_no_row(tmp_path: Path)
 
 
 def test_auto_is_gpus_and_dense_models_that_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "unable", lambda device: None)  # no GPU is needed to know
+    monkeypatch.setattr(compiling, "why_unavailable", lambda device: None)  # no GPU is needed to know
     lm = models.make("llama")
     assert compile_layers(lm, "auto", BUDGET, CUDA, True) is None
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
@@ -144,7 +144,7 @@ def test_a_machine_that_cannot_compile_is_named_at_the_start(
     with pytest.raises(ConfigError, match=r"^actor\.compile=true: .*division by zero.*; actor\.compile="):
         compile_layers(models.make("llama"), True, BUDGET, CPU, True)
     reason = compiling.why_unavailable(CPU)
-    monkeypatch.setattr(compiling, "unable", lambda device: reason)
+    monkeypatch.setattr(compiling, "why_unavailable", lambda device: reason)
     assert compile_layers(models.make("llama"), "auto", BUDGET, CUDA, True) is None
     assert caplog.messages[-1].startswith("the actor's layers are not compiled (actor.compile=auto): torch could not")
 
@@ -156,7 +156,7 @@ def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(
     plain, _ = students(model, tmp_path)
     monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
-    monkeypatch.setattr(compiling, "unable", lambda device: None)
+    monkeypatch.setattr(compiling, "why_unavailable", lambda device: None)
     _, strict = students(model, tmp_path)
     with pytest.raises(RuntimeError) as failure:
         loss_and_gradients(strict, 0, 4)
