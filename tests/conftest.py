@@ -143,9 +143,9 @@ def local_ray() -> Iterator[None]:
     """A Ray of this test run's own with eight simulated GPUs."""
     import ray
 
-    from gkd.cluster.session.connect import needed_servers_only
+    from gkd.cluster.session.connect import start_needed_servers_only
 
-    with needed_servers_only():
+    with start_needed_servers_only():
         ray.init(
             address="local", num_cpus=8, num_gpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cli import train as main
-from gkd.cluster.session.shutdown import within
+from gkd.cluster.session.shutdown import run_within
 from gkd.errors import ConfigError, RunFailed, Stopped, catch_errors
 
 
@@ -20,8 +20,8 @@ def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
         raise ValueError("why")
 
     with pytest.raises(ValueError, match="why"):
-        within(10.0, "failing", fail)
-    assert within(10.0, "sleeping", lambda: time.sleep(0.01))
+        run_within(10.0, "failing", fail)
+    assert run_within(10.0, "sleeping", lambda: time.sleep(0.01))
 
 
 @pytest.mark.parametrize(

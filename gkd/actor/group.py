@@ -64,9 +64,9 @@ class ActorGroup:
         """Have the ranks meet and read the student; returns its number of parameters."""
         self.colocation.onload_actor()
         limit = self.config.cluster.start_timeout_s
-        host, port = self.group.only([0]).call("open_store", timeout_s=limit, what="opening the rendezvous")[0]
-        self.group.call("join", host, port, timeout_s=limit, what="meeting the other ranks")
-        n_parameters: list[int] = self.group.call("load", timeout_s=limit, what="loading the student")
+        host, port = self.group.select([0]).call("open_store", timeout_s=limit, activity="opening the rendezvous")[0]
+        self.group.call("join", host, port, timeout_s=limit, activity="meeting the other ranks")
+        n_parameters: list[int] = self.group.call("load", timeout_s=limit, activity="loading the student")
         self._loaded = True
         return n_parameters[0]
 
@@ -89,7 +89,7 @@ class ActorGroup:
         return not all(map(is_done, self._accumulating))
 
     def _submit_chunk(self, number: int) -> list[Pending]:
-        samples, what = self._chunks[number], f"accumulating chunk {number + 1} of a batch"
+        samples, activity = self._chunks[number], f"accumulating chunk {number + 1} of a batch"
         shares, algorithm = self._shares(samples), self.config.algorithm
         lengths, in_loss = [sample.n_sampled for sample in samples], [sample.in_loss for sample in samples]
         weights = chunk_weights(lengths, in_loss, algorithm.aggregation, self.config.rollout.max_response_length)
@@ -98,10 +98,12 @@ class ActorGroup:
         if self._is_own_reference:
             calls.append(
                 self.group.submit_each(
-                    "trainer.compute_logprobs", [(part, False, True) for part, _ in parts], what=what
+                    "trainer.compute_logprobs", [(part, False, True) for part, _ in parts], activity=activity
                 )
             )
-        calls.append(self.group.submit_each("trainer.accumulate", [(*part, 1, number) for part in parts], what=what))
+        calls.append(
+            self.group.submit_each("trainer.accumulate", [(*part, 1, number) for part in parts], activity=activity)
+        )
         return calls
 
     def apply(self, step: int) -> dict[str, float]:
@@ -118,9 +120,9 @@ class ActorGroup:
         computed = sum(max(seconds or 0.0 for seconds in ranks) for ranks in chunks)
         totals = Totals.of(lengths, in_loss, self.config.algorithm.aggregation)
         began = time.monotonic()
-        row: dict[str, float] = self._gather([self.group.submit("trainer.apply", totals, step, what=f"update {step}")])[
-            0
-        ][0]
+        row: dict[str, float] = self._gather(
+            [self.group.submit("trainer.apply", totals, step, activity=f"update {step}")]
+        )[0][0]
         self.version = step
         self._warn_of_memory(step)
         return {**row, "timing_s/update": computed + time.monotonic() - began}
@@ -246,7 +248,7 @@ class ActorGroup:
         if self._writing is not None:  # a checkpoint, which would end with them
             with suppress(RunFailed):  # late, which is known to those who wait for it
                 settle(self._writing, self.config.trainer.save_timeout_s)
-        kept = self.group.submit_control("state.keep", what="handing on what the ranks have")
+        kept = self.group.submit_control("state.keep", activity="handing on what the ranks have")
         settle(kept, limit)
         self.group = self._restart()
         gather([self.submit_build()], limit)
@@ -255,12 +257,12 @@ class ActorGroup:
 
     def offload(self) -> None:
         """Have all ranks move what they hold to the host."""
-        self.group.call("state.offload", timeout_s=self.config.weights.timeout_s, what="offloading the actor")
+        self.group.call("state.offload", timeout_s=self.config.weights.timeout_s, activity="offloading the actor")
 
     def onload(self) -> None:
         """Have all ranks move it back to their GPUs."""
         if self._loaded:
-            self.group.call("state.onload", timeout_s=self.config.weights.timeout_s, what="onloading the actor")
+            self.group.call("state.onload", timeout_s=self.config.weights.timeout_s, activity="onloading the actor")
 
     @property
     def dtype(self) -> str:
@@ -270,7 +272,7 @@ class ActorGroup:
     def answers(self) -> bool:
         """Return whether every rank that is alive answers."""
         try:
-            self.group.control("state.applied", timeout_s=ANSWERS_S, what="answering", keep_deaths=True)
+            self.group.control("state.applied", timeout_s=ANSWERS_S, activity="answering", keep_deaths=True)
         except RunFailed:
             return False
         return True
@@ -291,10 +293,10 @@ class ActorGroup:
         self.applied()  # a rank that is hung is found out here
         return self._of_one_step("state.stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
 
-    def _of_one_step(self, method: str, timeout_s: float, what: str) -> Applied:
+    def _of_one_step(self, method: str, timeout_s: float, activity: str) -> Applied:
         end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
         while True:
-            results: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, what=what)
+            results: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, activity=activity)
             if results[0] is not None and all(
                 applied is not None and applied.step == results[0].step for applied in results
             ):
@@ -306,14 +308,14 @@ class ActorGroup:
 
     def write_staged(self, directory: str) -> Pending:
         """Start writing what :meth:`stage` copied; each rank returns the name and the sum of its file."""
-        self._writing = self.group.submit_control("state.write_staged", directory, what=f"writing {directory}")
+        self._writing = self.group.submit_control("state.write_staged", directory, activity=f"writing {directory}")
         return self._writing
 
     def load_state(self, files: Sequence[str], step: int) -> None:
         """Go on with what the ranks wrote after ``step``, in whatever number they were."""
         self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
-        self.group.call("state.load", files, step, timeout_s=limit, what="reading the checkpoint")
+        self.group.call("state.load", files, step, timeout_s=limit, activity="reading the checkpoint")
         self.version = step
 
     def save(self, directory: str) -> None:
@@ -321,4 +323,4 @@ class ActorGroup:
         self.settle_chunks()
         self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
-        self.group.call("state.save", directory, timeout_s=limit, what="writing the student")
+        self.group.call("state.save", directory, timeout_s=limit, activity="writing the student")

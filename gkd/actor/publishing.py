@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gkd.actor.training import RankTrainer
-from gkd.cluster.workers.activity import noted
+from gkd.cluster.workers.activity import record_activity
 from gkd.config import Weights
 from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.publishing import Publisher
@@ -22,7 +22,7 @@ class WeightSource:
         self.trainer: RankTrainer | None = None
         self.publisher = Publisher(settings, device, self._tensors)
 
-    @noted("send weights")
+    @record_activity("send weights")
     def send(self, push: Push, destinations: Sequence[Destination]) -> dict[int, int]:
         """Send the weights to the engines that this rank sends to, see :meth:`Publisher.send`. A collective.
 

@@ -15,7 +15,7 @@ from gkd.actor.model import Student
 from gkd.actor.pretrained import write_pretrained
 from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.actor.training import LogprobsByPlace, RankTrainer
-from gkd.cluster.workers.activity import noted
+from gkd.cluster.workers.activity import record_activity
 from gkd.durable import Sum
 
 
@@ -76,7 +76,7 @@ class RankState:
         load_state(self._student, self._optimizer, [Path(file) for file in files])
         self._staging.set(Applied(step))
 
-    @noted("save")
+    @record_activity("save")
     def save(self, directory: str) -> None:
         """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes.
 
@@ -86,13 +86,13 @@ class RankState:
         write_pretrained(self._student, self._model_path, lora, self._dtype, Path(directory), writes)
         dist.barrier()
 
-    @noted("offload")
+    @record_activity("offload")
     def offload(self) -> None:
         """Move weights and optimizer state to the host, unless they live there."""
         self._move(torch.device("cpu"))
         self._trainer.is_offloaded = True
 
-    @noted("onload")
+    @record_activity("onload")
     def onload(self) -> None:
         """Move them back."""
         self._move(self._device)

@@ -25,7 +25,7 @@ from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
 from gkd.actor.sums import Sums
 from gkd.algorithms.aggregation import Totals
-from gkd.cluster.workers.activity import noted
+from gkd.cluster.workers.activity import record_activity
 from gkd.cluster.workers.group import fetch_samples
 from gkd.config import Algorithm, Config
 from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
@@ -70,7 +70,7 @@ class RankTrainer:
         self._failed: OutOfMemory | None = None
         self._vocab_size: int = student.lm.config.get_text_config().vocab_size
 
-    @noted("log-probabilities")
+    @record_activity("log-probabilities")
     def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:
         """Compute log-probabilities of these samples' tokens and keep them until :meth:`forget_logprobs`.
 
@@ -96,7 +96,7 @@ class RankTrainer:
         self.old.clear()
         self.reference.clear()
 
-    @noted("update")
+    @record_activity("update")
     def update(
         self,
         samples: Sequence[TrainingSample],
@@ -114,7 +114,7 @@ class RankTrainer:
         self.accumulate(samples, weights, n_positions)
         return self.apply(Totals(), step, final)
 
-    @noted("update")
+    @record_activity("update")
     def accumulate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int = 1, chunk: int = 0
     ) -> float:
@@ -146,7 +146,7 @@ class RankTrainer:
         self._sums = sums if self._sums is None else self._sums + sums
         return time.monotonic() - started
 
-    @noted("update")
+    @record_activity("update")
     def apply(self, totals: Totals, step: int, final: bool = True) -> Metrics:
         """Do one optimizer step on what was accumulated, which ``totals`` make the gradient of the whole batch.
 
@@ -187,7 +187,7 @@ class RankTrainer:
     def _algorithm(self) -> Algorithm:
         return self.config.algorithm_on("cpu" if self.device.type == "cpu" else "cuda")
 
-    @noted("validate")
+    @record_activity("validate")
     def evaluate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, algorithm: Algorithm
     ) -> Metrics:

@@ -82,7 +82,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.train`.
     """
     from gkd.cluster.session.connect import connect
-    from gkd.cluster.workers.worker import uncollected
+    from gkd.cluster.workers.worker import pause_garbage_collection
     from gkd.driver.checkpoints.restart import begin_again, may_begin_again, start_over
     from gkd.driver.checkpoints.resume import differences, explain_finished, find, require_same_data
     from gkd.driver.inputs.find import find_inputs
@@ -104,7 +104,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             return output
         if config.trainer.resume and not start_over(output):
             saved = find(config, output)
-        with uncollected():
+        with pause_garbage_collection():
             inputs = find_inputs(config, out.print)
         if saved is not None:
             require_same_data(saved, inputs.fingerprints())

@@ -64,8 +64,8 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     teachers = {name: ScoringClient(**arguments) for name, arguments in clients.items() if name.startswith("teacher")}
     for client in teachers.values():
         client.connect()
-    rollout.control("pipeline.connect", clients, timeout_s=limit, what="connecting to the models that score")
-    require, again = placement.session.require_control, own.again(clients, scorer_watch)
+    rollout.control("pipeline.connect", clients, timeout_s=limit, activity="connecting to the models that score")
+    require, again = placement.session.require_control, own.start_again(clients, scorer_watch)
     rollout_group = RolloutGroup(rollout, config, scorer_watch, colocation, followers, require, again, teachers)
     if config.cluster.offload is True:
         colocation.actor, colocation.scorers = actor, [scorers]

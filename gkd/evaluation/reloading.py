@@ -42,7 +42,7 @@ def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weigh
     delivery = Delivery(push, [Destination(engine, rollout.group.workers[engine], 1) for engine in engines])
     Publisher(settings, torch.device("cpu"), weights.read).send(delivery)
     activity = f"loading the weights of {weights.name}"
-    served = rollout.call_engines("weights.receive", push, timeout_s=limit, what=activity, engines=engines)
+    served = rollout.call_engines("weights.receive", push, timeout_s=limit, activity=activity, engines=engines)
     for engine, its in served.items():
         if its != version:
             raise RunFailed(f"{rollout.group.reports[engine]} does not serve the weights of {weights.name}")

@@ -154,7 +154,7 @@ class _Lines:
     """Says now and then how far a measurement is."""
 
     out: Console
-    what: str
+    title: str
     n: int
     done: int = 0
     tokens: int = 0
@@ -169,7 +169,7 @@ class _Lines:
             return
         self.printed, passed = now, max(now - self.started, 1e-6)
         left = f"  {clock(passed / self.done * (self.n - self.done))} left" if self.done < self.n else ""
-        self.out.print(f"{self.what}  {self.done:,}/{self.n:,} answers  tok/s {self.tokens / passed:,.0f}{left}")
+        self.out.print(f"{self.title}  {self.done:,}/{self.n:,} answers  tok/s {self.tokens / passed:,.0f}{left}")
 
 
 def _ask(config: Config, source: Source, measurement: Measurement, log: AnswerLog, out: Console) -> None:

@@ -89,7 +89,7 @@ class RolloutGroup:
 
     def _serve(self, engine: int) -> None:
         """Have an engine's worker run it; what that raises comes out of the stream."""
-        self.group.only([engine]).submit("serve")
+        self.group.select([engine]).submit("serve")
         self._streams[engine] = SampleStream(self.group.stream(engine, "finished"))
 
     @property
@@ -251,7 +251,7 @@ class RolloutGroup:
         """End engines that have work and do not do it; those that have not for half of that time are suspect."""
         limit = self.config.rollout.engine_timeout_s
         busy = [engine for engine in self.working if self._dispatcher.at_work[engine]]
-        hanging = self._heartbeat.hanging(busy)
+        hanging = self._heartbeat.find_hanging(busy)
         for engine in self.working:
             silent = engine in busy and self._heartbeat.silent_s(engine) > limit / 2
             self._fleet.change(ENGINES, engine, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
@@ -259,13 +259,13 @@ class RolloutGroup:
             who = self.group.reports[engine]
             self.lose(engine, WorkerHangs(f"{who} has done nothing for {limit:g} s (rollout.engine_timeout_s)"))
 
-    def _late(self, what: str, timeout_s: float) -> str:
-        """Return the message for what takes too long."""
+    def _late(self, failure: str, timeout_s: float) -> str:
+        """Return the message of a wait that is over: what failed and where the requests are."""
         at_work = self._dispatcher.at_work
         holding = [f"{self.group.reports[i]} with {len(requests)}" for i, requests in at_work.items() if requests]
         others = f" and {len(holding) - 3} more" if len(holding) > 3 else ""
         return (
-            f"{what} within {timeout_s:g} s (rollout.timeout_s); engines "
+            f"{failure} within {timeout_s:g} s (rollout.timeout_s); engines "
             f"alive: {len(self.working)} of {len(self.group)}; still at work: {', '.join(holding[:3])}{others}"
         )
 
@@ -302,7 +302,7 @@ class RolloutGroup:
         """Take in the new workers of engines that died; they sample once they have the weights."""
         for engine, worker in self._restarts.take().items():
             old = self.group.reports[engine]
-            self.group = self.group.replaced(engine, worker)
+            self.group = self.group.replace_worker(engine, worker)
             self._heartbeat.replace(engine, self.group)
             self._serve(engine)
             text = f"{return_text(worker.reports[0], old)}; it gets the weights"
@@ -349,15 +349,15 @@ class RolloutGroup:
 
     def sleep(self) -> None:
         """Have every engine free its GPU."""
-        self.call_engines("sleep", timeout_s=self.config.weights.timeout_s + SLACK_S, what="going to sleep")
+        self.call_engines("sleep", timeout_s=self.config.weights.timeout_s + SLACK_S, activity="going to sleep")
 
     def wake(self, weights_only: bool = False) -> None:
         """Have every engine be as before; ``weights_only``: as far as new weights need."""
         limit = self.config.weights.timeout_s + SLACK_S
-        self.call_engines("wake", weights_only, timeout_s=limit, what="waking up")
+        self.call_engines("wake", weights_only, timeout_s=limit, activity="waking up")
 
     def call_engines(
-        self, method: str, *args: Any, timeout_s: float, what: str, engines: Sequence[int] | None = None
+        self, method: str, *args: Any, timeout_s: float, activity: str, engines: Sequence[int] | None = None
     ) -> dict[int, Any]:
         """Call ``method`` of every engine's worker that is there, or of those of ``engines``; the results, by engine.
 
@@ -365,7 +365,7 @@ class RolloutGroup:
         Raises RunFailed when no engine is left and none comes back.
         """
         called = [engine for engine in self.present if engines is None or engine in engines]
-        call = self.group.only(called).submit_control(method, *args, what=what)
+        call = self.group.select(called).submit_control(method, *args, activity=activity)
         (results,) = gather([call], timeout_s, keep_deaths=True, keep_late=True)
         answers = dict(zip(called, results, strict=True))
         for engine, answer in answers.items():
@@ -376,4 +376,4 @@ class RolloutGroup:
     @property
     def living(self) -> Group:
         """The engines that are there."""
-        return self.group.only(self.present)
+        return self.group.select(self.present)

@@ -32,13 +32,15 @@ class EngineLoop:
         """Have ``command`` run between two steps. What it raises ends the loop."""
         self._commands.put(command)
 
-    def call(self, run: Callable[[], Result], what: str) -> Result:
+    def call(self, run: Callable[[], Result], activity: str) -> Result:
         """Have ``run`` called between two steps; returns what it returns, raises what it raises.
 
-        Raises WorkerHangs where the thread does not come to ``what`` within ``weights.timeout_s``.
+        Raises WorkerHangs where the thread does not come to ``activity`` within ``weights.timeout_s``.
         """
         if self._ended is not None:
-            raise RunFailed(f"rollout rank {self._rank} cannot {what}: its engine ended with {one_line(self._ended)}")
+            raise RunFailed(
+                f"rollout rank {self._rank} cannot {activity}: its engine ended with {one_line(self._ended)}"
+            )
         done: Future[Result] = Future()
 
         def command() -> None:
@@ -52,7 +54,7 @@ class EngineLoop:
             return done.result(self._timeout_s)
         except TimeoutError:
             raise WorkerHangs(
-                f"rollout rank {self._rank} did not {what} within {self._timeout_s:g} s (weights.timeout_s)"
+                f"rollout rank {self._rank} did not {activity} within {self._timeout_s:g} s (weights.timeout_s)"
             ) from None
 
     def serve(self, step: Callable[[], None], busy: Callable[[], bool]) -> None:

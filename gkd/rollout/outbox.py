@@ -35,8 +35,8 @@ class Outbox:
         """Note requests that the engine has taken on."""
         self._announce(self._slots.take({request.key: request.order for request in requests}))
 
-    def generated(self, keys: Sequence[int]) -> None:
-        """Note samples that are generated, and to be scored now."""
+    def put_generated(self, keys: Sequence[int]) -> None:
+        """Announce samples that are generated, and to be scored now."""
         self._announce(self._slots.generate(keys))
 
     def _announce(self, keys: Sequence[int]) -> None:

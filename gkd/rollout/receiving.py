@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gkd.cluster.workers.activity import noted
+from gkd.cluster.workers.activity import record_activity
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.loop import EngineLoop
@@ -55,7 +55,7 @@ class WeightLoader:
         self._arrivals_of(push).wait()
         return self._sampler.engine.version
 
-    def arrived(self) -> tuple[int, int]:
+    def count_arrived(self) -> tuple[int, int]:
         """Return how many pieces of the newest push have come, and how many of them are loaded."""
         return (0, 0) if self._arrivals is None else self._arrivals.progress()
 
@@ -64,7 +64,7 @@ class WeightLoader:
         offset, world = 1 + workers * engines.index(self._rank), 1 + workers * len(engines)
         self._loop.call(lambda: self._sampler.engine.join(address, offset, world), "join the actor's group")
 
-    @noted("load weights")
+    @record_activity("load weights")
     def load(self, piece: Piece) -> None:
         """Load a whole piece, on the engine's thread."""
         if piece.number == 0:

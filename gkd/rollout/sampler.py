@@ -51,7 +51,7 @@ class Sampler:
         self._outbox.accept(requests)
         for request in requests:
             if request.own_answer and request.prompt.answer_ids is not None:
-                self._outbox.generated([request.key])
+                self._outbox.put_generated([request.key])
                 self.score(own_answer(request, request.prompt.answer_ids, self._eos_ids, self.engine.version))
                 continue
             try:
@@ -65,7 +65,7 @@ class Sampler:
     def step(self) -> None:
         """Have the engine work for a moment. Raises RunFailed for a request that it cannot take on after all."""
         finished = self.engine.step()
-        self._outbox.generated([key for key, _ in finished])
+        self._outbox.put_generated([key for key, _ in finished])
         for _, sample in finished:
             if isinstance(sample, Refused):
                 raise RunFailed(f"rollout rank {self._rank} cannot sample: {sample.message}")

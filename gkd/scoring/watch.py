@@ -88,7 +88,7 @@ class ScorerWatch:
     @property
     def groups(self) -> list[Group]:
         """The replicas that are there, by model."""
-        return [its.group.only(self.fleet.members(model, *PRESENT)) for model, its in self._models.items()]
+        return [its.group.select(self.fleet.members(model, *PRESENT)) for model, its in self._models.items()]
 
     def lose(self, call: Any) -> None:
         """Note that a replica serves no more. Raises what ended it where none of its model is there or comes back."""
@@ -132,9 +132,9 @@ class ScorerWatch:
         """Have a new replica answer; clients shake hands with it by themselves."""
         replicas = self._models[model]
         old = replicas.group.reports[member]
-        replicas.group = replicas.group.replaced(member, worker)
+        replicas.group = replicas.group.replace_worker(member, worker)
         replicas.heartbeat.replace(member, replicas.group)
-        replicas.calls[worker.submit("serve", what="serving").refs[0]] = member
+        replicas.calls[worker.submit("serve", activity="serving").refs[0]] = member
         self.fleet.change(model, member, HealthEvent.READY)
         if replicas.of.addresses[member] != replicas.names[member]:
             self._expect(model, member, replicas.of.request_timeout_s)
@@ -142,7 +142,7 @@ class ScorerWatch:
 
     def _end_hanging(self, model: str, replicas: _Replicas) -> None:
         limit = replicas.of.request_timeout_s
-        hanging = replicas.heartbeat.hanging(self.fleet.members(model, *WORKING))
+        hanging = replicas.heartbeat.find_hanging(self.fleet.members(model, *WORKING))
         for member in self.fleet.members(model, *WORKING):
             silent = replicas.heartbeat.silent_s(member) > limit / 2
             if silent and self.fleet.health(model, member) is Health.HEALTHY:

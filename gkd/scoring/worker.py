@@ -64,12 +64,12 @@ class ScoringWorker:
         """Have it be as before. Raises RunFailed past the deadline."""
         self._wait(self._server.wake(), "wake up", timeout_s)
 
-    def _wait(self, done: Future[None], what: str, timeout_s: float) -> None:
+    def _wait(self, done: Future[None], activity: str, timeout_s: float) -> None:
         try:
             done.result(timeout_s)
         except TimeoutError:
             engine = f"the engine at {self._server.address}"
-            raise RunFailed(f"{engine} did not {what} within {timeout_s:g} s (weights.timeout_s)") from None
+            raise RunFailed(f"{engine} did not {activity} within {timeout_s:g} s (weights.timeout_s)") from None
 
     def report(self) -> dict[str, Any]:
         """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""

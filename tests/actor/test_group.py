@@ -24,16 +24,16 @@ class Ranks:
     def __len__(self) -> int:
         return 2
 
-    def submit_each(self, method: str, args: Sequence[Any], what: str | None = None) -> Any:
-        return SimpleNamespace(what=method.rpartition(".")[2], refs=())
+    def submit_each(self, method: str, args: Sequence[Any], activity: str | None = None) -> Any:
+        return SimpleNamespace(activity=method.rpartition(".")[2], refs=())
 
     def call(self, method: str, budget: int, timeout_s: float) -> None:
         self.did.append(f"{method.rpartition('.')[2]} {budget}")
 
     def gather(self, calls: Sequence[Any], timeout_s: float) -> list[list[Any]]:
         for call in calls:
-            self.did.append(call.what)
-            if call.what == "evaluate" and self.did.count("evaluate") == 1:
+            self.did.append(call.activity)
+            if call.activity == "evaluate" and self.did.count("evaluate") == 1:
                 raise OutOfMemory("the actor ran out of memory", 30)
         return [[{"distill/reverse_kl": 0.5}] for _ in calls]
 

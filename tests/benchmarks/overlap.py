@@ -39,7 +39,7 @@ import ray
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.aggregation import Totals
-from gkd.cluster.workers.activity import noted, report_here
+from gkd.cluster.workers.activity import record_activity, report_here
 from gkd.cluster.workers.group import Group, WorkerReports, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
@@ -172,7 +172,7 @@ class Actor:
     def report(self) -> dict[str, Any]:
         return report_here()
 
-    @noted("update")
+    @record_activity("update")
     def accumulate(self, samples: Sequence[TrainingSample], *_: Any) -> float:
         seconds = sum(sample.n_tokens for sample in samples) * self.second_a_token
         time.sleep(seconds)
@@ -181,7 +181,7 @@ class Actor:
     def apply(self, totals: Totals, step: int) -> dict[str, float]:
         return {"actor/loss": 0.0}
 
-    @noted("validate")
+    @record_activity("validate")
     def evaluate(self, samples: Sequence[TrainingSample], *_: Any) -> dict[str, float]:
         """A third of what learning from them takes: a forward pass."""
         time.sleep(sum(sample.n_tokens for sample in samples) * self.second_a_token / 3)
@@ -216,7 +216,9 @@ def run(
         report=lambda: asked.read([actor_group, rollout_group]),
         validation=Validation(config, inputs, rollout, actor, teacher),
         val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due=lambda *_: [], sets=[]),
-        sync=SimpleNamespace(push=lambda: rollout.call_engines("load", actor.version, timeout_s=60, what="loading")),
+        sync=SimpleNamespace(
+            push=lambda: rollout.call_engines("load", actor.version, timeout_s=60, activity="loading")
+        ),
     )  # fmt: skip
     quiet: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)
     with tempfile.TemporaryDirectory() as path:

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STUCK = """
 import threading
-from gkd.cluster.session.shutdown import leave, within
-assert not within(0.1, "waiting for ever", threading.Event().wait)
+from gkd.cluster.session.shutdown import leave, run_within
+assert not run_within(0.1, "waiting for ever", threading.Event().wait)
 threading.Thread(target=threading.Event().wait).start()  # which Python would wait for at its end
 print("the last words")
 leave(7)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gkd.cluster.workers.activity import Activity, ActivitySpan, noted
+from gkd.cluster.workers.activity import Activity, ActivitySpan, record_activity
 from gkd.cluster.workers.group import WorkerReport
 from gkd.observability.page.run import read_spans
 from gkd.observability.timeline import StepStages, Timeline
@@ -164,7 +164,7 @@ def test_what_raises_is_noted_and_ended(monkeypatch: pytest.MonkeyPatch) -> None
     here = Activity()
     monkeypatch.setattr(module, "HERE", here)
 
-    @noted("update")
+    @record_activity("update")
     def fails() -> None:
         assert threading.current_thread() is threading.main_thread()
         time.sleep(0.002)

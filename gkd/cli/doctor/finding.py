@@ -15,25 +15,25 @@ class Finding:
     """What was looked at, what was found, and, unless that is ok, what to do."""
 
     level: Level
-    what: str
+    subject: str
     found: str
     do: str = ""
 
     def __str__(self) -> str:
         advice = f" -> {self.do}" if self.do else ""
-        return f"{self.level:8} {self.what:14} {self.found}{advice}"
+        return f"{self.level:8} {self.subject:14} {self.found}{advice}"
 
 
-def ok(what: str, found: str) -> Finding:
+def ok(subject: str, found: str) -> Finding:
     """Return that there is nothing to do."""
-    return Finding("ok", what, found)
+    return Finding("ok", subject, found)
 
 
-def warning(what: str, found: str, do: str) -> Finding:
+def warning(subject: str, found: str, do: str) -> Finding:
     """Return that runs work, but worse, or not all of them."""
-    return Finding("warning", what, found, do)
+    return Finding("warning", subject, found, do)
 
 
-def failed(what: str, found: str, do: str) -> Finding:
+def failed(subject: str, found: str, do: str) -> Finding:
     """Return that runs do not work."""
-    return Finding("failed", what, found, do)
+    return Finding("failed", subject, found, do)

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import psutil
 
-from gkd.cluster.session.shutdown import exit_on_signals, ignoring_signals
+from gkd.cluster.session.shutdown import exit_on_signals, ignore_signals
 from gkd.errors import RunFailed, entry_point
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
             _reap()
         raise RunFailed("the node's raylet has ended")
     finally:
-        with ignoring_signals():
+        with ignore_signals():
             _end_servers()
 
 

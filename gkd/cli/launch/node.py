@@ -138,7 +138,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     from ray.util import get_node_ip_address
 
     from gkd.cluster.session import local
-    from gkd.cluster.session.shutdown import ignoring_signals
+    from gkd.cluster.session.shutdown import ignore_signals
 
     local.make_directory()
     ip = options.node_ip_address or get_node_ip_address()
@@ -168,7 +168,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     try:
         _wait_until_up(process, node)
     except BaseException:
-        with ignoring_signals():
+        with ignore_signals():
             local.stop(node)
         raise
     return node
@@ -299,14 +299,14 @@ def _show_next(node: local.LocalNode) -> None:
 def _stay(node: local.LocalNode) -> int:
     """Wait for a signal, or for the node to end by itself, and end all of it."""
     from gkd.cluster.session import local
-    from gkd.cluster.session.shutdown import ignoring_signals
+    from gkd.cluster.session.shutdown import ignore_signals
 
     try:
         while node.alive:
             time.sleep(0.5)
         raise RunFailed(f"the {node.kind} ended by itself; its log is {node.log}")
     finally:
-        with ignoring_signals():
+        with ignore_signals():
             local.stop(node)
 
 

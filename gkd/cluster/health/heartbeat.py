@@ -38,7 +38,7 @@ class Heartbeat:
         self._beats = [_Beat() for _ in range(len(group))]
         self._looked = time.monotonic()
 
-    def hanging(self, busy: Iterable[int]) -> list[int]:
+    def find_hanging(self, busy: Iterable[int]) -> list[int]:
         """Return those of the ``busy`` engines that hang. To be called every second or so while engines have work."""
         now = time.monotonic()
         longest = min(LONGEST_TURN_S, self._timeout_s / 5)  # so that an engine is asked several times
@@ -69,7 +69,7 @@ class Heartbeat:
     def _look(self, engine: int, beat: _Beat, now: float) -> None:
         if beat.pending is None:
             if now - beat.called_at > min(5.0, self._timeout_s / 5):
-                (beat.pending,), beat.called_at = self._group.only([engine]).submit_control("progress").refs, now
+                (beat.pending,), beat.called_at = self._group.select([engine]).submit_control("progress").refs, now
             return
         ready, _ = ray.wait([beat.pending], timeout=0)
         if not ready:

@@ -28,11 +28,11 @@ from gkd.cluster.session.address import require_cluster
 from gkd.cluster.session.control_service import SETTING, VARIABLE, ControlService, finish_s
 from gkd.cluster.session.shutdown import (
     abandon,
-    ignoring_signals,
-    keeping_children_from_hangups,
-    keeping_exit_code,
-    keeping_sigterm_handler,
-    within,
+    ignore_signals,
+    keep_exit_code,
+    restore_sigterm_handler,
+    run_within,
+    shield_children_from_hangups,
 )
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.errors import ConfigError, RunFailed, one_line
@@ -96,7 +96,7 @@ def connect(config: Config) -> Iterator[Session]:
     process that is connected already keeps its connection. Raises ConfigError for an address that does not answer, and,
     before Ray starts, for a layout that this machine cannot hold.
     """
-    with keeping_exit_code():
+    with keep_exit_code():
         yield from _connect(config)
 
 
@@ -165,7 +165,7 @@ def join(address: str, setting: str = "cluster.address") -> None:
     if address != "auto":
         require_cluster(address, setting, CONNECT_TIMEOUT_S)
     try:
-        with keeping_sigterm_handler():
+        with restore_sigterm_handler():
             ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address == "auto" and isinstance(error, ConnectionError):
@@ -238,9 +238,9 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
         try:
             with (
                 _environment(environment),
-                needed_servers_only(),
-                keeping_sigterm_handler(),
-                keeping_children_from_hangups(),
+                start_needed_servers_only(),
+                restore_sigterm_handler(),
+                shield_children_from_hangups(),
             ):
                 ray.init(
                     address="local",
@@ -260,7 +260,7 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
 
 
 @contextlib.contextmanager
-def needed_servers_only() -> Iterator[None]:
+def start_needed_servers_only() -> Iterator[None]:
     """Have Ray start without three servers that a private one has no use for; they take as long as all others do.
 
     They are the dashboard's, which start also where there is to be none, the autoscaler, and the one that prints what
@@ -295,7 +295,7 @@ def _new_directory() -> str:
 
 def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[bytes] | None, keep_logs: bool) -> None:
     """Give back everything. Every part has a deadline, and a second Ctrl-C does not interrupt it."""
-    with ignoring_signals():
+    with ignore_signals():
         lost = session.control is not None and session.control.lost
         if session.control is not None:
             session.control.close()
@@ -334,10 +334,10 @@ def _leave_ray(session: Session, lost: bool, stay: bool) -> None:
         for thread in session.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    if lost or not within(RELEASE_TIMEOUT_S, "giving workers and GPUs back", release):
+    if lost or not run_within(RELEASE_TIMEOUT_S, "giving workers and GPUs back", release):
         abandon("disconnecting from Ray")
     elif not stay:
-        within(SHUTDOWN_TIMEOUT_S, "disconnecting from Ray", ray.shutdown)
+        run_within(SHUTDOWN_TIMEOUT_S, "disconnecting from Ray", ray.shutdown)
 
 
 @contextlib.contextmanager

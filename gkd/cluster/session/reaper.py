@@ -56,7 +56,7 @@ def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
 
     Returns the pids that would not end within 20 s. What they had in shared memory by name is removed.
     """
-    return end(lambda: processes_of(directory), grace_s, recorded(directory))
+    return end(lambda: processes_of(directory), grace_s, read_record(directory))
 
 
 def end(find: Callable[[], list[int]], grace_s: float, mapped: frozenset[tuple[int, str]] = frozenset()) -> list[int]:
@@ -120,7 +120,7 @@ def record(directory: str, looked: dict[int, int]) -> None:
             file.write(lines)
 
 
-def recorded(directory: str) -> frozenset[tuple[int, str]]:
+def read_record(directory: str) -> frozenset[tuple[int, str]]:
     """Return number and name of what :func:`record` wrote down."""
     try:
         lines = (Path(directory) / RECORD).read_text().splitlines()

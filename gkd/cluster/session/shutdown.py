@@ -1,7 +1,7 @@
 """How a program ends: in order on SIGTERM, SIGHUP and Ctrl-C, whatever Ray does to the handlers, and in bounded time.
 
-Calls that may never return have a deadline (:func:`within`), and :func:`leave` ends the process also where one has not.
-Nor does it have to take down what libraries have made (:func:`skip_teardown`).
+Calls that may never return have a deadline (:func:`run_within`), and :func:`leave` ends the process also where one has
+not. Nor does it have to take down what libraries have made (:func:`skip_teardown`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def handle_ending_signals(handler: Callable[[int, FrameType | None], None]) -> N
 
 
 @contextlib.contextmanager
-def keeping_exit_code() -> Iterator[None]:
+def keep_exit_code() -> Iterator[None]:
     """Leave with 128 + the signal's number also where the signal came during a call into Ray, which makes it 0 or 1."""
     try:
         yield
@@ -73,7 +73,7 @@ def keeping_exit_code() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keeping_sigterm_handler() -> Iterator[None]:
+def restore_sigterm_handler() -> Iterator[None]:
     """Put the SIGTERM handler back that ``ray.init`` replaces by its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -87,7 +87,7 @@ def keeping_sigterm_handler() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keeping_children_from_hangups() -> Iterator[None]:
+def shield_children_from_hangups() -> Iterator[None]:
     """Have what is started meanwhile, and all that it starts, live on when the terminal closes, so that a run can save.
 
     A closing terminal sends SIGHUP to the whole group of processes. This one's comes after the block.
@@ -100,7 +100,7 @@ def keeping_children_from_hangups() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ignoring_signals() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Let a clean-up of bounded length finish, also when Ctrl-C is pressed again."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -113,7 +113,7 @@ def ignoring_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def within(timeout_s: float, what: str, call: Callable[[], object]) -> bool:
+def run_within(timeout_s: float, activity: str, call: Callable[[], object]) -> bool:
     """Run ``call`` in a thread of its own for at most ``timeout_s`` seconds; returns whether it came to its end.
 
     Raises what it raises. One that does not return is named in a warning and left behind: :func:`leave` ends the
@@ -127,21 +127,21 @@ def within(timeout_s: float, what: str, call: Callable[[], object]) -> bool:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread = threading.Thread(target=run, name=activity, daemon=True)
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        abandon(what)
-        LOG.warning("%s: not done after %g s; the program ends without it", what, timeout_s)
+        abandon(activity)
+        LOG.warning("%s: not done after %g s; the program ends without it", activity, timeout_s)
         return False
     if raised:
         raise raised[0]
     return True
 
 
-def abandon(what: str) -> None:
-    """Have :func:`leave` end the process at once: ``what`` has not been done and cannot be."""
-    _stuck.append(what)
+def abandon(activity: str) -> None:
+    """Have :func:`leave` end the process at once: ``activity`` has not been done and cannot be."""
+    _stuck.append(activity)
 
 
 def skip_teardown() -> None:

@@ -71,7 +71,7 @@ HERE = Activity()
 """Of this process."""
 
 
-def noted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def record_activity(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a function count as the activity ``name`` of the process while it runs."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

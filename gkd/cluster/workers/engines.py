@@ -35,10 +35,10 @@ class Engines:
         Raises RunFailed where parts of engines have different numbers of GPUs, or a worker does not answer.
         """
         if tensor_parallel_size == 1:
-            return Engines(group, group.only([]), timeout_s)
+            return Engines(group, group.select([]), timeout_s)
         parts = _parts(group, tensor_parallel_size)
         each = tensor_parallel_size // len(parts[0])  # parts of an engine
-        heads = group.only([ranks[0] for ranks in parts])
+        heads = group.select([ranks[0] for ranks in parts])
         devices_of = [[gpu for rank in ranks for gpu in group.reports[rank].ray_gpu_ids] for ranks in parts]
         calls = [
             worker.set_visible_devices.remote(devices, each > 1)
@@ -46,7 +46,9 @@ class Engines:
         ]
         gather([heads.pending("choosing devices", calls)], timeout_s)
         leading = range(0, len(parts), each)
-        return Engines(heads.only(leading), heads.only([i for i in range(len(parts)) if i not in leading]), timeout_s)
+        return Engines(
+            heads.select(leading), heads.select([i for i in range(len(parts)) if i not in leading]), timeout_s
+        )
 
     def start_again(self, placement: Placement, engine: int) -> Group:
         """Start a new leader of an engine on one node, in place of the one that died; returns it, not built yet.
@@ -60,9 +62,9 @@ class Engines:
         try:
             worker = placement.restart_worker(name, rank)
         except NodeLeft:
-            worker = placement.move_workers(name, ranks).only([0])
+            worker = placement.move_workers(name, ranks).select([0])
         if n_gpus > 1:
-            members = placement.groups[name].only(ranks)
+            members = placement.groups[name].select(ranks)
             devices = [gpu for report in members.reports for gpu in report.ray_gpu_ids]
             call = worker.workers[0].set_visible_devices.remote(devices, False)
             gather([worker.pending("choosing devices", [call])], self.timeout_s)
@@ -101,7 +103,7 @@ class Engines:
 
         Returns the followers' calls, which end only when one fails. Raises RunFailed when a worker does not answer.
         """
-        serving = self.followers.submit("serve", what="following")
+        serving = self.followers.submit("serve", activity="following")
         if not serving.refs:
             return serving
         each = self.nnodes - 1

@@ -35,7 +35,7 @@ GET_S = 20.0
 class Pending:
     """Calls under way, one a worker, in rank order; :func:`gather` waits for them."""
 
-    what: str
+    activity: str
     """What is done, for messages: ``loading the teacher``."""
     workers: tuple[str, ...]
     """Who does it, for messages, aligned with ``refs``."""
@@ -58,26 +58,28 @@ class Group:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def only(self, ranks: Sequence[int]) -> Group:
+    def select(self, ranks: Sequence[int]) -> Group:
         """Return the group of these workers alone, in this order."""
         workers, reports = tuple(self.workers[i] for i in ranks), tuple(self.reports[i] for i in ranks)
         return replace(self, workers=workers, reports=reports)
 
-    def replaced(self, position: int, worker: Group) -> Group:
+    def replace_worker(self, position: int, worker: Group) -> Group:
         """Return the group with the one worker of another group at ``position``."""
         workers, reports = list(self.workers), list(self.reports)
         workers[position], reports[position] = worker.workers[0], worker.reports[0]
         return replace(self, workers=tuple(workers), reports=tuple(reports))
 
-    def submit(self, method: str, *args: Any, what: str | None = None, **kwargs: Any) -> Pending:
+    def submit(self, method: str, *args: Any, activity: str | None = None, **kwargs: Any) -> Pending:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
         refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
-        return self.pending(what or _last(method), refs)
+        return self.pending(activity or _last(method), refs)
 
-    def submit_each(self, method: str, args_per_rank: Sequence[Sequence[Any]], *, what: str | None = None) -> Pending:
+    def submit_each(
+        self, method: str, args_per_rank: Sequence[Sequence[Any]], *, activity: str | None = None
+    ) -> Pending:
         """Start calling ``method`` of every worker's object, rank ``i`` with ``args_per_rank[i]``."""
         pairs = zip(self.workers, args_per_rank, strict=True)
-        return self.pending(what or _last(method), [worker.call.remote(method, *args) for worker, args in pairs])
+        return self.pending(activity or _last(method), [worker.call.remote(method, *args) for worker, args in pairs])
 
     def submit_build(
         self, target: str, args_per_rank: Sequence[Sequence[Any]], *, environment: Mapping[str, str] | None = None
@@ -94,28 +96,30 @@ class Group:
             refs.append(worker.build.remote(target, *args))
         return self.pending(f"starting {target.partition(':')[2]}", refs)
 
-    def call(self, method: str, *args: Any, timeout_s: float, what: str | None = None, **kwargs: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, timeout_s: float, activity: str | None = None, **kwargs: Any) -> list[Any]:
         """Call ``method`` of every worker's object; results in rank order. Raises what :func:`gather` raises."""
-        return gather([self.submit(method, *args, what=what, **kwargs)], timeout_s)[0]
+        return gather([self.submit(method, *args, activity=activity, **kwargs)], timeout_s)[0]
 
     def call_each(
-        self, method: str, args_per_rank: Sequence[Sequence[Any]], *, timeout_s: float, what: str | None = None
+        self, method: str, args_per_rank: Sequence[Sequence[Any]], *, timeout_s: float, activity: str | None = None
     ) -> list[Any]:
         """Do what :meth:`call` does, with arguments of its own for every rank."""
-        return gather([self.submit_each(method, args_per_rank, what=what)], timeout_s)[0]
+        return gather([self.submit_each(method, args_per_rank, activity=activity)], timeout_s)[0]
 
     def control(
-        self, method: str, *args: Any, timeout_s: float, what: str | None = None, keep_deaths: bool = False
+        self, method: str, *args: Any, timeout_s: float, activity: str | None = None, keep_deaths: bool = False
     ) -> list[Any]:
         """Do what :meth:`call` does on the workers' other threads: answered also while they are busy.
 
         ``keep_deaths`` as in :func:`gather`.
         """
-        return gather([self.submit_control(method, *args, what=what)], timeout_s, keep_deaths=keep_deaths)[0]
+        return gather([self.submit_control(method, *args, activity=activity)], timeout_s, keep_deaths=keep_deaths)[0]
 
-    def submit_control(self, method: str, *args: Any, what: str | None = None) -> Pending:
+    def submit_control(self, method: str, *args: Any, activity: str | None = None) -> Pending:
         """Start what :meth:`control` does; wait with :func:`gather`."""
-        return self.pending(what or _last(method), [worker.control.remote(method, *args) for worker in self.workers])
+        return self.pending(
+            activity or _last(method), [worker.control.remote(method, *args) for worker in self.workers]
+        )
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return Ray's generator of references to what a generator method of one worker's object yields.
@@ -142,9 +146,9 @@ class Group:
         ray.wait([killing], timeout=KILL_S)  # before Ray ends it: then nobody knows whose children they were
         ray.kill(self.workers[rank], no_restart=True)
 
-    def pending(self, what: str, refs: Sequence[Any]) -> Pending:
+    def pending(self, activity: str, refs: Sequence[Any]) -> Pending:
         """Return calls under way, one a worker; wait with :func:`gather`."""
-        return Pending(f"{self.name}: {what}", tuple(map(str, self.reports)), tuple(refs), self.service)
+        return Pending(f"{self.name}: {activity}", tuple(map(str, self.reports)), tuple(refs), self.service)
 
 
 @ray.remote(max_retries=0)  # type: ignore[untyped-decorator]
@@ -275,10 +279,10 @@ def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None
 
 
 def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[Any, str], timeout_s: float) -> str:
-    what = "; ".join(call.what for call in calls if waiting & set(call.refs))
+    activity = "; ".join(call.activity for call in calls if waiting & set(call.refs))
     late = [owner[ref] for call in calls for ref in call.refs if ref in waiting]
     others = f" and {len(late) - 3} more" if len(late) > 3 else ""
-    return f"{what}: not done after {timeout_s:g} s, still waiting for {', '.join(late[:3])}{others}"
+    return f"{activity}: not done after {timeout_s:g} s, still waiting for {', '.join(late[:3])}{others}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,14 +342,14 @@ def _answer(ref: Any) -> dict[str, Any] | None:
     return contents
 
 
-def fetch(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-    """Fetch the objects behind ``refs``. Raises RunFailed, naming ``what``, when one is late or lost."""
+def fetch(refs: Sequence[Any], timeout_s: float, activity: str) -> list[Any]:
+    """Fetch the objects behind ``refs``. Raises RunFailed, naming ``activity``, when one is late or lost."""
     try:
         return list(ray.get(list(refs), timeout=timeout_s))
     except GetTimeoutError:
-        raise RunFailed(f"{what} did not arrive within {timeout_s:g} s") from None
+        raise RunFailed(f"{activity} did not arrive within {timeout_s:g} s") from None
     except RayError as error:
-        raise explain(error, f"fetching {what}") from error
+        raise explain(error, f"fetching {activity}") from error
 
 
 def fetch_samples(samples: Sequence[TrainingSample], timeout_s: float) -> list[ScoredSample]:

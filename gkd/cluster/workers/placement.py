@@ -50,7 +50,7 @@ class Placement:
 
         Raises NodeLeft where its node has left the cluster.
         """
-        return _beside(self._replace(group, [rank]).only([rank]))
+        return _beside(self._replace(group, [rank]).select([rank]))
 
     def move_workers(self, group: str, ranks: Sequence[int]) -> Group:
         """Start new workers in place of these of one node, which has left, on another node, and check their GPUs.
@@ -74,7 +74,7 @@ class Placement:
                 reserved = [claim.bundle.placement_group for claim in started]
                 self.session.release([claim.worker for claim in started], reserved)
                 raise RunFailed(f"GPU assignment is wrong: {'; '.join(wrong)}")
-        return _beside(self._take_in(group, ranks, started).only(ranks))
+        return _beside(self._take_in(group, ranks, started).select(ranks))
 
     def _replace(self, group: str, ranks: Sequence[int]) -> Group:
         started = start_again(self.session, [self.claims[group][rank] for rank in ranks], self.cluster)

@@ -33,7 +33,7 @@ CONCURRENCY_GROUPS = {"main": 1, "control": 8, "stream": 4, "weights": 32}
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Collect no garbage meanwhile: what imports make stays, and searching it is a fifth of their time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -104,7 +104,7 @@ class Worker:
         """Import ``package.module:Class`` and construct the object whose methods :meth:`call` reaches."""
         self._require_unbuilt("build")
         module, _, name = target.partition(":")
-        with uncollected():
+        with pause_garbage_collection():
             self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
         self._require_own_gpu()
 
@@ -169,6 +169,6 @@ class Worker:
             raise RunFailed(f"{name} was called before the worker was built")
         return attrgetter(name)(self._object)
 
-    def _require_unbuilt(self, what: str) -> None:
+    def _require_unbuilt(self, activity: str) -> None:
         if self._object is not None:
-            raise RunFailed(f"{what} came after the worker was built")
+            raise RunFailed(f"{activity} came after the worker was built")

@@ -42,13 +42,13 @@ class RolloutEngines:
         arguments = [self._arguments(engine, self.engines.leaders) for engine in range(len(self.engines.leaders))]
         return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)
 
-    def again(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> StartAgain:
+    def start_again(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> StartAgain:
         """Return how one that died is started again, and reaches the scorers that are there. After the build.
 
         On its GPU its cache has the size of before: what is free there, while others use it, says nothing.
         """
         limit = self.config.cluster.start_timeout_s
-        caches = self.engines.leaders.control("cache_bytes", timeout_s=limit, what="saying how large caches are")
+        caches = self.engines.leaders.control("cache_bytes", timeout_s=limit, activity="saying how large caches are")
 
         def start(engine: int) -> Group:
             worker = self.engines.start_again(self.placement, engine)
@@ -59,7 +59,7 @@ class RolloutEngines:
             gather([worker.submit_build(WORKER, [built_of], environment=self._environment)], limit)
             absent = [expected.name for expected in scorers.absent()]
             reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}
-            worker.control("pipeline.connect", reached, timeout_s=limit, what="connecting to the models that score")
+            worker.control("pipeline.connect", reached, timeout_s=limit, activity="connecting to the models that score")
             return worker
 
         cluster, why_not = self.config.cluster, refusal(self.engines, self.config.cluster.offload is True)

@@ -118,7 +118,7 @@ class Scorers:
             )
             models[model] = ScorerModel(
                 group,
-                group.submit("serve", what="serving"),
+                group.submit("serve", activity="serving"),
                 addresses,
                 _settings(self.config, name).request_timeout_s,
                 within_s,
@@ -159,11 +159,11 @@ class Scorers:
         """Have them be as before."""
         self._all_do("wake", "waking up")
 
-    def _all_do(self, method: str, what: str) -> None:
+    def _all_do(self, method: str, activity: str) -> None:
         limit = self.config.weights.timeout_s
         for name in self.sleeping_groups():
             # One that died is missed where it is to score.
-            self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, what=what, keep_deaths=True)
+            self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, activity=activity, keep_deaths=True)
 
     def _models(self, name: str) -> list[str]:
         """Return which of ``inputs.scorers`` the engines of a group serve, dealt out in turn."""
@@ -176,7 +176,7 @@ class Scorers:
     def _by_model(self) -> dict[str, Group]:
         """Return the engines of every model."""
         return {
-            model: group.only(range(place, len(group), len(self._models(name))))
+            model: group.select(range(place, len(group), len(self._models(name))))
             for name, group in self.groups.items()
             for place, model in enumerate(self._models(name))
         }

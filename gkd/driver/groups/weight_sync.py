@@ -71,7 +71,7 @@ class WeightSync:
         self._end = time.monotonic() + limit
         about = f"weights version {version} (weights.timeout_s={limit:g})"
         if self._transfer.gpu_to_gpu:  # nothing is packed for an engine that is not there any more
-            self._call_engines("weights.pause", version, what=f"becoming idle for {about}")
+            self._call_engines("weights.pause", version, activity=f"becoming idle for {about}")
         if self._transfer.collective and self._group != self._members():
             self._form_group(about)
         served = self._send(about)
@@ -100,15 +100,15 @@ class WeightSync:
         limit = self.config.weights.timeout_s * (1 + len(self._engines)) + SLACK_S  # the driver's own comes before
         push = Push(self._number, self.actor.version, limit)
         arguments = [(push, destinations) for destinations in self._destinations()]
-        sending = self.actor.group.submit_each("weights.send", arguments, what=f"sending {about}")
+        sending = self.actor.group.submit_each("weights.send", arguments, activity=f"sending {about}")
         if self._transfer.collective:
-            receiving = self._submit("weights.receive", push, what=f"loading {about}")
+            receiving = self._submit("weights.receive", push, activity=f"loading {about}")
             served = self._together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
             return dict(zip(self._engines, served, strict=True))
         known = self._wait_for(sending, about)
         unheard = [engine for engine in self._engines if engine not in known]
         if unheard:  # they say why
-            known |= self._call_engines("weights.receive", push, what=f"loading {about}", engines=unheard)
+            known |= self._call_engines("weights.receive", push, activity=f"loading {about}", engines=unheard)
         return {engine: known[engine] for engine in self._engines if engine in known}
 
     def _destinations(self) -> list[list[Destination]]:
@@ -148,7 +148,7 @@ class WeightSync:
     def _progress(self) -> dict[int, tuple[int | None, int]]:
         """Return how many pieces have arrived at each engine, and how many it has loaded; None, 0 without an answer."""
         engines = self._engines
-        asking = self._submit("weights.arrived", what="saying which pieces are loaded")
+        asking = self._submit("weights.count_arrived", activity="saying which pieces are loaded")
         (answers,) = gather([asking], ANSWERS_S, keep_deaths=True, keep_late=True)
         there = zip(engines, answers, strict=True)
         return {engine: (None, 0) if isinstance(its, WorkerDied) else its for engine, its in there}
@@ -157,38 +157,40 @@ class WeightSync:
         """Return the number, from 1, of the piece that the engines are at."""
         return max((arrived or 0 for arrived, _ in self._progress().values()), default=0)
 
-    def _call_engines(self, method: str, *args: Any, what: str, engines: Sequence[int] | None = None) -> dict[int, Any]:
+    def _call_engines(
+        self, method: str, *args: Any, activity: str, engines: Sequence[int] | None = None
+    ) -> dict[int, Any]:
         """Call ``method`` of the workers of ``engines``, None for all; the results by engine, without those that died.
 
         The push has the time again that was waited for an engine that was lost.
         """
         began, engines = time.monotonic(), self._engines if engines is None else engines
         if not self._left():  # the time is over, and no engine hangs
-            raise RunFailed(f"{what}: no time is left (weights.timeout_s={self.config.weights.timeout_s:g})")
-        answers = self.rollout.call_engines(method, *args, timeout_s=self._left(), what=what, engines=engines)
+            raise RunFailed(f"{activity}: no time is left (weights.timeout_s={self.config.weights.timeout_s:g})")
+        answers = self.rollout.call_engines(method, *args, timeout_s=self._left(), activity=activity, engines=engines)
         if len(answers) < len(engines):
             self._end += time.monotonic() - began
         return answers
 
     def _form_group(self, about: str) -> None:
         """Have actor rank 0 and the engines join a new group."""
-        root, engines = self.actor.group.only([0]), self._engines
+        root, engines = self.actor.group.select([0]), self._engines
         self._group = None
-        what = f"joining a group for {about}"
-        address = root.call("weights.new_group", timeout_s=self._left(), what=what)[0]
-        calls = [root.submit("weights.join_group", address, 1 + self._span * len(engines), what=what),
-                 self._submit("weights.join_group", address, engines, self._span, what=what)]  # fmt: skip
-        self._together(calls, lambda: what)
+        activity = f"joining a group for {about}"
+        address = root.call("weights.new_group", timeout_s=self._left(), activity=activity)[0]
+        calls = [root.submit("weights.join_group", address, 1 + self._span * len(engines), activity=activity),
+                 self._submit("weights.join_group", address, engines, self._span, activity=activity)]  # fmt: skip
+        self._together(calls, lambda: activity)
         self._group = self._members()
 
     def _members(self) -> tuple[int, list[tuple[int, int]]]:
         engines = [(engine, self.rollout.group.reports[engine].pid) for engine in self._engines]
         return self.actor.group.reports[0].pid, engines
 
-    def _submit(self, method: str, *args: object, what: str) -> Pending:
-        return self.rollout.group.only(self._engines).submit_control(method, *args, what=what)
+    def _submit(self, method: str, *args: object, activity: str) -> Pending:
+        return self.rollout.group.select(self._engines).submit_control(method, *args, activity=activity)
 
-    def _together(self, calls: list[Pending], what: Callable[[], str]) -> list[list[Any]]:
+    def _together(self, calls: list[Pending], activity: Callable[[], str]) -> list[list[Any]]:
         """Wait for calls whose workers wait for each other, so that the first death ends the run; their results."""
         try:
             return gather(calls, self._left())
@@ -197,4 +199,4 @@ class WeightSync:
             death = failure if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
             if death is None:
                 raise
-            raise WorkerDied(f"{death}; the others were in the middle of {what()} and wait for it") from None
+            raise WorkerDied(f"{death}; the others were in the middle of {activity()} and wait for it") from None

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from gkd.algorithms.advantages import groups_that_differ
 from gkd.algorithms.training_samples import groups_of, rewards_of
-from gkd.cluster.workers.activity import noted
+from gkd.cluster.workers.activity import record_activity
 from gkd.config import Config, Rollout
 from gkd.config.top_k import top_k_wanted
 from gkd.data.stream import PromptStream
@@ -71,7 +71,7 @@ class Batches:
         self._keys: dict[int, list[int]] = {}  # of the first round of each step that is not collected
         self._requested: dict[int, float] = {}
 
-    @noted("request")
+    @record_activity("request")
     def dispatch(self, version: int) -> None:
         """Request what may be sampled now that the engines have the weights of ``version``."""
         for tickets in self.schedule.admit(version):

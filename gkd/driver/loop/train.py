@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gkd.algorithms.training_samples import require_rewards, with_advantages
-from gkd.cluster.workers.activity import HERE, noted
+from gkd.cluster.workers.activity import HERE, record_activity
 from gkd.config import Config
 from gkd.driver.checkpoints.checkpoint import State
 from gkd.driver.loop.collect import Batches, Collected
@@ -136,7 +136,7 @@ def _learned_from(
     return batch, row
 
 
-@noted("request")
+@record_activity("request")
 def _request(config: Config, batches: Batches, ends: StepEnds, step: int) -> None:
     """Request what is measured after ``step``, and samples that may be drawn from its weights.
 
@@ -152,7 +152,7 @@ def _request(config: Config, batches: Batches, ends: StepEnds, step: int) -> Non
         ends.validate(step)
 
 
-@noted("log")
+@record_activity("log")
 def _log(parts: Parts, log: RunLog, ends: StepEnds, state: State, stages: StepStages) -> State:
     """Add what the workers report to a step's row, and log and save it unless its validation is under way."""
     reports = parts.report()

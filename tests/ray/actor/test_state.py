@@ -206,10 +206,10 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: py
         return ranks
 
     def settle(call: Pending, timeout_s: float) -> None:
-        done.append(call.what)
+        done.append(call.activity)
 
     ranks: Any = SimpleNamespace(
-        submit_control=lambda method, *_, what: Pending(what, (), ()), call_each=lambda *_, **__: None
+        submit_control=lambda method, *_, activity: Pending(activity, (), ()), call_each=lambda *_, **__: None
     )
     actor = ActorGroup(ranks, config(), "", restart)
     monkeypatch.setattr("gkd.actor.group.settle", settle)

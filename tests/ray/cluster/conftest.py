@@ -14,7 +14,7 @@ from ray.util import placement_group, remove_placement_group
 
 from gkd.cluster import gpu
 from gkd.cluster.session import reaper
-from gkd.cluster.session.connect import connect, needed_servers_only
+from gkd.cluster.session.connect import connect, start_needed_servers_only
 from gkd.cluster.workers.placement import place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import load
@@ -37,7 +37,7 @@ def cluster():
         patch.setenv(gpu.SIMULATED, "1")
         patch.delenv(gpu.VISIBLE, raising=False)
         patch.delenv("RAY_ADDRESS", raising=False)
-        with needed_servers_only():
+        with start_needed_servers_only():
             made = _four_nodes(directory)
         ray.init(address=made.address, log_to_driver=False, logging_level=logging.ERROR)
         try:

@@ -56,7 +56,7 @@ def test_an_engine_over_nodes_has_a_part_on_each_and_ends_with_any(placed):
     assert eventually(lambda: not alive(engines.leaders.reports[1].pid) and not alive(children[1]))
     with pytest.raises(RunFailed, match=r"rollout rank 6 .* died"):
         gather([serving], 30)
-    assert engines.leaders.only([0]).call("what", timeout_s=30)  # the other engine goes on
+    assert engines.leaders.select([0]).call("what", timeout_s=30)  # the other engine goes on
     assert alive(children[0])
     os.kill(engines.leaders.reports[0].pid, signal.SIGKILL)
     assert eventually(lambda: not alive(engines.followers.reports[0].pid))

@@ -92,7 +92,7 @@ def test_our_own_errors_come_out_as_they_are(groups, kind, raised):
 
 def test_a_timeout_says_what_was_awaited_and_for_how_long(groups):
     with pytest.raises(RunFailed, match=r"^actor: holding still: .*\b0\.5 s, .*actor rank 0 \(pid \d+ on "):
-        groups["actor"].call("wait_for_flag", timeout_s=0.5, what="holding still")
+        groups["actor"].call("wait_for_flag", timeout_s=0.5, activity="holding still")
     groups["actor"].control("set_flag", timeout_s=60)
 
 

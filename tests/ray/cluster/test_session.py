@@ -191,7 +191,7 @@ time.sleep(60)
         assert len(pids) == 2  # the resource tracker is the other one
         assert all(name.exists() for name in its + others)
         if killed != "nothing":
-            assert eventually(lambda: len(reaper.recorded(str(directory))) == len(its))
+            assert eventually(lambda: len(reaper.read_record(str(directory))) == len(its))
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             assert eventually(lambda: not reaper.processes_of(str(directory)))

@@ -80,8 +80,8 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     reports_of = WorkerReports()
     assert of_memory(reports_of.read([rollout.living])) == {"memory/rollout/process_gb": 4.0}
     os.kill(pids[3], signal.SIGSTOP)
-    rollout.group.only([1]).control("get_stuck", timeout_s=30)
-    rollout.group.only([2]).control("send_half", timeout_s=30)
+    rollout.group.select([1]).control("get_stuck", timeout_s=30)
+    rollout.group.select([2]).control("send_half", timeout_s=30)
     with caplog.at_level(logging.WARNING, "gkd"):
         for _ in range(2):
             assert of_memory(reports_of.read([rollout.living])) == {"memory/rollout/process_gb": 3.0}
@@ -127,13 +127,13 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
     def send(stale: Sequence[int]) -> None:
         assert {rollout._fleet.health("rollout", engine) for engine in stale} == {Health.STALE}
         assert not any(engine in rollout._dispatcher.at_work for engine in stale)
-        sent.extend(rollout.call_engines("progress", timeout_s=30, what="loading", engines=stale))
+        sent.extend(rollout.call_engines("progress", timeout_s=30, activity="loading", engines=stale))
         rollout.mark_updated(stale)
 
     def kill(killed: Sequence[int]) -> list[int]:
         keys = rollout.submit(wanted(30))
         if len(killed) == 1:
-            rollout.group.only(killed).control("lose_process", timeout_s=30)
+            rollout.group.select(killed).control("lose_process", timeout_s=30)
             return keys
         for engine in killed:
             os.kill(rollout.group.reports[engine].pid, signal.SIGKILL)
@@ -216,7 +216,7 @@ def test_a_driver_that_stood_still_takes_nobody_for_hanging(engines: list[Group]
     heartbeat.begin()
     for _ in range(3):
         time.sleep(0.6)
-        assert heartbeat.hanging([0]) == []
+        assert heartbeat.find_hanging([0]) == []
 
 
 def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
@@ -226,7 +226,7 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
         rollout.sample(wanted(3), timeout_s=0.5)
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
-    assert set(rollout.call_engines("progress", timeout_s=5.0, what="telling")) == {0}
+    assert set(rollout.call_engines("progress", timeout_s=5.0, activity="telling")) == {0}
     assert rollout.present == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
     assert len(rollout.sample(wanted(2), timeout_s=60)) == 2
@@ -242,7 +242,7 @@ def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Grou
     os.kill(pid, signal.SIGKILL)
     rollout.drain(timeout_s=120)
     assert rollout.present == [0]
-    assert rollout.group.only([0]).control("progress", timeout_s=30)[0][1] == 0
+    assert rollout.group.select([0]).control("progress", timeout_s=30)[0][1] == 0
     samples = [rollout.collect(keys, timeout_s=120) for keys in (first, later)]
     assert [[sample.prompt_id for sample in of] for of in samples] == [list(range(6)), list(range(10))]
     # Of what waited, the first batch went out before the rest of the second, whose requests of engine 1 came back.

@@ -88,7 +88,7 @@ class System:
         return found
 
     def trouble(self, engine: int, what: str, number: int) -> None:
-        self.rollout.group.only([engine]).control("make_trouble", what, number, timeout_s=30)
+        self.rollout.group.select([engine]).control("make_trouble", what, number, timeout_s=30)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     assert (found[1], found[2]) == (2, False)
     system.rollout.submit([SampleRequest(Prompt(0, np.ones(1, np.int32), ""), 0, 0, Sampling(1))])
     time.sleep(1.0)
-    assert system.rollout.group.only([1]).control("progress", timeout_s=30) == [(0, 1)]  # it waits, unsampled
+    assert system.rollout.group.select([1]).control("progress", timeout_s=30) == [(0, 1)]  # it waits, unsampled
     end(engines)
 
 
