@@ -32,7 +32,7 @@ class Student(nn.Module):
 
     def __init__(self, lm: PreTrainedModel, has_adapter: bool, files: FileNames) -> None:
         super().__init__()
-        self.lm, self.has_adapter, self._files = lm, has_adapter, files
+        self.lm, self.has_adapter, self.files = lm, has_adapter, files
         self.head = Head(lm)
         """Logits [n, V] of hidden states [n, D]."""
         self.compilation: Compilation | None = None
@@ -84,19 +84,19 @@ class Student(nn.Module):
         if self.has_adapter:
             from gkd.actor.lora import merge
 
-            tensors = merge(self.lm, tensors, _whole)
+            tensors = merge(self.lm, tensors, gather_tensor)
         for name, whole in tensors:
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
     def file_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the same by the names, and in the shapes, that the model's files have. A collective as well."""
-        return self._files.convert(self.full_tensors(dtype))
+        return self.files.convert(self.full_tensors(dtype))
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's parameters, gathered. A collective."""
         from gkd.actor.lora import is_adapter
 
-        return ((name, _whole(value.detach())) for name, value in named_tensors(self.lm) if is_adapter(name))
+        return ((name, gather_tensor(value.detach())) for name, value in named_tensors(self.lm) if is_adapter(name))
 
     def adapter_file_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the same as ``dtype``, by the names in peft's files. A collective as well."""
@@ -108,10 +108,16 @@ class Student(nn.Module):
         return dequantize_weights(self.lm, self._gather_stored(dtype))
 
     def _gather_stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        return ((name, _whole(value.detach(), dtype)) for name, value in named_tensors(self.lm))
+        return ((name, gather_tensor(value.detach(), dtype)) for name, value in named_tensors(self.lm))
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def cast_shard(tensor: DTensor, dtype: torch.dtype | None) -> Tensor:
+    """Return this rank's part of a tensor where the ranks compute, as ``dtype`` if it is of floats."""
+    local = tensor.to_local()
+    return local.to(device=tensor.device_mesh.device_type, dtype=dtype if local.is_floating_point() else None)
+
+
+def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor gathered from all ranks, as ``dtype`` if it is of floats and that is given. A collective.
 
     The shards are cast first, and moved to where the ranks compute: those that live in the host's memory would go from
@@ -119,8 +125,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    local, mesh = tensor.to_local(), tensor.device_mesh
-    local = local.to(device=mesh.device_type, dtype=dtype if local.is_floating_point() else None)
+    local, mesh = cast_shard(tensor, dtype), tensor.device_mesh
     if mesh.size() == 1:  # nothing is anywhere else
         return local
     sharded: Tensor = DTensor.from_local(

@@ -41,7 +41,7 @@ class ActorWorker:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype_on(device))
         torch.set_num_threads(_n_threads(config, model_path, world, device))
-        self.weights = WeightSource(config.weights, self.device, self.dtype)
+        self.weights = WeightSource(config.weights, self.device, self.dtype, config.rollout.tensor_parallel_size)
 
     def open_store(self) -> tuple[str, int]:
         """Open the rendezvous, on rank 0, on a port this process chooses; returns host and port."""

@@ -106,6 +106,27 @@ def _the_engine_takes_the_weights(config: Config) -> None:
         )
 
 
+def _the_shards_can_be_sent(config: Config) -> None:
+    weights, lora = config.weights, config.actor.lora
+    if not weights.transfer_class.shards:
+        return
+    if lora.r is not None:
+        raise ValueError(
+            f"weights.transfer={weights.transfer}: it sends what the actor trains, and the adapter of "
+            f"actor.lora.r={lora.r} is merged into the weights only on other ways; auto would do"
+        )
+    if weights.transfer_class.ray_executor and (size := config.rollout.tensor_parallel_size) > 1:
+        raise ValueError(
+            f"weights.transfer={weights.transfer}: vLLM's Ray executor runs here on one GPU an engine, not on those of "
+            f"rollout.tensor_parallel_size={size}; nccl or auto would do"
+        )
+    if weights.checksum:
+        raise ValueError(
+            f"weights.checksum=true: weights.transfer={weights.transfer} has no pieces that could be compared; "
+            "weights.checksum=false, or weights.transfer=auto, would do"
+        )
+
+
 def _the_adapter_can_be_sent_alone(config: Config) -> None:
     if not config.weights.adapter_only:
         return
@@ -278,6 +299,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _colocated_groups_fit_on_their_hosts,
     _turns_can_be_taken,
     _the_engine_takes_the_weights,
+    _the_shards_can_be_sent,
     _the_adapter_can_be_sent_alone,
     _the_engine_samples_at_the_temperature,
     _policy_gradient_is_on_policy,

@@ -18,24 +18,13 @@ TRANSFERS = Registry(
     {
         "ipc": "gkd.weights.ipc:Ipc",
         "nccl": "gkd.weights.nccl:Nccl",
+        "nccl_m2n": "gkd.weights.nccl_m2n:NcclM2n",
+        "sharded_rdt": "gkd.weights.sharded_rdt:ShardedRdt",
         "object_store": "gkd.weights.object_store:ObjectStore",
     },
     "gkd.weights.transfer:Transfer",
 )
-"""The fastest first; the last one works everywhere."""
-
-
-NO_TRANSFERS = {
-    "sharded_rdt": "it takes RDMA through NIXL, and a further process beside every rank of the actor",
-    "nccl_m2n": "it takes NVIDIA's nccl-extensions, and loads into the running model without pieces or a checksum",
-}
-"""Ways of vLLM's that are none here, and why."""
-
-
-def _known_transfer(name: str) -> str:
-    if name in NO_TRANSFERS:
-        raise ValueError(f"{name} is vLLM's alone: {NO_TRANSFERS[name]}; nccl or auto would do (docs/weights.md)")
-    return make_absolute(name)
+"""The order in which ``auto`` tries those that it may choose; the last one works everywhere."""
 
 
 class Weights(OpenSettings):
@@ -44,11 +33,12 @@ class Weights(OpenSettings):
     registry: ClassVar[Registry] = TRANSFERS
     selects: ClassVar[str] = "transfer"
 
-    transfer: Annotated[str, AfterValidator(_known_transfer)] = Field(
+    transfer: Annotated[str, AfterValidator(make_absolute)] = Field(
         "auto",
         description="way of the weights: ipc: CUDA memory shared by the processes on one GPU; nccl: broadcast from "
-        "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of them that the "
-        f"placement allows; or {OWN_CLASS}",
+        "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of these that the "
+        "placement allows; nccl_m2n, sharded_rdt: vLLM's own, of shards (docs/weights.md), which auto never takes; "
+        f"or {OWN_CLASS}",
     )
     timeout_s: float = Field(300.0, gt=0, description="time one push may take")
     checksum: bool = Field(

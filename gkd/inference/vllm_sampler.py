@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
     def __init__(self, spec: EngineSpec) -> None:
         self.llm = start_llm(_arguments(spec), spec.device)
         self.engine, self.device, self._eos_ids = self.llm.llm_engine, spec.device, spec.model.eos_ids
-        self.weights = spec.weights
+        self.weights, self._rank = spec.weights, spec.rank
         self._requests: dict[str, SampleRequest] = {}
         self._paused = False
         self._finished: list[tuple[int, Sample]] = []  # while it was being paused
@@ -52,7 +53,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
             from gkd.weights.vllm_adapter import AdapterLoader
 
             self._adapter = AdapterLoader(self.llm, spec.lora)
-        if spec.weights is not None and spec.weights.transfer_class.gpu_to_gpu:
+        if spec.weights is not None and (way := spec.weights.transfer_class).gpu_to_gpu and not way.shards:
             from gkd.weights import vllm_backend
 
             vllm_backend.prepare(self.llm, spec.weights)
@@ -181,7 +182,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         """Load the next piece, which each of the engine's processes receives, as :meth:`load_weights`."""
         from gkd.weights import vllm_backend
 
-        vllm_backend.load(self.llm, piece, running=self._running)
+        vllm_backend.load(self.llm, piece, running=self._running, rank=self._rank)
         self._resume(piece)
 
     @property
@@ -218,7 +219,7 @@ def _spans(versions: Sequence[Any] | None, n_prompt: int) -> tuple[VersionSpan, 
 
 
 def _arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Return arguments of vLLM's engine; makes the weight backend known to this process."""
+    """Return arguments of vLLM's engine; makes the weight backends known to this process."""
     from gkd.weights import vllm_plugin
 
     arguments = engine_arguments(
@@ -235,4 +236,10 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         return arguments | vllm_adapter.arguments(spec.lora, VLLMSampler.adapter_ranks)
     if spec.weights is None:
         return arguments
-    return {**arguments, "weight_transfer_config": {"backend": vllm_plugin.register()}}
+    vllm_plugin.register()
+    if spec.weights.transfer_class.ray_executor:
+        from gkd.inference import vllm_ray
+
+        os.environ.update(vllm_ray.share_gpu_of_worker())
+        arguments["distributed_executor_backend"] = "ray"
+    return {**arguments, "weight_transfer_config": {"backend": spec.weights.transfer_class.backend}}

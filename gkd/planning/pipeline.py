@@ -273,8 +273,9 @@ def sync_s(layout: Layout, world: int) -> float:
     if layout.config.weights.adapter_only:
         n_sent = round(sum(n * w.shard_size(1) for n, w in adapter_weights(shape, layout.config.actor.lora)))
     n_bytes = layout.compute_bytes * n_sent
-    gathered = 0.0 if world == 1 else n_bytes / hardware.link
-    if not TRANSFERS.load(transfer_of(layout)).gpu_to_gpu:
+    transfer = TRANSFERS.load(transfer_of(layout))
+    gathered = 0.0 if world == 1 or not transfer.gathers else n_bytes / hardware.link
+    if not transfer.gpu_to_gpu:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
     link = hardware.link if _on_one_node(layout) else hardware.network
     sent = 0.0 if "rollout" in layout.config.on_the_actors_gpus() else n_bytes / link

@@ -50,7 +50,14 @@ class Delivery:
         self.push = push
         self._destinations = list(destinations)
         self.served: dict[int, int] = {}
+        self.lost: dict[int, Exception] = {}
+        """What came of engines that get no more."""
         self._flying: deque[tuple[Piece, list[tuple[Destination, Any]]]] = deque()
+
+    @property
+    def destinations(self) -> list[Destination]:
+        """Those that still get pieces."""
+        return list(self._destinations)
 
     @property
     def has_receivers(self) -> bool:
@@ -76,9 +83,10 @@ class Delivery:
                         self.served[to.engine] = served
                 except GetTimeoutError:
                     raise RunFailed(f"{piece} was not loaded within {self.push.limit_s:g} s") from None
-                except (RayError, RunFailed):  # the driver has it from the engine's own answer
+                except (RayError, RunFailed) as error:  # the driver has it from the engine's own answer
                     if to in self._destinations:
                         self._destinations.remove(to)
+                        self.lost[to.engine] = error
             self._flying.popleft()
 
 

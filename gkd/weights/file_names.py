@@ -7,6 +7,8 @@ as vLLM's loaders do, knows the files' names alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,17 @@ Named = Iterator[tuple[str, Tensor]]
 Shapes = dict[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Tensors by their names in memory that become ``shapes``, whole, by their names in files; ``renames``: nothing
+    else happens to them, so that what holds for a part of the one holds for the other.
+    """
+
+    names: tuple[str, ...]
+    shapes: Shapes
+    renames: bool
+
+
 class FileNames:
     """Converts the tensors of one model.
 
@@ -28,8 +41,24 @@ class FileNames:
     """
 
     def __init__(self, lm: PreTrainedModel, shapes: Shapes) -> None:
-        self.lm = lm
+        self.lm, self._shapes = lm, shapes
         self._groups = _groups(lm, shapes)
+
+    @cached_property
+    def conversions(self) -> list[Conversion]:
+        """What :meth:`convert` does with all tensors, in the order in which it yields them."""
+        place = {name: number for number, name in enumerate(self._shapes)}
+        return [
+            self._conversion(group)
+            for group in sorted(self._groups, key=lambda names: max(place[name] for name in names))
+        ]
+
+    def _conversion(self, group: list[str]) -> Conversion:
+        state = {name: torch.empty(self._shapes[name], device="meta") for name in group}
+        converted = revert_weight_conversion(self.lm, state)
+        shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
+        same = [id(tensor) for tensor in converted.values()] == [id(tensor) for tensor in state.values()]
+        return Conversion(tuple(group), shapes, renames=same and len(group) == 1)
 
     def convert(self, tensors: Named) -> Named:
         """Convert ``tensors``, those of the model by their names in memory, to what the files have.

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import base64
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gkd.errors import RunFailed
@@ -37,23 +38,13 @@ class NcclSender(PackingSender):
 
     def new_group(self) -> str:
         """Return what all ranks of a new group need to meet, base64. Raises RunFailed where NCCL cannot be loaded."""
-        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
-        try:
-            made = NCCLLibrary().ncclGetUniqueId()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise RunFailed(f"weights.transfer=nccl: NCCL cannot be used here: {error}") from None
-        return base64.b64encode(ctypes.string_at(ctypes.addressof(made), ctypes.sizeof(made))).decode()
+        return make_unique_id("nccl")
 
     def join(self, address: str, world: int) -> None:
         """Join as the root. Leaves an earlier group."""
-        import torch
-
         if self.group is not None:
             self.group.destroy()
-        # vLLM would otherwise make a new stream the one that everything after runs on, training as well.
-        aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(aside):
+        with use_stream_apart():
             self.group = _join(address, ROOT, world)
 
     def broadcast(self) -> None:
@@ -109,6 +100,26 @@ class Nccl(Transfer):
                     return f"{worker} and {owner[uuid]} are both on {uuid}, and NCCL takes one rank a GPU"
                 owner[uuid] = worker
         return None
+
+
+def make_unique_id(way: str) -> str:
+    """Return an id that a new group meets by, base64. Raises RunFailed where NCCL cannot be loaded."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    try:
+        made = NCCLLibrary().ncclGetUniqueId()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RunFailed(f"weights.transfer={way}: NCCL cannot be used here: {error}") from None
+    return base64.b64encode(ctypes.string_at(ctypes.addressof(made), ctypes.sizeof(made))).decode()
+
+
+@contextmanager
+def use_stream_apart() -> Iterator[None]:
+    """Join a group on a stream aside: vLLM would make a new one that all after runs on, training as well."""
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        yield
 
 
 def _join(address: str, rank: int, world: int) -> Any:

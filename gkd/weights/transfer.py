@@ -116,6 +116,16 @@ class Transfer:
     """Whether weights stay on GPUs; else they pass through the host's memory, which every engine can load from."""
     collective: ClassVar[bool] = False
     """Whether sender and receivers form a group in which all take part in each piece: a death there ends the run."""
+    shards: ClassVar[bool] = False
+    """Whether a push is one transfer of vLLM's own, see :mod:`gkd.weights.shards`, instead of pieces."""
+    gathers: ClassVar[bool] = True
+    """Whether the actor's ranks gather whole tensors before they send them."""
+    automatic: ClassVar[bool] = True
+    """Whether ``weights.transfer=auto`` may choose it."""
+    ray_executor: ClassVar[bool] = False
+    """Whether vLLM's processes of an engine have to be actors of Ray's, which share GPUs with the workers."""
+    backend: ClassVar[str] = "gkd"
+    """The name that vLLM knows the engines' end by, see :mod:`gkd.weights.vllm_plugin`."""
     sender: ClassVar[type[Sender]]
     receiver: ClassVar[type[Receiver]]
 

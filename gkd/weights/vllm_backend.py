@@ -7,20 +7,18 @@ reload around an update and replaces how tensors arrive.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from vllm import LLM
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from gkd.config import Weights
+from gkd.weights.shards import ShardCall
 from gkd.weights.transfer import Piece, Receiver
-from gkd.weights.vllm_direct import DirectCopies
+from gkd.weights.vllm_reload import Reload
 
 Running = Literal["none", "recompute", "keep"]
 """What becomes of what unfinished requests have cached when weights change; none: there are none."""
@@ -47,12 +45,11 @@ class PieceUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     piece: Piece | None = None
 
 
-class PieceTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
+class PieceTransferEngine(Reload, IPCWeightTransferEngine):  # type: ignore[misc]
     """Loads tensors handed over in the call itself, or received by this process from a GPU."""
 
     init_info_cls = ReceiverInfo
     update_info_cls = PieceUpdate
-    direct: DirectCopies | None = None
     receiver: Receiver | None = None
 
     def init_transfer_engine(self, init_info: ReceiverInfo) -> None:
@@ -65,52 +62,15 @@ class PieceTransferEngine(IPCWeightTransferEngine):  # type: ignore[misc]
             rank = init_info.offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
             self.receiver.join(init_info.address, rank, init_info.world)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one piece. The base class would synchronise an accelerator, which a CPU does not have."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
     def receive_weights(self, update_info: PieceUpdate) -> None:
         """Hand the tensors to the model's own loader, which knows its fused and sharded layers."""
-        assert self.direct is not None, "a piece came before the update was begun"
         tensors = update_info.tensors
         if tensors is None:
             assert self.receiver is not None and update_info.piece is not None
             tensors = self.receiver.receive(update_info.piece)
-        with self.direct:
-            self.model.load_weights([(name, t.to(self.device)) for name, t in tensors.items()])
-        self.direct.process(whole=False)
-
-    def start_weight_update(self) -> None:
-        """Begin the reload; on a CPU every layer is then prepared for its kernels as at the first load.
-
-        vLLM prepares experts for its CPU kernels (padding, packing) only while they have no kernel yet, and a reload
-        would leave raw weights where packed ones are read. No graph holds on to a kernel here, as it would on a GPU.
-        """
-        if self.device.type == "cpu":
-            for module in self.model.modules():
-                if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                    module.quant_method.moe_kernel = None
-        super().start_weight_update()
-        self.direct = DirectCopies(self.model)
-
-    def finish_weight_update(self) -> None:
-        """Finish the reload; on a CPU also prepare layers whose weights came by way of another module, as tied heads.
-
-        Such a layer shares its weight with the one that was reloaded, and has a copy of its own in its kernel's layout.
-        """
-        assert self.direct is not None, "an update ends that was not begun"
-        self.direct.process(whole=True)
-        self.direct = None
-        super().finish_weight_update()
-        if self.device.type == "cpu":
-            modules = list(self.model.modules())
-            owners = Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
-            for module in modules:
-                shared = any(owners[id(p)] > 1 for p in module._parameters.values() if p is not None)
-                if shared and isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase):
-                    quant_method.process_weights_after_loading(module)
+        load_weights: Any = self.model.load_weights
+        with self.loading():
+            load_weights([(name, t.to(self.device)) for name, t in tensors.items()])
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -130,16 +90,22 @@ def join(llm: LLM, weights: Weights, address: str, offset: int, world: int) -> N
     llm.init_weight_transfer_engine({"init_info": joining})
 
 
-def load(llm: LLM, piece: Piece, tensors: dict[str, Tensor] | None = None, running: Running = "none") -> None:
+def load(
+    llm: LLM, piece: Piece, tensors: dict[str, Tensor] | None = None, running: Running = "none", rank: int = 0
+) -> None:
     """Load one piece into an engine that computes nothing, in order; ``tensors`` None: its processes receive them.
 
     With the last piece the engine serves the version and has forgotten every cached prefix. What requests that are
-    ``running`` have cached is forgotten as well and computed again (recompute), or kept (keep). Raises what the piece
-    raises on its way, and leaves the engine half-updated: do not sample from it then.
+    ``running`` have cached is forgotten as well and computed again (recompute), or kept (keep). ``rank`` is the
+    engine's. Raises what the piece raises on its way, and leaves the engine half-updated: do not sample from it then.
     """
-    if piece.number == 0:
-        llm.start_weight_update()
-    llm.update_weights({"update_info": {"piece": piece} if tensors is None else {"tensors": tensors}})
+    call = piece.contents[0] if piece.contents else None
+    if isinstance(call, ShardCall):
+        _do(llm, call, rank)
+    else:
+        if piece.number == 0:
+            llm.start_weight_update()
+        llm.update_weights({"update_info": {"piece": piece} if tensors is None else {"tensors": tensors}})
     if not piece.last:
         return
     llm.finish_weight_update(str(piece.version))
@@ -147,3 +113,13 @@ def load(llm: LLM, piece: Piece, tensors: dict[str, Tensor] | None = None, runni
         return
     if not llm.llm_engine.reset_prefix_cache(reset_running_requests=running == "recompute"):
         raise RuntimeError("vLLM did not reset its prefix cache after a weight update: blocks are still in use")
+
+
+def _do(llm: LLM, call: ShardCall, rank: int) -> None:
+    """Do a call of one of vLLM's own transfers; the last of a push, finish, is that of any push."""
+    if call.verb == "init":
+        llm.init_weight_transfer_engine({"init_info": call.info | call.place_of(rank)})
+    elif call.verb == "start":
+        llm.start_weight_update()
+    elif call.verb == "update":
+        llm.update_weights({"update_info": call.info})

@@ -1,4 +1,4 @@
-"""Tells every vLLM process, also the children of a tensor-parallel engine, of this project's weight backend.
+"""Tells every vLLM process, also the children of a tensor-parallel engine, of this project's weight backends.
 
 vLLM loads what is named under the entry point ``vllm.general_plugins`` (see pyproject.toml) as each of its processes
 starts, so nothing heavy is imported here.
@@ -6,13 +6,17 @@ starts, so nothing heavy is imported here.
 
 from __future__ import annotations
 
-BACKEND = "gkd"
+BACKENDS = {
+    "gkd": ("gkd.weights.vllm_backend", "PieceTransferEngine"),
+    "gkd_nccl_m2n": ("gkd.weights.vllm_m2n", "M2NTransferEngine"),
+}
+"""Modules and classes by their names in ``weight_transfer_config``."""
 
 
-def register() -> str:
-    """Make the backend known to vLLM, once a process; returns its name for ``weight_transfer_config``."""
+def register() -> None:
+    """Make the backends known to vLLM, once a process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "gkd.weights.vllm_backend", "PieceTransferEngine")
-    return BACKEND
+    for name, (module, engine) in BACKENDS.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, module, engine)

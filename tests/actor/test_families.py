@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gkd.actor.loading import load
-from gkd.actor.model import Student
+from gkd.actor.model import Student, named_tensors
 from gkd.actor.pretrained import write_config, write_weights
 from gkd.config import Lora, Rollout
 from gkd.data.model_info import ModelInfo
@@ -159,3 +159,18 @@ def test_sampling_with_transformers_follows_the_actor(
     name = next(name for name in sent if "embed" not in name)
     with pytest.raises(RuntimeError, match=r"version 4: .* missing .*\b1 tensors"):
         engine.load_weights(Piece(4, 0, True), {other: t for other, t in sent.items() if other != name})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversions_are_those_that_files_get_in_their_order(family: str) -> None:
+    lm = make(family, 0)
+    tensors = dict(named_tensors(lm))
+    files = FileNames(lm, {name: tuple(value.shape) for name, value in tensors.items()})
+    converted = list(files.convert(iter(tensors.items())))
+    assert [(name, tuple(t.shape)) for name, t in converted] == [
+        its for c in files.conversions for its in c.shapes.items()
+    ]
+    by_name = dict(converted)
+    for conversion in files.conversions:
+        if conversion.renames:
+            assert by_name[next(iter(conversion.shapes))] is tensors[conversion.names[0]]

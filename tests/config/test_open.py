@@ -131,8 +131,6 @@ def test_an_own_reward_of_a_runs_file_can_be_left_out_or_replaced(tmp_path: Path
             "tensor_parallel_size=2",
         ),
         (["weights.transfer=gloo"], "weights.transfer"),
-        (["weights.transfer=sharded_rdt"], "weights.transfer"),
-        (["weights.transfer=nccl_m2n"], "weights.transfer"),
         (["weights.directory=/tmp"], "weights.directory"),
         (["weights.transfer=nccl", "rollout.engine=hf"], "weights.transfer=nccl: rollout.engine=hf"),
     ],

@@ -117,3 +117,11 @@ def test_weights_take_the_way_that_a_run_would_choose(overrides: tuple[str, ...]
     assert transfer_of(s) == way
     slowest = stages_of(layout_of(*H200, *overrides, "weights.transfer=auto", "rollout.engine=hf")).sync
     assert (stages_of(s).sync < 0.1 * slowest) == (way != "object_store")
+
+
+def test_shards_are_sent_without_being_gathered() -> None:
+    ways = ("nccl", "nccl_m2n", "sharded_rdt")
+    s = {way: layout_of(*H200, "trainer.n_gpus_per_node=2", f"weights.transfer={way}") for way in ways}
+    assert {transfer_of(layout) for layout in s.values()} == set(ways)
+    by_nccl, shards, fetched = (stages_of(layout).sync for layout in s.values())
+    assert shards < by_nccl == fetched

@@ -73,7 +73,56 @@ def test_a_way_that_cannot_work_is_one_line(wanted: str, actor: list[str], rollo
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("wanted", ["ipc", "nccl"])
+def test_ways_of_shards_are_chosen_by_name_alone_and_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = reports("actor", G[0], G[1]), reports("rollout", G[2])
+    lacking = {
+        "nccl_m2n": r"finds no nccl.m2n here; .*nccl-extensions .*NCCL 2.30.5 .*VLLM_NCCL_SO_PATH",
+        "sharded_rdt": r"finds no nixl._api here; pip install nixl",
+    }
+    for way, reason in lacking.items():
+        monkeypatch.setattr("gkd.weights.shards.is_installed", lambda module: False)
+        with pytest.raises(
+            ConfigError, match=rf"weights.transfer={way}: .*{reason}.*; weights.transfer=nccl or .*would"
+        ):
+            choose(Weights(transfer=way), Rollout(), *apart)
+        monkeypatch.setattr("gkd.weights.shards.is_installed", lambda module: True)
+        assert choose(Weights(transfer=way), Rollout(), *apart) == way
+        assert choose(Weights(), Rollout(), *apart) == "nccl"
+        assert choose(Weights(), Rollout(), reports("actor", G[0], G[1]), reports("rollout", G[0], G[2])) != way
+        for actor, rollout, why in (
+            ([SIM[0]], [SIM[1]], "computes on a CPU"),
+            (["MIG-1"], ["MIG-2"], r"slice of a GPU \(MIG\)"),
+            ([G[0], G[1]], [G[1]], r"rollout rank 0 .* and actor rank 1 .* both on GPU-1, and it takes one rank a GPU"),
+            ([G[0]], [G[1], G[1]], r"rollout rank 1 .* and rollout rank 0 .* both on GPU-1"),
+        ):
+            with pytest.raises(ConfigError, match=f"weights.transfer={way}: .*{why}"):
+                choose(Weights(transfer=way), Rollout(), reports("actor", *actor), reports("rollout", *rollout))
+    many = reports("actor", *(f"GPU-a{i}" for i in range(17)))
+    with pytest.raises(ConfigError, match=r"nccl_m2n: the actor has 17 ranks, .* 16 parts at most; .*sharded_rdt or "):
+        choose(Weights(transfer="nccl_m2n"), Rollout(), many, reports("rollout", G[0]))
+
+
+@pytest.mark.parametrize("wanted", ["nccl_m2n", "sharded_rdt"])
+def test_ways_of_shards_are_refused_what_they_cannot_do(wanted: str) -> None:
+    assert compose([f"weights.transfer={wanted}"]).weights.transfer == wanted
+    for overrides, why in (
+        (["weights.checksum=true"], rf"weights.checksum=true: weights.transfer={wanted} has no pieces"),
+        (["actor.lora.r=8"], rf"weights.transfer={wanted}: .*actor.lora.r=8 is merged"),
+        (["actor.lora.r=8", "weights.adapter_only=true"], rf"weights.transfer={wanted}"),
+    ):
+        with pytest.raises(ConfigError, match=why) as caught:
+            compose([f"weights.transfer={wanted}", *overrides])
+        assert "\n" not in str(caught.value)
+
+
+def test_engines_that_fetch_have_one_gpu_each() -> None:
+    several = ["rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2"]
+    with pytest.raises(ConfigError, match=r"weights.transfer=sharded_rdt: .* rollout.tensor_parallel_size=2; nccl or"):
+        compose(["weights.transfer=sharded_rdt", *several])
+    assert compose(["weights.transfer=nccl_m2n", *several]).rollout.tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize("wanted", ["ipc", "nccl", "nccl_m2n", "sharded_rdt"])
 def test_the_hf_engine_is_refused_before_anything_starts(wanted: str) -> None:
     with pytest.raises(ConfigError, match=rf"weights.transfer={wanted}: rollout.engine=hf .*object_store"):
         compose([f"weights.transfer={wanted}", "rollout.engine=hf"])

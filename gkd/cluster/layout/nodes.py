@@ -47,6 +47,8 @@ class GroupRequest:
     """The GPUs that one group needs: ``n_gpus`` on each of ``nnodes`` nodes; ``gpus`` are exact indices, None any.
 
     ``by_node`` has, instead of ``gpus``, exact indices for each node. ``colocated`` are the groups that share its GPUs.
+    ``others_per_gpu``: actors that engines start by themselves, as many on each GPU, which take as much of it as a
+    worker.
     """
 
     group: str
@@ -57,6 +59,7 @@ class GroupRequest:
     tensor_parallel_size: int = 1
     colocated: tuple[ColocatedGroup, ...] = ()
     by_node: tuple[tuple[int, ...], ...] = ()
+    others_per_gpu: int = 0
 
     @property
     def ranges(self) -> tuple[tuple[int, ...], ...]:
@@ -83,7 +86,8 @@ class GroupRequest:
     @property
     def workers_per_gpu(self) -> int:
         """Most workers that share one of its GPUs."""
-        return 1 + max((sum(p in other.positions for other in self.colocated) for p in range(self.n_gpus)), default=0)
+        colocated = max((sum(p in other.positions for other in self.colocated) for p in range(self.n_gpus)), default=0)
+        return 1 + colocated + self.others_per_gpu
 
     @property
     def total(self) -> int:
@@ -152,6 +156,7 @@ def group_requests(config: Config) -> list[GroupRequest]:
             pool.tensor_parallel_size if isinstance(pool, Engine) else 1,
             tuple(_colocated_group(own, pools[own], pool) for own, host in hosts.items() if host == GROUP_OF[section]),
             tuple(map(tuple, pool.gpus_by_node or ())),
+            int(config.weights.transfer_class.ray_executor),
         )
         for section, pool in config.pools()
         if GROUP_OF[section] not in hosts

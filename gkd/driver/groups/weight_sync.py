@@ -72,7 +72,7 @@ class WeightSync:
         about = f"weights version {version} (weights.timeout_s={limit:g})"
         if self._transfer.gpu_to_gpu:  # nothing is packed for an engine that is not there any more
             self._call_engines("weights.pause", version, activity=f"becoming idle for {about}")
-        if self._transfer.collective and self._group != self._members():
+        if self._transfer.collective and not self._transfer.shards and self._group != self._members():
             self._form_group(about)
         served = self._send(about)
         for engine, its in served.items():

@@ -107,8 +107,8 @@ def test_a_check_gets_no_more_time_than_is_left(tmp_path: Path, monkeypatch: pyt
 def test_what_needs_gpus_is_skipped_and_never_ok_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "run_check", lambda check, *_: Outcome(check.name, "ok"))
     for n_gpus, skipped in (
-        (0, ["attention", "ipc", "graphs", "transfers", "two_gpus", "mps"]),
-        (1, ["two_gpus"]),
+        (0, ["attention", "ipc", "graphs", "transfers", "two_gpus", "shards", "mps"]),
+        (1, ["two_gpus", "shards"]),
         (2, []),
     ):
         outcomes = [*acceptance.outcomes(CHECKS, 9, n_gpus, tmp_path, tmp_path)]
@@ -153,7 +153,7 @@ def test_the_machine_and_the_wish_go_together(monkeypatch: pytest.MonkeyPatch) -
 def test_all_of_it_fits_into_its_time_on_one_gpu() -> None:
     assert sum(check.estimate_s for check in CHECKS if check.n_gpus == 1 and not check.asked) <= 9 * 60
     assert all(check.estimate_s < check.limit_s for check in CHECKS)
-    assert len({check.name for check in CHECKS}) == len(CHECKS) == 17
+    assert len({check.name for check in CHECKS}) == len(CHECKS) == 18
 
 
 def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +203,8 @@ class Recorded:
         ways = {
             "nccl": "by nccl (",
             "object_store": "by object_store (",
+            "nccl_m2n": "by nccl_m2n (",
+            "sharded_rdt": "by sharded_rdt (",
             "colocation": "colocated: the actor is offloaded",
         }
         text = ways.get(name, "by ipc (")
@@ -237,6 +239,20 @@ def test_every_run_is_one_that_can_be_configured(recorded: Recorded, tmp_path: P
     assert recorded.names == [
         "eager", "graphs", "ahead", "colocation", "ipc", "object_store", "grpo", "curve", "nccl", "both", "w1",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("n_gpus", [2, 3])
+def test_shards_go_by_each_way_that_is_installed(
+    n_gpus: int, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.weights.shards.is_installed", lambda module: False)
+    with pytest.raises(Skipped, match=r"nccl_m2n: .*nccl-extensions.*; sharded_rdt: .*pip install nixl"):
+        check("shards", n_gpus, tmp_path / "none")
+    monkeypatch.setattr("gkd.weights.shards.is_installed", lambda module: module == "nixl._api")
+    assert set(check("shards", n_gpus, tmp_path / "one")["lacking"]) == {"nccl_m2n"}
+    monkeypatch.setattr("gkd.weights.shards.is_installed", lambda module: True)
+    assert check("shards", n_gpus, tmp_path / "both")["lacking"] == {}
+    assert recorded.names == ["sharded_rdt", "nccl_m2n", "sharded_rdt"]
 
 
 def test_mps_runs_for_one_run_of_two(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

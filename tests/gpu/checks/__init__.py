@@ -44,5 +44,6 @@ CHECKS = (
     Check("ahead", "tests.gpu.checks.runs:ahead", 22, 120),
     Check("curve", "tests.gpu.checks.runs:curve", 80, 240),
     Check("two_gpus", "tests.gpu.checks.runs:two_gpus", 100, 240, n_gpus=2, rehearses=False),
+    Check("shards", "tests.gpu.checks.runs:shards", 120, 300, n_gpus=2, rehearses=False),
     Check("mps", "tests.gpu.checks.mps:beside_each_other", 150, 400, rehearses=False, asked=True),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from gkd.config import TRANSFERS
 from gkd.driver.checkpoints.checkpoint import newest_intact
-from tests.gpu.checks.context import Context, require
+from tests.gpu.checks.context import Context, Skipped, require
 from tests.gpu.checks.program import SMALL_TASK, SMALLER_TASK, Run, run
 
 MOST_MISMATCH = 0.02  # nats a token between sampler and trainer
@@ -121,6 +122,22 @@ def two_gpus(context: Context) -> None:
     result = run(context, "both", *_task(context), *both, "trainer.total_steps=4", "trainer.val_every=1000")
     require("by ipc" in result.text, "weights did not go by ipc")
     _agrees(context, result)
+
+
+def shards(context: Context) -> None:
+    """Weights by vLLM's own ways for shards, each with what it needs installed; of two FSDP ranks from 3 GPUs on."""
+    engine = 1 if context.n_gpus == 2 else 2
+    apart = ("trainer.gpus=0" if engine == 1 else "trainer.gpus=0-1", f"rollout.gpus={engine}", *EAGER)
+    apart += (f"teacher.gpus={engine}", "teacher.colocate_with=rollout", "rollout.gpu_memory_utilization=0.3")
+    apart += ("teacher.gpu_memory_utilization=0.3", "trainer.total_steps=4", "trainer.val_every=1000")
+    lacking = {way: reason for way in ("nccl_m2n", "sharded_rdt") if (reason := TRANSFERS.load(way).find_lacking())}
+    context.note(lacking=lacking)
+    for way in sorted({"nccl_m2n", "sharded_rdt"} - lacking.keys()):
+        result = run(context, way, *_task(context), *apart, f"weights.transfer={way}")
+        require(f"by {way} (" in result.text, f"weights did not go by {way}")
+        _agrees(context, result)
+    if len(lacking) == 2:
+        raise Skipped("; ".join(f"{way}: {reason}" for way, reason in lacking.items()))
 
 
 def _task(context: Context) -> tuple[str, ...]:

@@ -1,0 +1,65 @@
+"""A rank's part of the weights, by the names of the model's files: what transfers take that need not gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from gkd.actor.model import Student, cast_shard, gather_tensor, named_tensors
+from gkd.weights.shards import FilePart
+
+
+class StudentShards:
+    """The shards of the student that ``begin`` returns, which has no adapter, as ``dtype``.
+
+    A tensor is handed out as the rank's shard where files have it as memory has, and every rank has as much of it;
+    any other is gathered, converted and whole on every rank. ``begin`` is called whenever weights are about to be read.
+    """
+
+    def __init__(self, begin: Callable[[], Student], dtype: torch.dtype) -> None:
+        self._begin, self._dtype = begin, dtype
+
+    def layout(self) -> list[FilePart]:
+        """Return what every tensor is, without gathering any."""
+        student, parts = self._begin(), []
+        values = dict(named_tensors(student.lm))
+        for conversion in student.files.conversions:
+            value = values[conversion.names[0]]
+            dtype = self._dtype if value.is_floating_point() else value.dtype
+            dim = find_equal_dim(value) if conversion.renames else None
+            parts += [FilePart(name, dtype, shape, dim) for name, shape in conversion.shapes.items()]
+        return parts
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's shard of each tensor, or all of it. A collective."""
+        student = self._begin()
+        values = dict(named_tensors(student.lm))
+        for conversion in student.files.conversions:
+            its = {name: values[name].detach() for name in conversion.names}
+            (first, *_) = its.values()
+            if conversion.renames and isinstance(first, DTensor) and find_equal_dim(first) is not None:
+                yield next(iter(conversion.shapes)), cast_shard(first, self._dtype)
+            else:
+                whole = ((name, self._whole(value)) for name, value in its.items())
+                yield from student.files.convert(whole)
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor gathered. A collective."""
+        return self._begin().file_tensors(self._dtype)
+
+    def _whole(self, value: Tensor) -> Tensor:
+        whole = gather_tensor(value, self._dtype)
+        return whole.to(self._dtype) if whole.is_floating_point() else whole
+
+
+def find_equal_dim(tensor: Tensor) -> int | None:
+    """Return the dimension along which ranks have equal parts of a tensor; None where they have not, or all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    (placement,), n = tensor.placements, tensor.device_mesh.size()
+    if n == 1 or not isinstance(placement, Shard) or tensor.shape[placement.dim] % n:
+        return None
+    return placement.dim

@@ -1,0 +1,66 @@
+"""Weights over NCCL without gathering: vLLM's ``nccl_m2n``, by which all ranks of the actor send their FSDP shards.
+
+One collective a tensor, of all ranks and all processes of engines, lays the ranks' shards out as the engines want them:
+as their own part of a parameter, or whole where vLLM fuses several of them. The group is met as that of
+:mod:`gkd.weights.nccl` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from gkd.errors import RunFailed
+from gkd.weights.nccl import make_unique_id, require_enabled, use_stream_apart
+from gkd.weights.shards import Meeting, ShardSource, ShardTransfer
+from gkd.weights.transfer import Place
+
+MOST_RANKS = 16
+"""Parts that the library puts together to one whole tensor: MAX_SOURCE_SHARDS in vLLM's m2n_common."""
+
+
+class NcclM2n(ShardTransfer):
+    """Shards from all of the actor's GPUs to other GPUs."""
+
+    gathers = False
+    backend = "gkd_nccl_m2n"
+    packages: ClassVar = {
+        "nccl.m2n": "it comes with NVIDIA's nccl-extensions (https://github.com/NVIDIA/nccl-extensions), which needs "
+        "NCCL 2.30.5 or newer, and VLLM_NCCL_SO_PATH naming the libnccl.so that it was built with",
+    }
+
+    @classmethod
+    def new_address(cls) -> str:
+        """Return an id of NCCL's, base64."""
+        return make_unique_id("nccl_m2n")
+
+    @classmethod
+    def trainer(cls, meeting: Meeting, source: ShardSource, client: Any) -> Any:
+        """Return vLLM's trainer engine of this rank in a new group. Raises RunFailed for what it cannot send."""
+        from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo, M2NTrainerWeightTransferEngine
+
+        from gkd.weights.vllm_sources import Shards
+
+        info = M2NTrainerInitInfo(
+            rank=meeting.rank,
+            world_size=meeting.n_ranks + meeting.n_receivers,
+            num_trainer_ranks=meeting.n_ranks,
+            dst_mesh_dims=(meeting.n_engines, meeting.span),
+            nccl_unique_id_b64=meeting.address,
+        )
+        try:
+            with use_stream_apart():
+                engine = M2NTrainerWeightTransferEngine.trainer_init(
+                    info, client=client, source=Shards(source, meeting.n_ranks)
+                )
+        except (ValueError, ImportError) as error:  # before anybody is met
+            raise RunFailed(f"weights.transfer=nccl_m2n: {error}") from None
+        require_enabled(engine.group)
+        return engine
+
+    @classmethod
+    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+        """Return why not; None where all is well."""
+        if len(actor) > MOST_RANKS:
+            return f"the actor has {len(actor)} ranks, and it puts whole tensors together of {MOST_RANKS} parts at most"
+        return super().why_not(actor, rollout)

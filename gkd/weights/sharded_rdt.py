@@ -1,0 +1,45 @@
+"""Weights that engines fetch: vLLM's ``sharded_rdt``, each of whose processes reads by RDMA the slices that it keeps.
+
+Every rank of the actor gathers a layer at a time and shares it with a further process of vLLM's beside it, an actor of
+Ray's that serves it over NIXL until all engines have read it. So nobody is sent what another one keeps, and one layer,
+two at most, are whole at a time. Engines' processes are actors of Ray's as well, as vLLM requires.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gkd.errors import RunFailed
+from gkd.weights.shards import Meeting, ShardSource, ShardTransfer
+
+
+class ShardedRdt(ShardTransfer):
+    """Slices of layers, fetched from all of the actor's ranks by engines on other GPUs."""
+
+    expandable_segments = False
+    ray_executor = True
+    backend = "sharded_rdt"
+    packages: ClassVar = {"nixl._api": "pip install nixl"}
+
+    @classmethod
+    def trainer(cls, meeting: Meeting, source: ShardSource, client: Any) -> Any:
+        """Return vLLM's trainer engine of this rank, its server started. Raises RunFailed where that cannot be done."""
+        import ray
+        from vllm.distributed.weight_transfer.sharded_rdt_trainer import (
+            ShardedRDTTrainerInitInfo,
+            ShardedRDTTrainerWeightTransferEngine,
+        )
+
+        from gkd.weights.vllm_sources import Whole
+
+        info = ShardedRDTTrainerInitInfo(
+            rank=meeting.rank,
+            num_consumers=meeting.n_receivers,
+            workers_per_replica=meeting.span,
+            trainer_actor_namespace=ray.get_runtime_context().namespace,
+            stall_timeout_s=meeting.limit_s,
+        )
+        try:
+            return ShardedRDTTrainerWeightTransferEngine.trainer_init(info, client=client, source=Whole(source))
+        except (ValueError, ImportError) as error:
+            raise RunFailed(f"weights.transfer=sharded_rdt: {error}") from None

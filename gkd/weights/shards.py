@@ -1,0 +1,127 @@
+"""Ways of vLLM's own that need not gather: its trainer engine in every rank of the actor, its worker engine in vLLM.
+
+A push is then four calls of vLLM's protocol (init, start, update, finish), the first only where engines have changed.
+They travel as the pieces of other ways do (:mod:`gkd.weights.delivery`): from actor rank 0 to the engines, in order,
+each with its deadline, and the driver makes its one call to every worker. The weights themselves go as the backend has
+it. A class of such a way derives from :class:`ShardTransfer`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from gkd.weights.transfer import Place, Transfer, why_not_on_gpus
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """What a rank has of a tensor of the model's files, which is of ``dtype`` and ``shape`` when it is whole.
+
+    That is one of as many equal parts as there are ranks, along ``dim``; None: all of it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dim: int | None
+
+
+class ShardSource(Protocol):
+    """The current weights on one rank of the actor, by the names of the model's files, all three in one order."""
+
+    def layout(self) -> list[FilePart]:
+        """Return what every tensor is, without gathering any."""
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this rank has of each. A collective: what ranks have no equal parts of is gathered."""
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each gathered. A collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCall:
+    """A call of vLLM's protocol to the engines ``engines`` together, by their ranks; the content of a piece."""
+
+    verb: Literal["init", "start", "update", "finish"]
+    info: dict[str, Any] = field(default_factory=dict, repr=False)
+    engines: tuple[int, ...] = ()
+
+    def place_of(self, engine: int) -> dict[str, int]:
+        """Return which of the engines ``engine`` is, as vLLM's backends name it."""
+        return {"replica_rank": self.engines.index(engine), "num_replicas": len(self.engines)}
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Who takes part: this rank of ``n_ranks`` of the actor, and ``n_engines`` engines of ``span`` processes.
+
+    ``address`` is what :meth:`ShardTransfer.new_address` returned on rank 0; no wait takes longer than ``limit_s``.
+    """
+
+    rank: int
+    n_ranks: int
+    n_engines: int
+    span: int
+    address: str
+    limit_s: float
+
+    @property
+    def n_receivers(self) -> int:
+        """Processes of all engines."""
+        return self.n_engines * self.span
+
+
+class ShardTransfer(Transfer):
+    """A backend of vLLM's. ``packages``: modules that it needs, with what to install for each."""
+
+    gpu_to_gpu = collective = shards = True
+    automatic = False
+    packages: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def new_address(cls) -> str:
+        """Return what a new group meets by, on rank 0. Raises RunFailed where there can be none."""
+        return ""
+
+    @classmethod
+    @abstractmethod
+    def trainer(cls, meeting: Meeting, source: ShardSource, client: Any) -> Any:
+        """Return vLLM's trainer engine of this rank, connected. A collective of all ranks and engines."""
+
+    @classmethod
+    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+        """Return why not every worker is on a GPU of its own, or what is not installed here; None where all is well."""
+        if reason := why_not_on_gpus((*actor, *rollout)):
+            return reason
+        owner: dict[str, Place] = {}
+        for worker in (*actor, *rollout):
+            for uuid in worker.gpu_uuids:
+                if uuid in owner:
+                    return f"{worker} and {owner[uuid]} are both on {uuid}, and it takes one rank a GPU"
+                owner[uuid] = worker
+        return cls.find_lacking()
+
+    @classmethod
+    def find_lacking(cls) -> str | None:
+        """Return what is not installed here, and what to do about it; None where all is there."""
+        for module, install in cls.packages.items():
+            if not is_installed(module):
+                return f"Python finds no {module} here; {install}"
+        return None
+
+
+def is_installed(module: str) -> bool:
+    """Return whether Python finds a module, which is not imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False

@@ -1,0 +1,91 @@
+"""The actor's end of vLLM's own transfers: where they get weights from, and how their calls reach the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.m2n_common import REPLICATE, REPLICATED, M2NMesh, M2NParamMeta
+from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
+
+from gkd.errors import RunFailed
+from gkd.weights.delivery import Delivery
+from gkd.weights.shards import ShardCall, ShardSource
+from gkd.weights.transfer import Piece
+
+
+class Shards(M2NWeightSource):  # type: ignore[misc]
+    """Yields what this of ``n_ranks`` ranks has of each tensor."""
+
+    def __init__(self, source: ShardSource, n_ranks: int) -> None:
+        self._source, self._n_ranks = source, n_ranks
+
+    def mesh(self) -> M2NMesh:
+        """Return the one dimension of all ranks, as vLLM writes it."""
+        return M2NMesh((self._n_ranks, 1), 0)
+
+    def metadata(self) -> list[ParamMeta]:
+        """Return each tensor's name, type, whole shape, and along what it is in parts."""
+        return [
+            M2NParamMeta(part.name, part.dtype, part.shape, REPLICATED if part.dim is None else (part.dim, REPLICATE))
+            for part in self._source.layout()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._source.parts()
+
+
+class Whole(WeightSource):  # type: ignore[misc]
+    """Yields each tensor gathered. A collective."""
+
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+
+    def metadata(self) -> list[ParamMeta]:
+        """Return each tensor's name, type and shape."""
+        return [ParamMeta(part.name, part.dtype, part.shape) for part in self._source.layout()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._source.whole()
+
+
+class DeliveryClient:
+    """vLLM's ``VLLMWeightSyncClient``, whose calls are pieces of ``delivery``, that of the push under way.
+
+    Every call returns when all ``engines``, of these ranks, have done it, and raises RunFailed where one did not.
+    """
+
+    def __init__(self, delivery: Delivery, engines: tuple[int, ...]) -> None:
+        self._engines = engines
+        self.begin(delivery)
+
+    def begin(self, delivery: Delivery) -> None:
+        """Begin another push."""
+        self._delivery, self._number = delivery, 0
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the engines meet the actor."""
+        self._call("init", init_info)
+
+    def start_weight_update(self) -> None:
+        """Have them begin a reload."""
+        self._call("start")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Have them receive, while the actor sends."""
+        self._call("update", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Have them serve what they received; the version is that of the push."""
+        self._call("finish")
+
+    def _call(self, verb: Any, info: dict[str, Any] | None = None) -> None:
+        call = ShardCall(verb, info or {}, self._engines)
+        piece = Piece(self._delivery.push.version, self._number, verb == "finish", (call,))
+        self._number += 1
+        self._delivery.send(piece)
+        self._delivery.make_room(0)
+        for engine, error in self._delivery.lost.items():
+            raise RunFailed(f"{piece}: engine {engine} did not {verb} the transfer: {error}")

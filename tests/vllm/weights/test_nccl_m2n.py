@@ -1,0 +1,71 @@
+"""From two FSDP ranks to vLLM engines by ``nccl_m2n``, gloo in place of NCCL and NVIDIA's library (gloo_m2n.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from gkd.actor.group import ActorGroup
+from gkd.cluster.workers.group import Group, gather
+from gkd.cluster.workers.reserve import RemoteWorker
+from gkd.config import Config, load
+from gkd.data.model_info import ModelInfo
+from gkd.driver.groups.weight_sync import WeightSync
+from gkd.inference.engine import EngineSpec
+from gkd.inference.vllm_environment import environment
+from gkd.rollout.group import RolloutGroup
+from gkd.types import Sampling
+from tests.vllm.inference.test_engines import EOS, N_TOKENS, SHAPE, make, requests, worst_difference
+from tests.vllm.weights.test_processes import save
+from tests.weights.reports import reports
+
+
+def group(name: str, *gpus: str) -> Group:
+    workers = tuple(RemoteWorker.options(num_cpus=0).remote() for _ in gpus)
+    return Group(name, workers, tuple(reports(name, *gpus)))
+
+
+def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path: Path) -> None:
+    """Two pushes to two engines, and one to the second alone, which is another group."""
+    config: Config = load(
+        {
+            "weights": {"transfer": "tests.vllm.weights.gloo_m2n:GlooM2n"},
+            "model": {"dtype": "float32"},
+            "rollout": {"enforce_eager": True},
+            "cluster": {"cpu_threads": 1},
+        }
+    )
+    trained = make(False, seed=7)
+    paths = save(make(False, seed=0), tmp_path / "before"), save(trained, tmp_path / "trained")
+    actor, engines = group("actor", "SIM-0", "SIM-1"), group("rollout", "SIM-2", "SIM-3")
+    model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
+    ranks: list[Any] = [(config, paths[1], rank, 2, "cpu") for rank in range(2)]
+    specs = [(config, EngineSpec.for_rollout(config, paths[0], model, 64, rank, "cpu")) for rank in range(2)]
+    here = environment("cpu", [], 1)
+    module = "tests.vllm.weights.gloo_m2n"
+    gather(
+        [actor.submit_build(f"{module}:Actor", ranks, environment=here),
+         engines.submit_build(f"{module}:Rollout", specs, environment=here)], 300,
+    )  # fmt: skip
+    try:
+        actor_group, rollout = ActorGroup(actor, config, paths[1], lambda: actor), RolloutGroup(engines, config)
+        actor_group.load()
+        sync = WeightSync(actor_group, rollout, engines.reports, config)
+        wanted = requests(Sampling(12))
+        rollout.sample(wanted, 120)  # fills the prefix cache with the old weights
+        for version, to in ((1, None), (2, None), (3, [1])):
+            actor_group.version = version
+            sync.push(to)
+            if version < 3:
+                finished = rollout.sample(wanted, 120)
+                samples = [scored.sample for scored in rollout.fetch(finished)]
+                assert {span.version for sample in samples for span in sample.versions} == {version}
+                assert worst_difference(trained, wanted, samples) < 2e-3
+                assert worst_difference(make(False, 0), wanted, samples) > 0.1
+        joined = rollout.group.control("joined", timeout_s=30)
+        assert joined == [([(2, 4)], [0]), ([(3, 4), (2, 3)], [0, 0])]  # a CPU's vLLM has weights packed otherwise
+    finally:
+        for worker in (*actor.workers, *engines.workers):
+            ray.kill(worker)
