@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from gkd.cluster.workers.activity import record_activity
 from gkd.config import Config
 from gkd.driver.checkpoints.checkpoint import State
 from gkd.driver.loop.collect import Batches
@@ -82,6 +83,7 @@ class StepEnds:
         figures, self._validating = self._measure(self._validating), None
         return self._log(state, figures)
 
+    @record_activity("validate")
     def _measure(self, validating: Validating | None) -> dict[str, float]:
         if validating is None:
             return {}

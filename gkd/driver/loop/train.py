@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -50,7 +51,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
         if log.stops_early:
             break
         at.ready = time.monotonic()
-        parts.actor.beside = partial(log.samples.write, step, collected.batch)
+        parts.actor.beside = partial(_log_samples, log, step, collected.batch)
         batch, row = _learned_from(config, log, collected, step)
         row |= at.validation() if validates else {}
         row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(collected.requested_s, batch)
@@ -65,11 +66,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
         began = None if config.cluster.offload is True else at.done
         _request(config, batches, ends, step)
         row |= at.timings(row.get("timing_s/update")) | throughput(n_tokens, at.done - at.started, parts.n_gpus)
-        row |= measured.of_memory(reports := parts.report())
-        row |= log.timeline.add(step, stages(at.ready if validates else None, at.updated, at.done), reports)
-        state = replace(state, row=measured.finite(row))
-        log.checkpoints.train(state)
-        state = ends.end(state)
+        bounds = stages(at.ready if validates else None, at.updated, at.done)
+        state = _log(parts, log, ends, replace(state, row=row), bounds)
     return ends.finish(state)
 
 
@@ -104,6 +102,7 @@ def _collect(config: Config, parts: Parts, batches: Batches, step: int) -> tuple
     batches.dispatch(step - 1)
     stream = BatchStream(config, parts.actor)
     collected = batches.collect(step, stream.feed) if config.streams else batches.collect(step)
+    HERE.switch("prepare")  # until the actor computes
     stream.close()
     return collected, stream
 
@@ -134,6 +133,13 @@ def _learned_from(
     if config.rollout.horizon.start is not None:
         row["response/limit"] = float(config.rollout.limit_at(step))
     return batch, row
+
+
+def _log_samples(log: RunLog, step: int, samples: Sequence[TrainingSample]) -> None:
+    """Log samples while the actor computes; then the driver waits for it."""
+    HERE.switch("log samples")
+    log.samples.write(step, samples)
+    HERE.switch(None)
 
 
 @record_activity("request")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gkd.cluster.workers.activity import HERE
 from gkd.config import Config, load
 from gkd.config.validating import StopEarly
 from gkd.data.stream import PromptStream
@@ -158,9 +159,11 @@ class Played:
         file = self.output / "metrics.jsonl"
         stop = EarlyStop(StopEarly(**(stop_early or {})), file)
         with JsonLines(file) as metrics:
-            timeline = Timeline(self.output / "timeline.json", 0)
+            timeline = Timeline(self.output / "timeline.json", 3)
             log = RunLog(metrics, samples, progress, checkpoints, timeline, stop=stop)
-            return train(config, parts, log, start).validated
+            validated = train(config, parts, log, start).validated
+            timeline.write()
+            return validated
 
 
 def test_sets_have_intervals_of_their_own_and_the_last_figures_of_each_stay(tmp_path: Path) -> None:
@@ -194,6 +197,18 @@ def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path
         ("request", 3), ("validate", 3), ("show", 3),
     ]  # fmt: skip
     assert len(run.seeds) == len(set(run.seeds)) == 3 * 8
+
+
+def test_the_timeline_has_what_the_driver_itself_does(tmp_path: Path) -> None:
+    """A plan takes its times from these; the last step's log is not in the file any more."""
+    HERE.take()
+    Played(tmp_path).run(State())
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    (lane,) = (event["pid"] for event in events if event["ph"] == "M" and event["args"]["name"] == "driver 0")
+    own = [(event["name"], event["args"]["step"]) for event in events if event["ph"] == "X" and event["pid"] == lane]
+    for step in (2, 3):  # by when it is done, that is after the push of the step before
+        assert {name for name, its in own if its == step} >= {"request", "log", "prepare", "log samples"}
+    assert ("validate", 3) in own
 
 
 def test_engines_that_only_validate_get_weights_for_that_alone(tmp_path: Path) -> None:
