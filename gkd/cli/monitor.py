@@ -153,6 +153,8 @@ def progress_line(run: RunFiles) -> str:
         return f"{run.path}: finished, {run.step} steps"
     if (failure := run.failure) is not None:
         return f"{run.path}: step {run.step}/{run.total_steps}  {failure}"
+    if run.killed:
+        return f"{run.path}: step {run.step}/{run.total_steps}  killed; trainer.resume=true goes on with it"
     parts = [f"{run.path}: step {run.step}/{run.total_steps}"]
     if "timing_s/step" in run.last:
         parts.append(f"{run.last['timing_s/step']:.2f} s/step")

@@ -8,13 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gkd.cluster.health.queues import EngineQueue, Queues
 from gkd.config.loading import read_yaml
 from gkd.durable import hold
 from gkd.errors import ConfigError, one_line
 
 AGAIN_S = 60.0
-"""Time after which a run that failed has not begun again by itself (trainer.restarts)."""
+"""Time after which a run that has ended has not begun again by itself (trainer.restarts)."""
 
 
 class RunFiles:
@@ -38,12 +40,27 @@ class RunFiles:
 
     @property
     def ended(self) -> bool:
-        """Return whether the run has finished, or has failed and has had time to begin again by itself."""
+        """Return whether the run has finished, was killed, or has failed and has had time to begin again by itself."""
         if self.finished or self.failure is None:
-            return self.finished
-        return time.time() - self.events[-1]["time"] > AGAIN_S and not self._goes_on_again()
+            return self.finished or self.killed
+        return time.time() - self.events[-1]["time"] > AGAIN_S and not self._is_held()
 
-    def _goes_on_again(self) -> bool:
+    @property
+    def killed(self) -> bool:
+        """Return whether the run was ended before it could say so, as by kill -9.
+
+        That is seen where its workers were on this machine: they are gone, nobody holds the directory, and nothing has
+        been written for a minute.
+        """
+        if self.finished or self.failure is not None:
+            return False
+        here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+        pids = [row["pid"] for row in self.placement() if row["node"] in here]
+        if not pids or any(psutil.pid_exists(pid) for pid in pids) or self._is_held():
+            return False
+        return time.time() - max(file.stat().st_mtime for file in self.path.iterdir()) > AGAIN_S
+
+    def _is_held(self) -> bool:
         """Return whether a run holds the directory, as far as the file system has locks."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:

@@ -25,7 +25,10 @@ CARD = Gpu(0, "GPU-1", "a card", "9.0", 80_000_000_000, 30_000_000_000)
 @pytest.fixture
 def run(tmp_path: Path) -> RunFiles:
     (tmp_path / "config.yaml").write_text("trainer: {total_steps: 10}\n")
-    placed = [{"group": g, "rank": 0, "pid": os.getpid(), "gpu_uuids": ["GPU-1"]} for g in ("actor", "rollout")]
+    placed = [
+        {"group": g, "rank": 0, "node": "127.0.0.1", "pid": os.getpid(), "gpu_uuids": ["GPU-1"]}
+        for g in ("actor", "rollout")
+    ]
     (tmp_path / "placement.json").write_text(json.dumps(placed))
     rows = [{"step": 0, "val/accuracy": 0.25}, {"step": 1, "timing_s/step": 30.0, "distill/loss": 2.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 2, "timi')
@@ -168,6 +171,27 @@ def test_a_run_that_failed_is_not_waited_for(run: RunFiles, capfd: pytest.Captur
     with (run.path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "kind": "resume", "text": "from step 1"}) + "\n")
     assert not run.ended
+
+
+def test_a_run_that_was_killed_is_not_waited_for(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    """It says nothing itself: its workers on this machine are gone, and nothing is written."""
+    gone = 2**22 + 1  # more than Linux numbers processes
+
+    def ends(node: str, pid: int, seconds_ago: float = 90.0) -> bool:
+        (run.path / "placement.json").write_text(
+            json.dumps([{"group": "actor", "node": node, "pid": pid, "gpu_uuids": []}])
+        )
+        for file in run.path.iterdir():
+            os.utime(file, (time.time() - seconds_ago,) * 2)
+        return run.ended
+
+    assert not ends("127.0.0.1", os.getpid())
+    assert not ends("203.0.113.1", gone)  # on another machine, which cannot be seen from here
+    assert not ends("127.0.0.1", gone, seconds_ago=5.0)
+    assert ends("127.0.0.1", gone)
+    assert "killed" in text_of(run, capfd, "--every", "600")
+    with claimed(run.path):
+        assert not run.ended
 
 
 @pytest.mark.parametrize("n", [1, 7, 40, 1000])
