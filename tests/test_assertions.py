@@ -12,6 +12,8 @@ MOST = 2  # words in a row; more are a sentence, which may change while the beha
 WORD = r"(?:a|[A-Z]?[a-z]{2,})"
 SENTENCE = re.compile(rf"(?<![\w./=\\-]){WORD}(?: {WORD}){{{MOST},}}(?![\w./=\[-])")
 
+TOLD = re.compile(r"\bstr\(|\.(out|err|stdout|stderr|text)\b|\bmessages\b|getMessage")  # what a user reads
+
 
 def text_of(node: ast.AST) -> str:
     """Join the literal parts of a string; what an f-string inserts is a datum."""
@@ -37,7 +39,7 @@ def parametrized(function: ast.FunctionDef, name: str) -> Iterator[ast.AST]:
 
 
 def expected(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield what tests expect of a message: in ``match=`` and in ``"..." in str(error.value)``."""
+    """Yield what tests expect of a message: in ``match=``, ``"..." in str(error.value)`` and of what is printed."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -45,7 +47,9 @@ def expected(tree: ast.AST) -> Iterator[ast.AST]:
             found: list[ast.AST] = []
             if isinstance(node, ast.Call):
                 found = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
-            elif isinstance(node, ast.Compare) and any("str(" in ast.unparse(c) for c in node.comparators):
+                if isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
+                    found += node.args if TOLD.search(ast.unparse(node.func.value)) else []
+            elif isinstance(node, ast.Compare) and TOLD.search(" ".join(map(ast.unparse, node.comparators))):
                 found = [node.left]
             for value in found:
                 yield from parametrized(function, value.id) if isinstance(value, ast.Name) else [value]

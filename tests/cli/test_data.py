@@ -56,4 +56,4 @@ def test_what_a_run_would_refuse_is_refused(files: Path, capsys: pytest.CaptureF
     assert main(arguments(files)) == 2
     assert "prompted differently" in capsys.readouterr().err
     assert main([*arguments(files, "long.jsonl"), "teacher.chat_template=student"]) == 2
-    assert "data.max_prompt_length=10: every prompt in" in capsys.readouterr().err
+    assert "data.max_prompt_length=10" in capsys.readouterr().err

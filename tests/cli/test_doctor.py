@@ -168,7 +168,7 @@ def test_it_ends_with_1_when_something_failed_and_with_2_for_an_address(
     monkeypatch.setattr(devices, "check_torch", lambda gpus: iter(()))
     assert main([]) == 0
     assert main(["--address", "127.0.0.1:9"]) == 2
-    assert capfd.readouterr().err.startswith("error: --address=127.0.0.1:9: nothing answers there")
+    assert capfd.readouterr().err.startswith("error: --address=127.0.0.1:9: ")
     installed("psutil", "4.0.1")
     assert main([]) == 1
     out = capfd.readouterr().out

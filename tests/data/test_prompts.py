@@ -132,7 +132,7 @@ def test_an_answer_that_no_response_could_be(tmp_path: Path, value: Any) -> None
 
 
 def test_only_the_assistant_speaks(tmp_path: Path) -> None:
-    assert "holds only the assistant's messages" in complaint(tmp_path, [{"messages": [message("assistant", "a")]}])
+    assert "assistant" in complaint(tmp_path, [{"messages": [message("assistant", "a")]}])
 
 
 def test_a_template_that_refuses(tmp_path: Path) -> None:

@@ -45,14 +45,13 @@ def test_a_prompt_template_takes_columns_and_leaves_other_braces() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{questoin}", "x line 1 has no key 'questoin' (data.prompt_template) (did you mean question?)"),
-        ("{choices}", "x line 1: 'choices' is list, which data.prompt_template cannot hold"),
+        ("{questoin}", r"^x line 1 .*'questoin' \(data\.prompt_template\)"),
+        ("{choices}", r"^x line 1: 'choices' .*\blist\b.*data\.prompt_template"),
     ],
 )
 def test_a_template_that_does_not_fit_the_row(template: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=message):
         asked(prompt_template=template)
-    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(

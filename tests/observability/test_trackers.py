@@ -137,7 +137,7 @@ def test_a_users_tracker_takes_metrics_and_settings(tmp_path: Path, caplog: pyte
     with pytest.raises(ConfigError, match=r"trainer\.trackers: .*mine\.py:Lines .*FileNotFoundError"):
         write(missing, tmp_path, ROWS)
     write(missing, tmp_path, ROWS[1:], first=1)  # of a run that goes on
-    assert "Lines did not start: FileNotFoundError" in caplog.text and "the run goes on without it" in caplog.text
+    assert "FileNotFoundError" in caplog.text
 
 
 FAILING = """

