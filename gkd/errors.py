@@ -18,7 +18,7 @@ class ConfigError(Exception):
 
 
 class RunFailed(Exception):
-    """Something died, timed out or was not what it had to be: says what, where and why. Exit code 1."""
+    """Something died, timed out or was not what it had to be: states what, where and why. Exit code 1."""
 
 
 class ControlLost(Exception):

@@ -57,7 +57,7 @@ def show_each_score(results: Sequence[Results], out: Console) -> None:
     for score, measured in by_score(results).items():
         out.print()
         try:
-            show(compare_all(measured, score, say=out.print), out)
+            show(compare_all(measured, score, report=out.print), out)
         except ConfigError as error:
             out.print(f"not compared: {error}", soft_wrap=True)
 

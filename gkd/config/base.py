@@ -124,7 +124,7 @@ class Pool(Settings):
     @model_validator(mode="before")
     @classmethod
     def _count_from_range(cls, values: Any) -> Any:
-        # A range says how many GPUs there are, so the count need not be written twice.
+        # A range states how many GPUs there are, so the count need not be written twice.
         if not isinstance(values, dict):
             return values
         by_node = values.get("gpus_by_node")
@@ -219,7 +219,7 @@ class Engine(Pool):
 
     @property
     def slots(self) -> int:
-        """Sequences that one engine works on at the same time, where no plan says how many."""
+        """Sequences that one engine works on at the same time, where no plan states how many."""
         return DEFAULT_SLOTS if self.max_num_seqs is None else self.max_num_seqs
 
     @property

@@ -27,7 +27,7 @@ from gkd.config.registry import make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
 BASE: Mapping[str, Any] = {
-    **{name: {"n_gpus_per_node": None, "nnodes": None} for name in GROUP_OF},  # so that ranges alone say how many
+    **{name: {"n_gpus_per_node": None, "nnodes": None} for name in GROUP_OF},  # so that ranges alone state how many
     "actor": {"lr": None},  # so that the recipe's algorithm decides
 }
 """What every configuration begins with; the defaults of all other settings are those of :class:`gkd.config.Config`."""

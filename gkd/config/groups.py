@@ -83,13 +83,13 @@ class EngineSection(OpenSettings):
 
     selects: ClassVar[str] = "engine"
     ability: ClassVar[str]
-    """The class attribute of :class:`gkd.inference.engine.InferenceEngine` that says whether a class will do."""
+    """The class attribute of :class:`gkd.inference.engine.InferenceEngine` that states whether a class will do."""
 
     engine: Annotated[str, AfterValidator(make_absolute)]
 
     @property
     def engine_class(self) -> Any:
-        """The class of the engines, which says what they can do and need."""
+        """The class of the engines, which states what they can do and need."""
         return self.registry.load(self.engine)
 
     @model_validator(mode="after")
@@ -148,7 +148,7 @@ class Scorer(Served, Engine, EngineSection):
     def engine_for(self, torch_is_better: Callable[[], bool]) -> str:
         """Return ``engine``, with ``auto`` decided.
 
-        An engine over several GPUs, or with weights that it quantizes, is vLLM's. On one, ``torch_is_better`` says of
+        An engine over several GPUs, or with weights that it quantizes, is vLLM's. On one, ``torch_is_better`` states of
         the model whether torch scores it; only then is that called.
         """
         if self.engine != "auto":

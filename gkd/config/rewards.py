@@ -17,7 +17,7 @@ OWN_PARAMETERS = (
     "data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions", "completion_ids",
     "trainer_state", "log_extra", "log_metric", "data_sources", "solution_strs", "ground_truths", "extra_infos",
 )  # fmt: skip
-"""What a plain function of verl's or TRL's kind is given; :mod:`gkd.rewards.adapters` says when."""
+"""What a plain function of verl's or TRL's kind is given; :mod:`gkd.rewards.adapters` states when."""
 
 TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
 """One of these a function of TRL's kind has."""

@@ -20,7 +20,7 @@ class Horizon(Settings):
 
 
 class StudentSampling(Settings):
-    """The part of the section ``rollout`` that says what is drawn."""
+    """The part of the section ``rollout`` that states what is drawn."""
 
     max_response_length: int = Field(
         256, ge=1, description="tokens a response may have, with its end token (TRL's max_completion_length)"

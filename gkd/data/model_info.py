@@ -1,4 +1,4 @@
-"""What a model directory says of the model, without loading it."""
+"""What a model directory states of the model, without loading it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def load_prompts(
     ``columns``: whether prompts keep all of their rows.
 
     A string is tokenised with the tokenizer's own special tokens; a list of messages goes through its chat template,
-    without the assistant's turns at its end; :func:`gkd.data.templates.question_of` says which of them is asked.
+    without the assistant's turns at its end; :func:`gkd.data.templates.question_of` states which of them is asked.
     Raises ConfigError for whatever is wrong with a file, a row or a template, and when no prompt fits into
     ``data.max_prompt_length``.
     """

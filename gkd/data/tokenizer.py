@@ -138,7 +138,7 @@ def _check_weights(directory: Path, name: str) -> None:
 
     for file in files:
         try:
-            with safe_open(file, "numpy"):  # reads the header, which says how long the file is
+            with safe_open(file, "numpy"):  # reads the header, which states how long the file is
                 pass
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{name}: {file.name} cannot be read: {one_line(error)}") from None

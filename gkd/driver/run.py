@@ -131,7 +131,7 @@ def _drive(
 
 
 def _forget_after(saved: Saved, output: Path, metrics: Path, samples: Path) -> int:
-    """Forget what the run's files say of steps after a checkpoint, and of its end; returns the checkpoint's step."""
+    """Forget what the run's files state of steps after a checkpoint, and of its end; returns the checkpoint's step."""
     cut(metrics, saved.state.last_logged_step)
     cut(samples, saved.state.step)
     for file in (output / "summary.json", *output.glob("results/*.json")):

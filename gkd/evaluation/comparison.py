@@ -87,12 +87,12 @@ def compare_all(
     results: Sequence[Results],
     score: str = "accuracy",
     baseline: str | None = None,
-    say: Callable[[str], object] = lambda text: None,
+    report: Callable[[str], object] = lambda text: None,
 ) -> list[Comparison]:
     """Compare every model with ``baseline``, by default the first, on each set that both have.
 
-    ``say`` is called with why two models are not compared on a set, where others are. Raises ConfigError where nothing
-    can be compared: no second model, no set or no question in common, or no such score.
+    ``report`` is called with why two models are not compared on a set, where others are. Raises ConfigError where
+    nothing can be compared: no second model, no set or no question in common, or no such score.
     """
     names = list(dict.fromkeys(result.name for result in results))
     first = names[0] if baseline is None else baseline
@@ -119,7 +119,7 @@ def compare_all(
     if not rows:
         raise ConfigError(f"no other model has results on a set of {first}: a comparison needs the same questions")
     for why in failed:
-        say(f"not compared: {why}")
+        report(f"not compared: {why}")
     sets = list(dict.fromkeys(result.set for result in results))
     rows.sort(key=lambda row: sets.index(row.set))
     corrected = holm([row.paired.p for row in rows])

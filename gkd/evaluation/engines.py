@@ -30,7 +30,7 @@ WAIT_S = 0.05
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model in a directory: what tables call it, its files' fingerprint, its tokenizer and what it says of itself.
+    """A model in a directory: what tables call it, its files' fingerprint, its tokenizer and what it states of itself.
 
     ``weights``: those that it has in place of the directory's.
     """

@@ -1,7 +1,7 @@
 """What an inference engine is, whichever library runs the model, and whether it samples, scores or rates.
 
 The settings ``rollout.engine``, ``teacher.engine``, ``reference.engine`` and ``reward_model.engine`` name a class that
-derives from :class:`InferenceEngine`. Its class attributes say what it can do, so the configuration and the plan ask
+derives from :class:`InferenceEngine`. Its class attributes state what it can do, so the configuration and the plan ask
 the class and nothing else asks for a name. The modules of such classes import torch, vLLM and transformers within
 functions alone.
 """

@@ -27,7 +27,7 @@ class ScorerUnavailable(RunFailed):
 
 
 class ScorerRefused(RunFailed):
-    """A ``scorer``, by name, cannot answer a request, whichever replica it goes to; ``code`` says why."""
+    """A ``scorer``, by name, cannot answer a request, whichever replica it goes to; ``code`` states why."""
 
     def __init__(self, code: Code, message: str, scorer: str = "teacher") -> None:
         super().__init__(code, message, scorer)

@@ -1,4 +1,4 @@
-"""What a model's configuration says of its attention and experts. Imports no torch: engines are chosen without."""
+"""What a model's configuration states of its attention and experts. Imports no torch: engines are chosen without."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from gkd.modeling.head import below_head
 def choose_attention(config: PretrainedConfig) -> str:
     """Return the attention to load a model with: packed where it seems to be attention all through and replaceable.
 
-    :func:`keeps_sequences_apart` tells whether packing works. Recurrent and linear-attention layers would carry state
+    :func:`keeps_sequences_apart` returns whether packing works. Recurrent and linear-attention layers would carry state
     over from one sequence to the next, and soft-capped or sink attention is not what the packed function computes.
     """
     return attention.NAME if can_pack(config) else exact_attention(config)

@@ -94,7 +94,7 @@ class Timeline:
     def add(
         self, step: int, stages: StepStages, reports: Iterable[WorkerReport], own: Iterable[ActivitySpan] = ()
     ) -> dict[str, float]:
-        """Add a step, by what the workers say of themselves after it, and what the driver did by its ``own`` spans.
+        """Add a step, by what the workers state of themselves after it, and what the driver did by its ``own`` spans.
 
         Returns perf/busy/GROUP, the share of the step in which the group's workers did something, and
         perf/waits_for/GROUP, the share in which workers (of all groups, on average) did nothing because of the group.

@@ -20,7 +20,7 @@ RECORDING, PREPARING = ("request", "log"), ("prepare",)
 
 
 def driver_times(timeline: RunTimeline) -> DriverTimes:
-    """Return the means over a run's steps; nothing where its file does not say what the driver did."""
+    """Return the means over a run's steps; nothing where its file does not state what the driver did."""
     recording, preparing = timeline.named("driver", RECORDING), timeline.named("driver", PREPARING)
     updates = [span for span in timeline.spans if (span.lane, span.name) == (STAGES, "update")]
     scoring = [(span.start, span.end) for span in timeline.spans if (span.lane, span.name) == (STAGES, "score")]

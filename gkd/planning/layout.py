@@ -213,7 +213,7 @@ class Layout:
 
 
 def engine_class(engine: Engine, shape: ModelShape) -> type[InferenceEngine[Any, Any]]:
-    """Return the class of the engines of a pool that run such a model; it says what they can do and take."""
+    """Return the class of the engines of a pool that run such a model; it states what they can do and take."""
     assert isinstance(engine, Rollout | Scorer), "a pool of engines samples or scores"
     if isinstance(engine, Scorer):
         decided = engine.engine_for(lambda: not any(layers.experts for layers in shape.layers))

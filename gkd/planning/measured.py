@@ -26,8 +26,8 @@ from gkd.planning.steps import simulate_layout
 
 MOST_SPREAD = 3.0
 CALIBRATIONS = 2
-SAMPLES_READ, FEWEST_SAMPLES = 2 << 20, 64  # bytes of samples.jsonl, and samples that say how lengths are distributed
-SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it says how long scoring takes in all
+SAMPLES_READ, FEWEST_SAMPLES = 2 << 20, 64  # bytes of samples.jsonl, and samples that state how lengths are distributed
+SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it states how long scoring takes in all
 
 
 def factors_of(directory: str, layout: Layout) -> Factors:
@@ -107,7 +107,7 @@ def _require_same_device(path: Path, layout: Layout) -> None:
         workers = json.loads((path / "placement.json").read_text(encoding="utf-8"))
         on_cpu = are_simulated(uuid for row in workers for uuid in row["gpu_uuids"])
     except OSError:
-        return  # the files that are needed say what is missing
+        return  # the files that are needed state what is missing
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--from {path}: placement.json cannot be read: {error}") from None
     if on_cpu != layout.hardware.is_cpu:

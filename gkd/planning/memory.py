@@ -37,7 +37,7 @@ PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a tim
 class GroupMemory:
     """Holds the bytes of one GPU of a group at its worst moment (of a CPU: of one worker).
 
-    ``items`` by name, in the order they are shown; ``available``: what the GPU has for them. ``shortage`` says what
+    ``items`` by name, in the order they are shown; ``available``: what the GPU has for them. ``shortage`` states what
     does not fit where that is not the sum. ``notes``: what is worth knowing, such as how many sequences a cache holds.
     ``host``: what is in the host's memory for this GPU.
     """

@@ -79,7 +79,7 @@ class ModelShape:
 
     ``root`` holds what is in no layer: embeddings, final norm and, unless tied, the head. ``norms`` is the number of
     norms in a layer, ``qk_norm`` whether queries and keys have one too, ``positions`` the longest sequence (None: no
-    limit). ``plain_head``: whether logits are left as the head gives them. ``note`` says what was assumed about it.
+    limit). ``plain_head``: whether logits are left as the head gives them. ``note`` states what was assumed about it.
     """
 
     kind: str
@@ -214,7 +214,7 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, int, bool, str]] = {
 
 
 def shape_of_size(size: str) -> ModelShape:
-    """Return the published dense model nearest to ``size`` (``1.5b``, ``350m``); its ``note`` says which that is."""
+    """Return the published dense model nearest to ``size`` (``1.5b``, ``350m``); its ``note`` states which that is."""
     n_wanted = float(size[:-1]) * (1e9 if size[-1] in "bB" else 1e6)
     # By the name's own number: a "7b" has 7.6 billion parameters.
     n_named = {name: float(name.rsplit("-", 1)[1][:-1]) * 1e9 for name in SIZES}

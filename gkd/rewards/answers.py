@@ -10,7 +10,7 @@ from gkd.rewards.quantity import FRACTION, SYMBOL, UNSIGNED
 
 MARKER = "####"  # GSM8K's, before the final answer
 TAIL = 20_000  # characters at the end of a text in which its final answer is looked for
-MOST_SENTENCES = 20  # of those that say what the answer is, from the end
+MOST_SENTENCES = 20  # of those that state what the answer is, from the end
 
 _TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")

@@ -2,7 +2,7 @@
 
 A message is delivered once it is whole, and a reply is out of sight once it is handed over, so what ZeroMQ holds for a
 peer has no bound of its own: messages have any number of frames, and high-water marks count messages. The kernel knows
-how many bytes each connection has carried. Monitor events say which connections there are.
+how many bytes each connection has carried. Monitor events state which connections there are.
 
 A kernel that counts no bytes, such as gVisor's, leaves three bounds without effect (of unread answers, of unread time,
 of messages without an end); clients are served there all the same.

@@ -1,4 +1,4 @@
-"""Check what this machine, or a cluster, has against what runs need; each line says what to do.
+"""Check what this machine, or a cluster, has against what runs need; each line states what to do.
 
     gkd doctor                         # this machine, and the cluster that a run started here would join
     gkd doctor --address HOST:6379     # every node of that cluster as well

@@ -74,8 +74,8 @@ def gpus_text(nodes: Sequence[Node]) -> str:
 def _misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
     """Return what is needed and what there is."""
     for request in requests:
-        for one in request.ranges:
-            if not any(set(one) <= set(node.gpus) for node in idle):
+        for gpus in request.ranges:
+            if not any(set(gpus) <= set(node.gpus) for node in idle):
                 there = "; ".join(sorted({f"{range_text(node.gpus)}" for node in idle if node.gpus})) or "none"
                 return f"{_range_override(request)} is beyond this cluster: a node has the GPUs {there}"
     if solve(requests, idle, 0.0) is not None:
@@ -215,7 +215,7 @@ def fits(config: Config, nodes: Sequence[Node]) -> bool:
 
 
 def may_share(config: Config) -> bool:
-    """Return whether sharing is allowed, and no setting says where groups go."""
+    """Return whether sharing is allowed, and no setting states where groups go."""
     return config.cluster.share_gpus and all(
         pool.n_workers == 1
         and pool.ranges() is None

@@ -71,7 +71,7 @@ class GroupRequest:
         if not self.by_node:
             return [self]
         different = dict.fromkeys(self.by_node)
-        return [replace(self, gpus=one, nnodes=self.by_node.count(one)) for one in different]
+        return [replace(self, gpus=gpus, nnodes=self.by_node.count(gpus)) for gpus in different]
 
     @property
     def n_colocated(self) -> int:
@@ -179,7 +179,7 @@ def solve(
 ) -> list[Slot] | None:
     """Place every group on nodes' free GPUs and CPUs, earlier nodes first; None when that is impossible.
 
-    Of clusters on which it is hard to tell, None also when none of the first ``tries`` did it.
+    Of clusters on which it is hard to find out, None also when none of the first ``tries`` did it.
     Slots come in the order of ``requests``, and of nodes within a group, so ranks follow from it.
     """
     parts = [part for request in requests for part in request.parts()]

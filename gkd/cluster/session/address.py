@@ -38,7 +38,7 @@ def require_token() -> None:
 
 
 def _may_use_token() -> bool:
-    """Return whether there is a token, and RAY_AUTH_MODE does not say whether it is to be shown."""
+    """Return whether there is a token, and RAY_AUTH_MODE does not state whether it is to be shown."""
     loader: Any = ray._raylet
     return "RAY_AUTH_MODE" not in os.environ and bool(
         loader.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)

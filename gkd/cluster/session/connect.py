@@ -189,7 +189,7 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
     if not for_layout:
         config = share_gpus(config, [_this_machine(n_gpus, 0, simulated, uuids)])
     requests = group_requests(config)
-    named = [index for request in requests for one in request.ranges for index in one]
+    named = [index for request in requests for gpus in request.ranges for index in gpus]
     wanted = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
     if for_layout:
         n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True

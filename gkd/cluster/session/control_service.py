@@ -2,7 +2,7 @@
 
 Workers go on without it, but nothing can be placed or ended through it any more, and after some time Ray ends every
 process of the run from inside, in the middle of whatever it does. A run that notices it before can save its state and
-say why it ends.
+state why it ends.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ directory, and nobody else does, so that is how they are found: no process is en
 Run as a program, ``python reaper.py DIRECTORY`` waits until its standard input closes, which happens when the driver
 is killed, and then ends what is left and removes the directory; a driver that lives dismisses it. Where it was killed
 as well, the next run does both (:func:`clear`): the driver holds a lock on its directory. While it waits it writes down
-the shared memory that processes of the directory have mapped: once they are killed nothing else says whose it was. It
+the shared memory that processes of the directory have mapped: once they are killed nothing else states whose it was. It
 imports only a little of the standard library, so that it costs nothing while it waits.
 """
 
@@ -43,7 +43,7 @@ def processes_of(directory: str) -> list[int]:
 def _writes_below(pid: int, prefix: str) -> bool:
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            # The link's own permissions say how the file was opened: someone reading a log must not be ended.
+            # The link's own permissions state how the file was opened: someone reading a log must not be ended.
             if link.lstat().st_mode & stat.S_IWUSR and str(link.readlink()).startswith(prefix):
                 return True
     except OSError:  # gone meanwhile, or another user's

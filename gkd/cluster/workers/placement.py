@@ -69,7 +69,9 @@ class Placement:
             # Of those on a node that left the GPUs may be here again: it came back under another name.
             others = [r for r in self.reports if r.node_id in names and (r.group != group or r.rank not in ranks)]
             its_own = {r.group for r in others}
-            may_share = {frozenset((one, other)) for one in its_own for other in its_own if group not in (one, other)}
+            may_share = {
+                frozenset((first, other)) for first in its_own for other in its_own if group not in (first, other)
+            }
             if wrong := faults([*others, *reports], {}, may_share):
                 reserved = [claim.bundle.placement_group for claim in started]
                 self.session.release([claim.worker for claim in started], reserved)

@@ -124,7 +124,7 @@ def require_same_data(saved: Saved, data: Mapping[str, str]) -> None:
 
 
 def cut(file: Path, step: int) -> None:
-    """Forget what a JSON-lines file says of steps after ``step``: they are done again.
+    """Forget what a JSON-lines file states of steps after ``step``: they are done again.
 
     So is a last line that is not whole. Others that are no JSON are left out with a warning.
     """

@@ -65,24 +65,24 @@ class Inputs:
         return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts)}
 
 
-def find_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
+def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     """Have the task make models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     _require_known(config)
-    student, scorers, train, val = find_files(config, say)
+    student, scorers, train, val = find_files(config, report)
     if config.asks_reference:
         scorers["reference"] = _reference(config, student)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
     _require_usable(config, student, scorers, models["student"])
     longest = max_length(config, models)
-    prompts = _load_prompts(config, {"train": train, "val": val}, scorers, tokenizer, longest, say)
+    prompts = _load_prompts(config, {"train": train, "val": val}, scorers, tokenizer, longest, report)
     if config.reward_model.model.path is not None and config.asks_reward_model:
         scorers["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
     if config.algorithm.needs_teacher:
         for wanted in (top_k_wanted, top_k_for_validation):
             wanted(config, models["student"].vocabulary)  # refuses now what the teacher could not give
     _require_answers(config, prompts["train"])
-    val_sets = _val_sets(config, tokenizer, longest, say)
+    val_sets = _val_sets(config, tokenizer, longest, report)
     end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)
     own = with_turn_end(models["student"], end)
     if config.algorithm.learns_answers:
@@ -118,9 +118,9 @@ def _load_prompts(
     scorers: Mapping[str, str],
     tokenizer: Any,
     longest: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> dict[str, PromptSet]:
-    """Read the prompts in ``files``, by train and val, as student and teachers see them; says what is left out."""
+    """Read the prompts in ``files``, by train and val, as student and teachers see them; states what is left out."""
     data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
     columns = bool(config.algorithm.policy_weight and config.reward.needing_columns())
     limits = {"train": None, "val": config.data.val_limit}
@@ -136,11 +136,11 @@ def _load_prompts(
     for name, loaded in prompts.items():
         if loaded.n_too_long:
             left_out = f"{loaded.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
-            say(f"data.{name}_files: {left_out}, {len(loaded.prompts)} are used")
+            report(f"data.{name}_files: {left_out}, {len(loaded.prompts)} are used")
     return prompts
 
 
-def _val_sets(config: Config, tokenizer: Any, max_length: int, say: Callable[[str], None]) -> tuple[Questions, ...]:
+def _val_sets(config: Config, tokenizer: Any, max_length: int, report: Callable[[str], None]) -> tuple[Questions, ...]:
     """Read ``data.val_sets``, each as the student is asked it."""
     sets = []
     for name, settings in config.data.val_sets.items():
@@ -153,7 +153,7 @@ def _val_sets(config: Config, tokenizer: Any, max_length: int, say: Callable[[st
         questions = load_questions(name, settings, tokenizer, max_length - response, section="data.val_sets")
         reward_settings(config, questions)
         if questions.n_too_long:
-            say(f"{section}: {questions.n_too_long} questions are too long and left out")
+            report(f"{section}: {questions.n_too_long} questions are too long and left out")
         sets.append(questions)
     return tuple(sets)
 
@@ -222,10 +222,10 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
         require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
 
 
-def find_files(config: Config, say: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
+def find_files(config: Config, report: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
     """Return directory of the student, those of the models that score by group, training and validation files."""
     if config.uses_task:
-        made = task_of(config).make(say)
+        made = task_of(config).make(report)
         require_teacher(config, made.teacher is not None)
         scorers = {} if made.teacher is None else {"teacher": made.teacher}
         return made.student, scorers, made.train_files, made.val_files

@@ -62,9 +62,9 @@ def longer_view(prompt: Prompt) -> Any:
     return max(prompt.token_ids, prompt.teacher_prompt_ids, key=len)
 
 
-def preview(config: Config, say: Callable[[str], None]) -> Preview:
+def preview(config: Config, report: Callable[[str], None]) -> Preview:
     """Read the data of ``config`` as its run would, also what is too long. Raises ConfigError as the run would."""
-    student, scorers, train, val = find_files(config, say)
+    student, scorers, train, val = find_files(config, report)
     tokenizer = load_tokenizer(student)
     longest = max_length(config, read_models(student, scorers, tokenizer)) - config.rollout.max_response_length
     files: list[FilePreview] = []

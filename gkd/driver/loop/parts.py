@@ -38,7 +38,7 @@ class Parts:
     """What is learned from in place of samples; the engines are then for validation alone."""
 
     def report(self) -> list[WorkerReport]:
-        """Return what the workers of every group say of themselves."""
+        """Return what the workers of every group state of themselves."""
         return self.reports.read([self.actor.group, self.rollout.living, *self.rollout.scorers.groups])
 
 

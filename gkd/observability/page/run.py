@@ -33,7 +33,7 @@ OF_THE_RUN = (
     "data.cache_dir",
     "reward.of_sets",
 )
-"""Settings that say what a run is called and where it is, and what is filled in."""
+"""Settings that state what a run is called and where it is, and what is filled in."""
 
 
 def describe(files: RunFiles) -> dict[str, Any]:
