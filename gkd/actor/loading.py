@@ -39,7 +39,8 @@ def load_sharded(
 ) -> Student:
     """Read a model directory and shard it over the ranks of ``mesh``, as :func:`load` and then :func:`shard` would.
 
-    Rank 0 alone reads the weights and broadcasts one tensor after the other; the other ranks hold the shards that they
+    A rank that is alone on a CPU and computes in float32 has nothing to share: its student is left as it is. Otherwise
+    rank 0 alone reads the weights and broadcasts one tensor after the other; the other ranks hold the shards that they
     keep and one whole tensor at a time. ``compiled`` is given the model before it is sharded. With ``lora.quantize``
     every rank reads all of it: packed weights are whole on every rank. A collective. Raises what :func:`load` raises.
     """
@@ -47,7 +48,8 @@ def load_sharded(
     if mesh.size() == 1 or quantize:
         student = load(path, gradient_checkpointing, lora, device, dtype)
         student.compilation = compiled(student.lm, student.packed)
-        shard(student, mesh, dtype, offload)
+        if not _is_whole(mesh, dtype, offload):
+            shard(student, mesh, dtype, offload)
         return student
     whole = load(path, False, lora, device, dtype) if mesh.get_rank() == 0 else None
     packed = torch.tensor(whole is not None and whole.packed, dtype=torch.int32, device=device)
@@ -58,6 +60,14 @@ def load_sharded(
     student.to_empty(device=CPU if offload else device)
     _fill(student, whole, mesh, device)
     return student
+
+
+def _is_whole(mesh: DeviceMesh, dtype: torch.dtype, offload: bool) -> bool:
+    """Return whether a rank computes with its parameters as they are: alone, on a CPU, in float32.
+
+    FSDP would then gather and reduce nothing, by hooks that cost as much as a small layer.
+    """
+    return mesh.size() == 1 and mesh.device_type == "cpu" and dtype == torch.float32 and not offload
 
 
 @torch.no_grad()

@@ -233,7 +233,7 @@ class RankTrainer:
             raise RunFailed(f"actor rank {self.rank} was asked to compute while its weights had left the GPU to others")
         # Dropout depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
         place = (self.config.trainer.seed, n_updates(self.optimizer), self.rank, *([chunk] if chunk else []))
-        torch.manual_seed(seed_of(*place))
+        _seed(seed_of(*place), self.device)
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
@@ -332,6 +332,14 @@ class RankTrainer:
             if values:
                 names = sorted(values)
                 stacked = torch.stack([values[n].double() for n in names])
-                dist.all_reduce(stacked, operation)
+                if self.world > 1:  # a collective of one wakes another thread
+                    dist.all_reduce(stacked, operation)
                 metrics.update(zip(names, stacked.tolist(), strict=True))
         return metrics
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed what dropout draws from. ``torch.manual_seed`` notes a traceback for each kind of GPU that is not there."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)

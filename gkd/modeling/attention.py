@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -81,14 +81,8 @@ def _attend_padded(
 
     q [H, L, D], k and v [G, L, D] -> [L, H, D]. Padding is on the right, which a causal mask never looks at.
     """
-    lengths = cu.diff().long()
-    even = bool((lengths == longest).all())
-    if even:
-        qs, ks, vs = (x.reshape(len(x), -1, longest, x.shape[-1]).transpose(0, 1) for x in (q, k, v))
-    else:
-        steps = torch.arange(longest, device=q.device)
-        index = (cu[:-1, None].long() + steps).clamp(max=q.shape[1] - 1)  # [S, M]
-        qs, ks, vs = (x[:, index].transpose(0, 1) for x in (q, k, v))
+    padding = _padding_of(cu, longest)
+    qs, ks, vs = (padding.add(x) for x in (q, k, v))
     mask = None
     if window is not None and window < longest:
         steps = torch.arange(longest, device=q.device)
@@ -97,8 +91,57 @@ def _attend_padded(
     out = scaled_dot_product_attention(
         qs, ks, vs, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
     )  # [S, H, M, D]
-    out = out.transpose(1, 2)
-    return out.flatten(0, 1) if even else out[steps < lengths[:, None]]
+    return padding.remove(out)
+
+
+class _Padding:
+    """Where the tokens of S sequences are among S rows of M; worked out once for all layers.
+
+    ``index`` [S * M]: the token at each place of the rows, any where there is none; ``places`` [L]: that of each token.
+    Both are None where all sequences are of M tokens.
+    """
+
+    def __init__(self, cu: Tensor, longest: int) -> None:
+        self.longest = longest
+        self.index: Tensor | None = None
+        self.places: Tensor | None = None
+        lengths = cu.diff().long()
+        if bool((lengths == longest).all()):
+            return
+        steps = torch.arange(longest, device=cu.device)
+        self.places = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
+        self.index = (cu[:-1, None].long() + steps).clamp(max=len(self.places) - 1).flatten()
+
+    def add(self, x: Tensor) -> Tensor:
+        """Turn tokens [H, L, D] into rows [S, H, M, D]."""
+        rows = x.transpose(0, 1).flatten(1)  # [L, H * D]
+        if self.index is not None:
+            rows = _Pad.apply(rows, self.index, self.places)  # type: ignore[no-untyped-call]
+        return rows.reshape(-1, self.longest, len(x), x.shape[-1]).transpose(1, 2)
+
+    def remove(self, rows: Tensor) -> Tensor:
+        """Turn rows [S, H, M, D] into tokens [L, H, D]."""
+        tokens = rows.transpose(1, 2).flatten(0, 1)  # [S * M, H, D]
+        return tokens if self.places is None else tokens.index_select(0, self.places)
+
+
+class _Pad(torch.autograd.Function):
+    """Takes rows by an index whose other rows are padding, without a gradient; so its backward pass takes them too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.places = places
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        return slope.index_select(0, ctx.places), None, None
+
+
+@lru_cache(maxsize=1)  # tensors are keys by what they are, not by what they hold
+def _padding_of(cu: Tensor, longest: int) -> _Padding:
+    """Return the padding of sequences that begin at ``cu``, the same for every layer that is given the same tensor."""
+    return _Padding(cu, longest)
 
 
 AttentionInterface.register(NAME, packed_attention)

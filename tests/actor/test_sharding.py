@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.loading import load
+from gkd.actor.loading import load, load_sharded
 from gkd.actor.model import Student, shard
 from gkd.actor.worker import ActorWorker
 from gkd.config import Algorithm, Lora, Rollout
@@ -135,3 +136,29 @@ def test_a_rank_computes_with_its_share_of_the_nodes_cores(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_alone_on_a_cpu_is_sharded_where_that_changes_anything(
+    mesh: DeviceMesh, path: Path, dtype: torch.dtype, offload: bool
+) -> None:
+    student = load_sharded(str(path), mesh, torch.device("cpu"), dtype, offload=offload)
+    assert isinstance(student, FSDPModule) == (offload or dtype != torch.float32)
+
+
+def test_a_rank_alone_trains_to_the_last_bit_as_if_it_were_sharded(mesh: DeviceMesh, path: Path) -> None:
+    """Loss, gradients and their norm."""
+    micro = micro_batch(models.scored(3))
+    found = []
+    for sharded in (False, True):
+        student = load_sharded(str(path), mesh, torch.device("cpu"), torch.float32)
+        if sharded:
+            shard(student, mesh, torch.float32)
+        loss, _ = student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))
+        loss.backward()
+        gradients = [parameter.grad for parameter in student.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 0.1)
+        found.append([loss, norm, *gradients])
+    for alone, whole in zip(*found, strict=True):
+        assert torch.equal(alone, whole.full_tensor() if isinstance(whole, DTensor) else whole)

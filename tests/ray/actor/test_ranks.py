@@ -170,7 +170,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks: dict[int, Ranks]) 
     def fill(value: float) -> None:
         def change(worker: object) -> None:
             with torch.no_grad():
-                worker.trainer.student.lm.model.norm.weight.to_local().fill_(value)
+                worker.trainer.student.lm.model.norm.weight.fill_(value)
 
         ray.get(ranks[1].workers[0].__ray_call__.remote(change), timeout=60)
 
