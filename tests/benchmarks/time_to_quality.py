@@ -6,8 +6,9 @@ The built-in task's own student, teacher and prompts (sorting digits, made once,
 a step, responses of up to 12 tokens, reverse KL over the whole vocabulary at temperature 1, the recipe's learning rate
 (AdamW, without decay), float32, on all cores of this machine. Every ``--every`` steps both are validated by greedy
 answers to the same held-out prompts, which does not count; nor do starting, loading and the first two steps, in which
-caches warm. In each round both sides are started anew; which of them begins changes from round to round. SETTINGs are
-given to this system's runs. TRL comes with the extra ``trl``.
+caches warm. In each round both sides are started anew, with the round's number as their seed, since at this learning
+rate accuracies swing from one validation to the next; which of them begins changes from round to round. SETTINGs are
+given to this system's runs, such as ``rollout.engine=hf``. TRL comes with the extra ``trl``.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import Any
 BATCH, RESPONSE, MOST_STEPS, WARM, LR = 64, 12, 400, 2, 1e-3
 
 
-def run_gkd(cache: Path, every: int, settings: list[str]) -> dict[str, Any]:
+def run_gkd(cache: Path, every: int, seed: int, settings: list[str]) -> dict[str, Any]:
     """Return ``accuracy`` by step, ``seconds`` of each step, and the ``teacher``'s accuracy, of the real command."""
     output = Path(tempfile.mkdtemp(prefix="gkd-", dir=cache)) / "run"
     command = [sys.executable, "-m", "gkd.main", "+recipe=on_policy_distill", f"data.cache_dir={cache}"]
     command += [f"trainer.output_dir={output}", f"trainer.val_every={every}", f"trainer.total_steps={MOST_STEPS}"]
     command += [f"trainer.batch_size={BATCH}", f"rollout.max_response_length={RESPONSE}", f"actor.lr={LR}"]
-    command += ["actor.lr_decay=constant", "trainer.save_minutes=null", *settings]
+    command += ["actor.lr_decay=constant", "trainer.save_minutes=null", f"trainer.seed={seed}", *settings]
     subprocess.run(command, check=True, timeout=1800, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -42,7 +43,7 @@ def run_gkd(cache: Path, every: int, settings: list[str]) -> dict[str, Any]:
     }
 
 
-def run_trl(cache: Path, every: int, wanted: float) -> dict[str, Any]:
+def run_trl(cache: Path, every: int, seed: int, wanted: float) -> dict[str, Any]:
     """Return the same of TRL's trainer, in this process, until its accuracy is ``wanted``."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
@@ -70,6 +71,7 @@ def run_trl(cache: Path, every: int, wanted: float) -> dict[str, Any]:
         output_dir=str(cache / "trl"),
         teacher_model_name_or_path=str(teacher),
         max_steps=MOST_STEPS,
+        seed=seed,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=1,
         gradient_checkpointing=False,
@@ -119,28 +121,58 @@ def answered(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> float:
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
-def trl_in_a_process_of_its_own(cache: Path, every: int, wanted: float) -> dict[str, Any]:
+def trl_in_a_process_of_its_own(cache: Path, every: int, seed: int, wanted: float) -> dict[str, Any]:
     """Return what :func:`run_trl` measures, with nothing of it left behind in this process."""
     rows = cache / "trl.json"
     command = [sys.executable, __file__, "--measure-trl", str(cache), "--every", str(every), "--share", str(wanted)]
     subprocess.run(
-        [*command, "--json", str(rows)], check=True, timeout=1800, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--seed", str(seed), "--json", str(rows)],
+        check=True,
+        timeout=1800,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     measured = json.loads(rows.read_text())
     return {name: {int(step): value for step, value in by.items()} for name, by in measured.items()}
 
 
-def until(run: dict[str, Any], wanted: float) -> dict[str, float]:
+def until(run: dict[str, Any], wanted: float) -> dict[str, float | None]:
     """Return ``steps`` until the accuracy was ``wanted``, seconds ``a step``, and the ``seconds`` that makes.
 
-    A step takes the median, so that what else runs on the machine for a while is not counted.
-    Raises ValueError where the accuracy never was ``wanted``.
+    A step takes the median, so that what else runs on the machine for a while is not counted. None where the accuracy
+    never was ``wanted``. ``highest``: the highest accuracy.
     """
-    reached = [step for step, value in sorted(run["accuracy"].items()) if value >= wanted]
-    if not reached:
-        raise ValueError(f"{wanted:.3f} was not reached in {MOST_STEPS} steps: {run['accuracy']}")
+    steps = min((step for step, value in run["accuracy"].items() if value >= wanted), default=None)
     a_step = statistics.median(value for step, value in run["seconds"].items() if step > WARM)
-    return {"steps": reached[0], "seconds": reached[0] * a_step, "a step": a_step}
+    seconds = None if steps is None else steps * a_step
+    return {"steps": steps, "seconds": seconds, "a step": a_step, "highest": max(run["accuracy"].values())}
+
+
+def line_of(name: str, made: dict[str, float | None]) -> str:
+    """Return what one run came to."""
+    rest = f"steps of {made['a step']:.3f} s, at most {made['highest']:.3f}"
+    if made["steps"] is None:
+        return f"{name} not in {MOST_STEPS} {rest}"
+    return f"{name} {made['seconds']:.1f} s in {made['steps']:.0f} {rest}"
+
+
+def compared(rounds: dict[str, list[dict[str, float | None]]]) -> list[str]:
+    """Return medians of both sides and of the rounds' ratios, over rounds in which both came so far."""
+    lines = []
+    for what in ("seconds", "steps", "a step"):
+        pairs = [
+            (own[what], peer[what])
+            for own, peer in zip(rounds["gkd"], rounds["TRL"], strict=True)
+            if own[what] is not None and peer[what] is not None
+        ]
+        if pairs:
+            ratios = [own / peer for own, peer in pairs]
+            own, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
+            lines.append(
+                f"{what:8} gkd {own:.3f}, TRL {peer:.3f}: {statistics.median(ratios):.2f} of TRL's "
+                f"({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} rounds)"
+            )
+    return lines
 
 
 def main() -> None:
@@ -150,37 +182,30 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--share", type=float, default=0.9, help="of the teacher's accuracy")
     parser.add_argument("--json", type=Path, help="write every round there")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--measure-trl", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     options = parser.parse_args()
     if options.measure_trl:
-        options.json.write_text(json.dumps(run_trl(options.measure_trl, options.every, options.share)))
+        options.json.write_text(json.dumps(run_trl(options.measure_trl, options.every, options.seed, options.share)))
         return
-    rounds: dict[str, list[dict[str, float]]] = {"TRL": [], "gkd": []}
+    rounds: dict[str, list[dict[str, float | None]]] = {"TRL": [], "gkd": []}
     with tempfile.TemporaryDirectory() as scratch:
         cache = Path(scratch)
-        first = run_gkd(cache, MOST_STEPS, [*options.settings, "trainer.total_steps=1"])  # makes the models
+        first = run_gkd(cache, MOST_STEPS, 0, [*options.settings, "trainer.total_steps=1"])  # makes the models
         wanted = options.share * first["teacher"]
         for number in range(options.rounds):
+            seed = options.seed + number
             for name in ("TRL", "gkd") if number % 2 == 0 else ("gkd", "TRL"):
                 run = (
-                    run_gkd(cache, options.every, options.settings)
+                    run_gkd(cache, options.every, seed, options.settings)
                     if name == "gkd"
-                    else trl_in_a_process_of_its_own(cache, options.every, wanted)
+                    else trl_in_a_process_of_its_own(cache, options.every, seed, wanted)
                 )
                 rounds[name].append(until(run, wanted))
-            said = ", ".join(
-                f"{name} {made[-1]['seconds']:.1f} s in {made[-1]['steps']:.0f} steps of {made[-1]['a step']:.3f} s"
-                for name, made in rounds.items()
-            )
-            print(f"round {number + 1}: {said}", flush=True)
-    for what in ("seconds", "steps", "a step"):
-        ratios = [own[what] / peer[what] for own, peer in zip(rounds["gkd"], rounds["TRL"], strict=True)]
-        own, peer = (statistics.median(made[what] for made in rounds[name]) for name in ("gkd", "TRL"))
-        print(
-            f"{what:8} gkd {own:.3f}, TRL {peer:.3f}: {statistics.median(ratios):.2f} of TRL's "
-            f"({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+            said = "; ".join(line_of(name, made[-1]) for name, made in rounds.items())
+            print(f"round {number + 1}, seed {seed}: {said}", flush=True)
+    print(*compared(rounds), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(rounds, indent=1))
 
