@@ -1,4 +1,4 @@
-"""Sampling with transformers' generate: slow, for models that vLLM does not know."""
+"""Sampling with transformers: for models that vLLM does not know, and for small ones with short responses on a CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
+from gkd.inference.decoding import decode, is_decoded_plainly
 from gkd.inference.engine import EngineSpec, ModuleEngine
 from gkd.modeling.architecture import exact_attention
 from gkd.types import Float32, Int32, Sample, SampleRequest, Sampling
@@ -44,6 +45,13 @@ class _Draw:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         import torch
 
+        nothing = torch.full_like(scores, -torch.inf, dtype=torch.float32)
+        return nothing.scatter(-1, self.choose(input_ids, scores), 0.0)
+
+    def choose(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the next token of every row, [B, 1]; ``scores`` are logits [B, V], and may be changed."""
+        import torch
+
         from gkd.losses.truncation import truncate_logprobs
 
         self.passed()
@@ -59,7 +67,7 @@ class _Draw:
             logprobs = truncate_logprobs((scores / self.sampling.temperature).log_softmax(-1), self.sampling)
         chosen = logprobs.argmax(-1, keepdim=True) if greedy else self._sample(logprobs)  # [B, 1]
         self.logprobs.append(logprobs.gather(-1, chosen)[:, 0])
-        return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
+        return chosen
 
     def _sample(self, logprobs: Tensor) -> Tensor:
         import torch
@@ -98,7 +106,7 @@ class _Stops:
 
 
 class HFSampler(ModuleEngine[SampleRequest, Sample]):
-    """Batches of requests with equal sampling settings, one ``generate`` call each, on one GPU."""
+    """Batches of requests with equal sampling settings, decoded one after the other, on one GPU."""
 
     can_sample, continuous = True, False
 
@@ -117,6 +125,7 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         self.eos_ids = spec.model.eos_ids
         self.tokenizer = load_tokenizer(spec.model_path) if spec.settings.stop else None
         self.waiting: list[tuple[int, SampleRequest]] = []
+        self._is_plain = is_decoded_plainly(self.model)
         self._as_in_files = False
         """Whether the model holds its weights under the names and in the shapes of its files; known after a push."""
 
@@ -158,17 +167,21 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
             mask[row, longest - len(prompt) :] = 1
         draw = _Draw(sampling, [request.seed for _, request in chosen], self.info.n_tokens, longest, self._count)
         stops = _Stops(self.tokenizer, sampling.stop, longest) if sampling.stop else None
-        sequences = self.model.generate(
-            ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            max_new_tokens=sampling.max_tokens,
-            do_sample=False,
-            logits_processor=LogitsProcessorList([draw]),
-            stopping_criteria=None if stops is None else StoppingCriteriaList([stops]),
-            eos_token_id=self.eos_ids or None,
-            pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
-        )
-        new = sequences[:, longest:].cpu().numpy().astype(np.int32)  # [B, T]
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        if self._is_plain:
+            responses = decode(self.model, ids, mask, sampling.max_tokens, draw.choose, self.eos_ids, stops)
+        else:
+            responses = self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=sampling.max_tokens,
+                do_sample=False,
+                logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=None if stops is None else StoppingCriteriaList([stops]),
+                eos_token_id=self.eos_ids or None,
+                pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
+            )[:, longest:]
+        new = responses.cpu().numpy().astype(np.int32)  # [B, T]
         logprobs = torch.stack(draw.logprobs, 1).cpu().numpy()  # [B, T]
         is_end = np.isin(new, self.eos_ids)
         ends = np.where(is_end.any(1), is_end.argmax(1), -1).tolist()  # of each row; -1: none

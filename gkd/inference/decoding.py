@@ -1,0 +1,72 @@
+"""Decoding with a transformers model, without what ``generate`` works out anew for every call and every token.
+
+Shapes: B rows, P tokens of a prompt with its padding, T tokens of a response, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from gkd.modeling.architecture import can_pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+_TAKEN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+
+def is_decoded_plainly(model: PreTrainedModel) -> bool:
+    """Return whether :func:`decode` is all there is to decoding with ``model``.
+
+    Others have states beside keys and values, positions of their own, or prepare their inputs in a way of their own.
+    """
+    from transformers import GenerationMixin
+
+    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return can_pack(model.config) and not own and inspect.signature(model.forward).parameters.keys() >= _TAKEN
+
+
+def decode(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    max_tokens: int,
+    choose: Callable[[Tensor, Tensor], Tensor],
+    end_ids: Sequence[int],
+    stops: Callable[[Tensor, None], Tensor] | None = None,
+) -> Tensor:
+    """Return the tokens [B, T] that follow the prompts ``ids`` [B, P]; T is as long as it takes, or ``max_tokens``.
+
+    ``mask`` [B, P] is 0 where a prompt is padded, on its left. ``choose(ids [B, P + t], scores [B, V])`` gives the next
+    tokens, [B, 1]. A row ends with one of ``end_ids``, or where ``stops(ids [B, P + t], None)`` [B] says so, and is
+    filled up with the first of these.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    n_prompt, fill = ids.shape[1], end_ids[0] if end_ids else 0
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ends = torch.tensor(end_ids, dtype=ids.dtype, device=ids.device)
+    tokens, given, positions = ids, ids, (mask.cumsum(-1) - 1).clamp_(min=0)
+    unfinished = torch.ones_like(ids[:, :1], dtype=torch.bool)
+    while True:
+        out = model(
+            input_ids=given,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        given = choose(tokens, out.logits[:, -1]).where(unfinished, fill)
+        tokens = torch.cat([tokens, given], 1)
+        unfinished &= ~torch.isin(given, ends)
+        if stops is not None:
+            unfinished &= ~stops(tokens, None)[:, None]
+        if tokens.shape[1] == n_prompt + max_tokens or not unfinished.any():
+            return tokens[:, n_prompt:]
+        positions = positions[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
