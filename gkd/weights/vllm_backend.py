@@ -1,8 +1,8 @@
 """The receiving end inside vLLM: a backend that loads pieces of weights, whichever transfer brings them.
 
-The one file of the project that touches the engines' side of vLLM's weight-transfer API, which changes between
-releases; :mod:`gkd.weights.nccl` has the actor's. The backend derives from vLLM's CUDA IPC engine for its layer-wise
-reload around an update and replaces how tensors arrive.
+vLLM's weight-transfer API changes between releases: its engines' side is here, in :mod:`gkd.weights.vllm_reload` and
+:mod:`gkd.weights.vllm_m2n`, the actor's in :mod:`gkd.weights.nccl` and :mod:`gkd.weights.vllm_sources`. The backend
+derives from vLLM's CUDA IPC engine for its layer-wise reload around an update and replaces how tensors arrive.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
 
 Tensors of 64 MiB in bfloat16 that add up to ``--gib``, from a process that holds them to another that copies each piece
 out and touches it; no model is loaded from them. ``object_store`` runs on CPUs (and through the host on a GPU), ``ipc``
-with both processes on one GPU, ``nccl`` with a second GPU. Beside them the copy alone: of the same tensors within the
-memory of one device. GB/s are 10^9 bytes of weights over the median round's time from first gathering to last loading.
+with both processes on one GPU, ``nccl`` with a second GPU; vLLM's own ways for shards need its engines at both ends and
+are left out. Beside them the copy alone: of the same tensors within the memory of one device. GB/s are 10^9 bytes of
+weights over the median round's time from first gathering to last loading.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import base64
 import contextlib
 import datetime
 import math
+import os
 import sys
 import types
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ LIMIT = datetime.timedelta(seconds=60)
 STORES: dict[str, Any] = {}
 JOINED: list[tuple[int, int]] = []
 """Rank and size of the groups that this process has been in."""
+ENDS_AFTER: list[int] = []
+"""In how many tensors this process is to die; empty: not at all."""
 IN_PLACE: list[int] = []
 """How many tensors vLLM receives straight into its parameters, by group."""
 
@@ -117,6 +120,10 @@ def reshard(
     src_mesh: Mesh, src_placements: list[Any], dst_mesh: Mesh, dst_placements: list[Any], handle: Any,
 ) -> None:  # fmt: skip
     """Every part of the source goes to everybody, who keeps the part that is theirs."""
+    if ENDS_AFTER:
+        ENDS_AFTER[0] -= 1
+        if not ENDS_AFTER[0]:
+            os._exit(3)
     src, dst = Parts.of(src_mesh, src_placements), Parts.of(dst_mesh, dst_placements)
     local = target if source is None else source
     whole = dst.times(local.shape, dst.n) if source is None else src.times(local.shape, src.n)
@@ -191,6 +198,9 @@ class Rollout(RolloutWorker):
     def __init__(self, *args: Any) -> None:
         install()
         super().__init__(*args)
+
+    def end_after(self, n: int) -> None:
+        ENDS_AFTER.append(n)
 
     def joined(self) -> tuple[list[tuple[int, int]], list[int]]:
         return JOINED, IN_PLACE

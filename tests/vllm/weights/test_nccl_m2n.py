@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 
 from gkd.actor.group import ActorGroup
@@ -13,6 +15,7 @@ from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
 from gkd.driver.groups.weight_sync import WeightSync
+from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import environment
 from gkd.rollout.group import RolloutGroup
@@ -28,7 +31,7 @@ def group(name: str, *gpus: str) -> Group:
 
 
 def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path: Path) -> None:
-    """Two pushes to two engines, and one to the second alone, which is another group."""
+    """Two pushes to two engines, one to the second alone, which is another group, and one in which it dies."""
     config: Config = load(
         {
             "weights": {"transfer": "tests.vllm.weights.gloo_m2n:GlooM2n"},
@@ -66,6 +69,14 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
                 assert worst_difference(make(False, 0), wanted, samples) > 0.1
         joined = rollout.group.control("joined", timeout_s=30)
         assert joined == [([(2, 4)], [0]), ([(3, 4), (2, 3)], [0, 0])]  # a CPU's vLLM has weights packed otherwise
+        engines.only([1]).control("end_after", 5, timeout_s=30)
+        actor_group.version = 4
+        began = time.monotonic()
+        with pytest.raises(
+            RunFailed, match=r"rollout rank 1 .* died: .*middle of loading piece 3 of weights version 4"
+        ):
+            sync.push()
+        assert time.monotonic() - began < config.weights.timeout_s / 2  # not at the deadline
     finally:
         for worker in (*actor.workers, *engines.workers):
             ray.kill(worker)
