@@ -1,6 +1,6 @@
 """``nccl_m2n`` on CPUs: gloo in place of NCCL and of ``nccl.m2n``, under vLLM's own engines at both ends.
 
-What is not tried so: NVIDIA's library, streams, and parameters that a GPU's vLLM receives in place.
+What is not tried so: NVIDIA's library and streams, and engines of several processes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
 
 from gkd.actor.worker import ActorWorker
 from gkd.rollout.worker import RolloutWorker
@@ -193,10 +194,13 @@ class Actor(ActorWorker):
 
 
 class Rollout(RolloutWorker):
-    """An engine's worker."""
+    """An engine's worker. Its linear layers keep their weights as a GPU's do, instead of packed for a CPU's kernels."""
 
     def __init__(self, *args: Any) -> None:
         install()
+        from vllm.model_executor.layers import utils
+
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", linear)
         super().__init__(*args)
 
     def end_after(self, n: int) -> None:
