@@ -70,7 +70,7 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
         joined = rollout.group.control("joined", timeout_s=30)
         layers = SHAPE["num_hidden_layers"]  # what follows attention, and the MLP's last: the others vLLM fuses
         assert joined == [([(2, 4)], [2 * layers]), ([(3, 4), (2, 3)], [2 * layers] * 2)]
-        engines.only([1]).control("end_after", 5, timeout_s=30)
+        engines.select([1]).control("end_after", 5, timeout_s=30)
         actor_group.version = 4
         began = time.monotonic()
         with pytest.raises(
