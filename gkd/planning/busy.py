@@ -50,12 +50,6 @@ def paces_of(steps: Sequence[Mapping[str, float]]) -> tuple[Pace, ...]:
     return tuple(Pace(longer(step, "rollout"), longer(step, *SCORERS), longer(step, "actor")) for step in last)
 
 
-def pass_seconds(timeline: RunTimeline) -> float:
-    """Return what a scorer's pass takes at least: the shortest tenth of them, as far as they are seen one by one."""
-    spans = sorted(s.end - s.start for name in SCORERS for s in timeline.named(name, WORK[name]))
-    return spans[len(spans) // 10] if spans else 0.0
-
-
 def _own_times(
     spans: Iterable[TimelineSpan], bounds: Iterable[float], hosts: Mapping[str, str], at_once: int
 ) -> dict[float, dict[str, float]]:

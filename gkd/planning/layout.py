@@ -21,7 +21,7 @@ from gkd.inference.vllm_environment import threads_for
 from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size
 
 if TYPE_CHECKING:
-    from gkd.inference.engine import InferenceEngine
+    from gkd.inference.engine import Device, InferenceEngine
 
 GB, GIB, F32 = 1e9, 1 << 30, 4
 DEFAULT_GPU = "h100-80gb"
@@ -173,9 +173,14 @@ class Layout:
     nodes: tuple[int, ...] | None = None
 
     @property
+    def device(self) -> Device:
+        """Return what models compute on."""
+        return "cpu" if self.hardware.is_cpu else "cuda"
+
+    @property
     def compute_bytes(self) -> int:
         """Return the bytes of a number of the type that models compute in."""
-        return 4 if self.config.model.dtype_on("cpu" if self.hardware.is_cpu else "cuda") == "float32" else 2
+        return 4 if self.config.model.dtype_on(self.device) == "float32" else 2
 
     @property
     def gpus_per_node(self) -> int:

@@ -16,7 +16,7 @@ from gkd.config import Config, load
 from gkd.config.base import SCORERS
 from gkd.config.loading import read_yaml
 from gkd.errors import ConfigError
-from gkd.planning.busy import busy_by_step, busy_seconds, paces_of, pass_seconds
+from gkd.planning.busy import busy_by_step, busy_seconds, paces_of
 from gkd.planning.driver_times import driver_times
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.pipeline import Factors, stages_of
@@ -53,7 +53,7 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     busy = busy_seconds(by_step)
     simulated = simulate_layout(ran, config.schedule.max_staleness)
     sync = _ratio(fmean(row.get("timing_s/sync", 0.0) for row in rows), stages_of(ran).sync)
-    factors = replace(lengths, sync=sync, driver=driver_times(timeline), score_pass_s=pass_seconds(timeline))
+    factors = replace(lengths, sync=sync, driver=driver_times(timeline))
     if set(simulated.busy) <= set(busy):
         paces = () if config.schedule.in_flight else paces_of(by_step)  # in flight, a step has no samples of its own
         return replace(_by_busy(busy, ran, factors), paces=paces)

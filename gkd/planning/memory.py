@@ -228,7 +228,7 @@ def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> Grou
     On a CPU a tied head has a copy of its weight in another layout.
     """
     shape, c, longest = layout.models.of(group), layout.compute_bytes, layout.workload().longest
-    device: Device = "cpu" if layout.hardware.is_cpu else "cuda"
+    device = layout.device
     kind = engine_class(engine, shape)
     tokens = max(longest, min(kind.pass_tokens[device], engine.slots * longest))
     copied = shape.head if shape.tied and layout.hardware.is_cpu else 0

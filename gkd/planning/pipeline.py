@@ -50,8 +50,8 @@ class Stages:
 class Factors:
     """Holds measured over planned seconds of each stage, and the run's lengths (None: not measured).
 
-    ``spread`` is the standard deviation of the logarithms of responses' lengths, ``seen`` are some of these. In seconds
-    as measured are ``driver`` and ``score_pass_s``, what a scorer's pass takes whatever is in it.
+    ``spread`` is the standard deviation of the logarithms of responses' lengths, ``seen`` are some of these. ``driver``
+    is in seconds as measured.
     """
 
     generate: float = 1.0
@@ -62,7 +62,6 @@ class Factors:
     response: int | None = None
     spread: float | None = None
     seen: tuple[int, ...] = ()
-    score_pass_s: float = 0.0
     driver: DriverTimes = field(default_factory=DriverTimes)
     paces: tuple[Pace, ...] = ()
 

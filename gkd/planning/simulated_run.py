@@ -29,12 +29,12 @@ class SamplingGroup:
 class ScoringGroup:
     """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean tokens.
 
-    Where a pass takes ``pass_s`` besides, whatever is in it, a server takes its share of all that waits at once.
+    A server takes its share of what waits, ``a_pass`` samples at most, and is done with all of them together.
     """
 
     n_servers: int
     seconds: float
-    pass_s: float = 0.0
+    a_pass: int = 1
 
 
 @dataclass(frozen=True, slots=True)

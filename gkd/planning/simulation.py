@@ -239,12 +239,11 @@ class _Simulation:
     def _score(self, name: str) -> None:
         group, scoring = self.groups[name], self.run.scoring[name]
         while self.queues[name] and group.busy < scoring.n_servers:
-            n = -(-len(self.queues[name]) // (scoring.n_servers - group.busy)) if scoring.pass_s else 1
+            n = min(scoring.a_pass, -(-len(self.queues[name]) // (scoring.n_servers - group.busy)))
             samples = [heapq.heappop(self.queues[name])[-1] for _ in range(n)]
             group.busy += 1
             tokens = sum(self.run.prompt + sample.length for sample in samples) / self.run.mean_tokens
-            seconds = (scoring.pass_s + scoring.seconds * tokens) * self.pace.score
-            self._at(group, seconds, partial(self._end_scoring, name, samples))
+            self._at(group, scoring.seconds * tokens * self.pace.score, partial(self._end_scoring, name, samples))
 
     def _end_scoring(self, name: str, samples: Sequence[SimulatedSample]) -> None:
         self.groups[name].busy -= 1

@@ -129,12 +129,16 @@ def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, Scori
         if section in ("teacher", "reference"):
             engine = getattr(config, section)
             n_servers, seconds = engine.n_engines, score_one_s(layout, section, engine)
+            n_tokens = engine_class(engine, layout.models.of(section)).pass_tokens[layout.device]
         elif section == "reward_model":
             n_servers, seconds = config.reward_model.n_workers, reward_s(layout, config.reward_model)[1]
+            n_tokens = 0
         else:
             continue
         simulated, each = scale.servers(n_servers)
-        scoring[section] = ScoringGroup(simulated, seconds * each * factors.score, factors.score_pass_s)
+        scoring[section] = ScoringGroup(
+            simulated, seconds * each * factors.score, max(1, int(n_tokens / layout.workload().length / each))
+        )
     return scoring
 
 

@@ -53,14 +53,16 @@ def test_a_static_batch_ends_as_a_whole_before_the_next_begins() -> None:
     assert simulate(together).generate == pytest.approx(25)  # 5, then 10 and 10 beside the 20
 
 
-def test_a_pass_takes_all_that_waits_and_its_own_time_once() -> None:
-    """A sample that finds the scorer idle begins a pass alone, its neighbour of the same moment goes into the next."""
-    assert simulate(with_passes(3.0, pass_s=5.0)).busy["teacher"] == pytest.approx(4 * 3.0 + 3 * 5.0)
-    assert simulate(with_passes(1.0, pass_s=15.0)).busy["teacher"] == pytest.approx(4 * 1.0 + 2 * 15.0)
-
-
-def with_passes(seconds: float, pass_s: float) -> SimulatedRun:
-    return replace(RUN, scoring={"teacher": ScoringGroup(1, seconds, pass_s)})
+def test_samples_of_one_pass_are_scored_together() -> None:
+    """Of four at a time the first finds the scorer idle, and the other three wait for it and for each other."""
+    at_once = replace(STREAMED, sampling=SamplingGroup(1, 4, 4, lambda n: 1.0))
+    by_one = simulate(replace(at_once, scoring={"teacher": ScoringGroup(1, 3.0)}))
+    by_pass = simulate(replace(at_once, scoring={"teacher": ScoringGroup(1, 3.0, a_pass=3)}))
+    assert by_one.busy["teacher"] == by_pass.busy["teacher"] == pytest.approx(12)
+    assert by_one.scored == by_pass.scored == pytest.approx(10 + 12)
+    # A chunk is closed by the sample after it: the last two are left, or the last three, of which none came before.
+    assert by_one.seconds == pytest.approx(10 + 12 + 2 + 0.5 + 0.25)
+    assert by_pass.seconds == pytest.approx(10 + 12 + 4 + 0.5 + 0.25)
 
 
 def test_groups_slow_each_other_down_where_their_device_has_no_room_for_both() -> None:
