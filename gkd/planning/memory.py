@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from gkd.config import Config, Engine, Pool, Scorer
 from gkd.config.actor import pack_size
-from gkd.inference.engine import Device
 from gkd.planning.actor_memory import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
 from gkd.planning.layout import F32, GB, GIB, Layout, engine_class
 from gkd.planning.shapes import ModelShape
