@@ -175,7 +175,9 @@ class Sample:
     @property
     def spans(self) -> Spans:
         """Stretches of sampled positions."""
-        edges = np.flatnonzero(np.diff(self.sampled, prepend=False, append=False)).tolist()
+        edges = (np.flatnonzero(self.sampled[1:] != self.sampled[:-1]) + 1).tolist()  # the first token is never one
+        if len(edges) % 2:
+            edges.append(len(self.sampled))
         return tuple(zip(edges[::2], edges[1::2], strict=True))
 
     @property

@@ -61,11 +61,12 @@ class _Draw:
         if self.sampling.presence_penalty:
             seen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, input_ids[:, self.n_prompt :], True)
             scores = scores - self.sampling.presence_penalty * seen
-        greedy = self.sampling.temperature == 0
-        logprobs = scores.log_softmax(-1)  # [B, V]
-        if not greedy:
+        if self.sampling.temperature == 0:
+            logprobs = scores.log_softmax(-1)  # [B, V]
+            chosen = logprobs.argmax(-1, keepdim=True)  # [B, 1]
+        else:
             logprobs = truncate_logprobs((scores / self.sampling.temperature).log_softmax(-1), self.sampling)
-        chosen = logprobs.argmax(-1, keepdim=True) if greedy else self._sample(logprobs)  # [B, 1]
+            chosen = self._sample(logprobs)
         self.logprobs.append(logprobs.gather(-1, chosen)[:, 0])
         return chosen
 
