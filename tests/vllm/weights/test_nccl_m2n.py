@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
+import torch
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Group, gather
@@ -19,7 +21,7 @@ from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import environment
 from gkd.rollout.group import RolloutGroup
-from gkd.types import Sampling
+from gkd.types import Sample, Sampling
 from tests.vllm.inference.test_engines import EOS, N_TOKENS, SHAPE, make, requests, worst_difference
 from tests.vllm.weights.test_processes import save
 from tests.weights.reports import reports
@@ -30,13 +32,34 @@ def group(name: str, *gpus: str) -> Group:
     return Group(name, workers, tuple(reports(name, *gpus)))
 
 
+def progress(rollout: RolloutGroup) -> list[tuple[int, int]]:
+    """Passes through each engine's model so far, and responses that are not finished."""
+    return rollout.group.control("progress", timeout_s=30)
+
+
+def require_logprobs_of_versions(models: list[torch.nn.Module], samples: list[Sample]) -> None:
+    """Every token's log-probability is that of the model of its version, computed over all tokens before it."""
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logits = [model(ids[None]).logits[0, :-1].float() for model in models]
+        for its in logits:
+            its[:, N_TOKENS:] = -torch.inf
+        own = [its.log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy() for its in logits]
+        n_prompt = len(ids) - len(sample.sampled_ids)
+        for span in sample.versions:
+            measured = sample.sampled_logprobs[span.start - n_prompt : span.stop - n_prompt]
+            np.testing.assert_allclose(measured, own[span.version][span.start - 1 : span.stop - 1], atol=2e-3)
+
+
 def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path: Path) -> None:
-    """Two pushes to two engines, one to the second alone, which is another group, and one in which it dies."""
+    """Two pushes to two engines, the first while they sample, one to the second alone, and one in which it dies."""
     config: Config = load(
         {
             "weights": {"transfer": "tests.vllm.weights.gloo_m2n:GlooM2n"},
             "model": {"dtype": "float32"},
             "rollout": {"enforce_eager": True},
+            "schedule": {"max_staleness": 1, "in_flight": True},
             "cluster": {"cpu_threads": 1},
         }
     )
@@ -58,9 +81,17 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
         sync = WeightSync(actor_group, rollout, engines.reports, config)
         wanted = requests(Sampling(12))
         rollout.sample(wanted, 120)  # fills the prefix cache with the old weights
+        passes = progress(rollout)
+        in_flight, deadline = rollout.submit(requests(Sampling(40), 20)), time.monotonic() + 60
+        while not all(now > before for (before, _), (now, _) in zip(passes, progress(rollout), strict=True)):
+            assert time.monotonic() < deadline
         for version, to in ((1, None), (2, None), (3, [1])):
             actor_group.version = version
             sync.push(to)
+            if version == 1:
+                samples = [scored.sample for scored in rollout.fetch(rollout.collect(in_flight, 120))]
+                assert {span.version for sample in samples for span in sample.versions} == {0, 1}
+                require_logprobs_of_versions([make(False, 0), trained], samples)
             if version < 3:
                 finished = rollout.sample(wanted, 120)
                 samples = [scored.sample for scored in rollout.fetch(finished)]
