@@ -272,25 +272,25 @@ class ActorGroup:
     def answers(self) -> bool:
         """Return whether every rank that is alive answers."""
         try:
-            self.group.control("state.applied", timeout_s=ANSWERS_S, activity="answering", keep_deaths=True)
+            self.group.control("state.read_applied", timeout_s=ANSWERS_S, activity="answering", keep_deaths=True)
         except RunFailed:
             return False
         return True
 
-    def applied(self) -> Applied:
+    def read_applied(self) -> Applied:
         """Return the step that the weights of all ranks are of, whatever these are doing.
 
         Raises RunFailed when one does not answer, or they are in the middle of a step for longer than an optimizer step
         takes.
         """
-        return self._of_one_step("state.applied", ANSWERS_S, "saying which step it is at")
+        return self._of_one_step("state.read_applied", ANSWERS_S, "saying which step it is at")
 
     def stage(self) -> Applied:
         """Have every rank copy its weights and optimizer state, for :meth:`write_staged`; returns their step.
 
-        Raises what :meth:`applied` raises.
+        Raises what :meth:`read_applied` raises.
         """
-        self.applied()  # a rank that is hung is found out here
+        self.read_applied()  # a rank that is hung is found out here
         return self._of_one_step("state.stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
 
     def _of_one_step(self, method: str, timeout_s: float, activity: str) -> Applied:

@@ -44,7 +44,7 @@ class RankState:
         self._student: Student = trainer.student
         self._optimizer: Optimizer = trainer.optimizer
 
-    def applied(self) -> Applied | None:
+    def read_applied(self) -> Applied | None:
         """Return the step that the weights are of; None in the middle of one."""
         return self._staging.applied
 

@@ -31,7 +31,7 @@ class Gradients:
     inputs: tuple[Tensor, ...]
     slopes: list[Tensor]
 
-    def carried_by(self, loss: Tensor) -> Tensor:
+    def attach_to(self, loss: Tensor) -> Tensor:
         """Return the scalar ``loss`` as one whose backward pass gives the inputs these gradients."""
         if not self.inputs:
             return loss
@@ -79,7 +79,7 @@ def differentiate_in_chunks(
 
     ``of(logits, start)`` gives the share [] that the positions from ``start`` on have in the loss, differentiable in
     ``logits`` [n, V], and named values [n]. The loss is the sum of the shares. Returns the values of all positions,
-    detached, and the gradient of the loss, which :meth:`Gradients.carried_by` hands to autograd. The head runs once;
+    detached, and the gradient of the loss, which :meth:`Gradients.attach_to` hands to autograd. The head runs once;
     of a plain ``nn.Linear`` there is one copy of the weight's gradient, and logits are overwritten by theirs.
 
     With N = 0 the head is called once with no rows, and the gradients of its parameters and of ``hidden`` are 0 rather

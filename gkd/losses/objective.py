@@ -78,7 +78,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             if not algorithm.is_supervised:  # nobody sampled
                 known = trainers if micro.old_logprobs is None else micro.old_logprobs
                 add_mismatch(measured, known, micro.sampler_logprobs)
-        return total if gradients is None else gradients.carried_by(total), measured
+        return total if gradients is None else gradients.attach_to(total), measured
 
     return evaluate
 

@@ -90,7 +90,7 @@ class RolloutGroup:
     def _serve(self, engine: int) -> None:
         """Have an engine's worker run it; what that raises comes out of the stream."""
         self.group.select([engine]).submit("serve")
-        self._streams[engine] = SampleStream(self.group.stream(engine, "finished"))
+        self._streams[engine] = SampleStream(self.group.stream(engine, "stream_samples"))
 
     @property
     def working(self) -> list[int]:

@@ -40,7 +40,7 @@ class RolloutWorker:
         return self._cache_bytes
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Hand over requests; their samples come out of :meth:`finished`.
+        """Hand over requests; their samples come out of :meth:`stream_samples`.
 
         Those that come while new weights are loaded are sampled from these, once they are whole.
         """
@@ -63,7 +63,7 @@ class RolloutWorker:
         return report_here()
 
     def serve(self) -> None:
-        """Run the engine for as long as this process lives. What it raises also comes out of :meth:`finished`."""
+        """Run the engine for as long as this process lives. What it raises also comes out of :meth:`stream_samples`."""
         try:
             self.loop.serve(self.sampler.step, self.sampler.busy)
         except BaseException as error:
@@ -72,7 +72,7 @@ class RolloutWorker:
         finally:
             self.pipeline.close()
 
-    def finished(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Unscored]]:
+    def stream_samples(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Unscored]]:
         """Yield scored samples as they come; as :meth:`gkd.rollout.outbox.Outbox.batches`."""
         return self.outbox.batches()
 

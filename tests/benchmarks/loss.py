@@ -112,7 +112,7 @@ def _one_pass(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, l
         return found.loss.sum(), {"loss": found.loss, **found.diagnostics()}
 
     values, gradients = differentiate_in_chunks(hidden, head, of, chunk)
-    gradients.carried_by(values["loss"].sum()).backward()
+    gradients.attach_to(values["loss"].sum()).backward()
 
 
 def _autograd(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:

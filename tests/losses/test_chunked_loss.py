@@ -49,7 +49,7 @@ def chunked_loss(hidden, head, targets, loss, chunk, weights):
 
     if torch.is_grad_enabled():
         values, gradients = differentiate_in_chunks(hidden, head, with_share, chunk)
-        return gradients.carried_by((values.pop("loss") * weights).sum()), values
+        return gradients.attach_to((values.pop("loss") * weights).sum()), values
     values = evaluate_in_chunks(hidden, head, values_at, chunk)
     return (values.pop("loss") * weights).sum(), values
 

@@ -108,7 +108,7 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
     score: Any = worker.sampler.score
     held: list[Sample] = []
     monkeypatch.setattr(worker.sampler, "score", held.append)
-    dispatcher, stream = RequestDispatcher([0], CAPACITY, 1), worker.finished()
+    dispatcher, stream = RequestDispatcher([0], CAPACITY, 1), worker.stream_samples()
     dispatcher.add(wanted(N, 1), order=0)
     while dispatcher.n_waiting:
         for requests in dispatcher.hand_out().values():

@@ -100,7 +100,7 @@ def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_th
     worker.outbox._slots.take(dict.fromkeys(range(3), 0))
     prompt = Prompt(0, np.array([A], np.int32), "a", answer_ids=np.array([B, TURN_END], np.int32))
     requests = [SampleRequest(prompt, 0, 0, Sampling(2), own_answer=True, key=key) for key in range(3)]
-    finished = worker.finished()
+    finished = worker.stream_samples()
 
     def score(*keys: int) -> None:
         for key in keys:
@@ -126,7 +126,7 @@ def test_what_ends_the_engine_does_not_wait_for_further_samples(
     worker.outbox._slots.take(dict.fromkeys(range(3), 0))
     worker.outbox.put(RunFailed("the engine ended"))
     with pytest.raises(RunFailed, match="engine ended"):
-        next(worker.finished())
+        next(worker.stream_samples())
 
 
 def test_requests_that_come_between_the_pieces_of_new_weights_are_sampled_from_the_whole(worker: RolloutWorker) -> None:

@@ -93,7 +93,7 @@ class Checkpoints:
         try:
             if self._writing is None or is_done(self._writing.calls) or actor.answers():
                 self._complete()
-            step = actor.applied().step
+            step = actor.read_applied().step
             if step < self._done:
                 raise RunFailed("its processes were being started again")
             if step > self._newest:

@@ -55,7 +55,7 @@ class WeightSync:
             self._push(engines)
         except RunFailed as failure:
             # What an actor that died was sending is missed elsewhere, maybe before its death is known.
-            calls = [self.actor.group.submit_control("state.applied")]
+            calls = [self.actor.group.submit_control("state.read_applied")]
             death = None if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
             if death is None:
                 raise

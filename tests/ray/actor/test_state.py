@@ -81,7 +81,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_one_and_back_and_is_exported(
         two.run("update", put(models.scored(5, seed=step)), step, False)
         assert ray.get(call(two.workers[0], "state.stage"), timeout=60) is None  # in the middle of a step
         rows = two.run("update", put(models.scored(5, seed=step + 5)), step)
-    (applied, *_) = ray.get([call(w, "state.applied") for w in two.workers], timeout=60)
+    (applied, *_) = ray.get([call(w, "state.read_applied") for w in two.workers], timeout=60)
     assert applied.step == 2
     assert applied.rows[1] == rows
     first = save(two, run / "checkpoints" / "step_2", settings, student)
@@ -224,8 +224,8 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: py
 def test_ranks_that_are_at_different_steps_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [[Applied(1), Applied(2)], [None, Applied(2)], [Applied(2), Applied(2)]]
     ranks: Any = SimpleNamespace(control=lambda *_, **__: answers.pop(0))
-    assert ActorGroup(ranks, config(), "", lambda: ranks).applied() == Applied(2)
+    assert ActorGroup(ranks, config(), "", lambda: ranks).read_applied() == Applied(2)
     monkeypatch.setattr("gkd.actor.group.WHOLE_S", 0.1)
     stuck: Any = SimpleNamespace(control=lambda *_, **__: [Applied(2), None])
     with pytest.raises(RunFailed, match="an update"):
-        ActorGroup(stuck, config(), "", lambda: stuck).applied()
+        ActorGroup(stuck, config(), "", lambda: stuck).read_applied()

@@ -48,7 +48,7 @@ class Actor:
         self.step, self.broken, self.until = step, broken, until
         self.copies = 0
 
-    def applied(self) -> Applied:
+    def read_applied(self) -> Applied:
         if self.step is None:
             raise RunFailed("the actor is in the middle of an update")
         return Applied(self.step, ({"actor/loss": 1.0}, {"actor/loss": 2.0}))
@@ -58,7 +58,7 @@ class Actor:
 
     def stage(self) -> Applied:
         self.copies += 1
-        return self.applied()
+        return self.read_applied()
 
     def write_staged(self, directory: str) -> Pending:
         @ray.remote(num_cpus=0)
@@ -208,7 +208,7 @@ def test_no_error_while_a_run_is_saved_hides_what_ended_it(
         raise ValueError("Ray is\nnot there")
 
     writer, actor = checkpoints(load(SAME), tmp_path), Actor(1)
-    monkeypatch.setattr(actor, "applied", gone)
+    monkeypatch.setattr(actor, "read_applied", gone)
     writer.train(State(1, row={}))
     writer.rescue(actor)
     assert told.messages == [

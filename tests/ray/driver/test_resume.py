@@ -96,10 +96,10 @@ class World:
         self.version = step
         return over_mini_batches(self.rows)
 
-    def applied(self) -> Applied:
+    def read_applied(self) -> Applied:
         return Applied(self.step, self.rows)
 
-    stage = applied
+    stage = read_applied
 
     def answers(self) -> bool:
         return True
@@ -226,7 +226,7 @@ def test_an_actor_that_is_gone_leaves_what_was_there_before(tmp_path: Path, monk
     def gone() -> Applied:
         raise RunFailed("actor rank 0 died")
 
-    monkeypatch.setattr(ended, "applied", gone)
+    monkeypatch.setattr(ended, "read_applied", gone)
     with pytest.raises(Ended):
         ended.run(State())
     assert not (ended.output / "checkpoints").exists()

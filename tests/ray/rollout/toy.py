@@ -79,9 +79,9 @@ class ToyRollout(rollout_worker.RolloutWorker):
     def report(self) -> dict[str, Any]:
         return {"memory": {"process_gb": 1.0 + self.rank}, "clock": 0.0, "spans": []}
 
-    def finished(self) -> Any:
+    def stream_samples(self) -> Any:
         """Have the process stop where arrays have been sent and their numbers have not, if wanted."""
-        for item in super().finished():
+        for item in super().stream_samples():
             if self.sends_half and item and hasattr(item[0], "key"):  # no arrays come where nothing is scored yet
                 os.kill(os.getpid(), signal.SIGSTOP)
                 threading.Event().wait()  # other threads may get the signal first
