@@ -104,9 +104,7 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
         engines.select([1]).control("end_after", 5, timeout_s=30)
         actor_group.version = 4
         began = time.monotonic()
-        with pytest.raises(
-            RunFailed, match=r"rollout rank 1 .* died: .*middle of loading piece 3 of weights version 4"
-        ):
+        with pytest.raises(RunFailed, match=r"rollout rank 1 .* died: .*piece 3 .*version 4"):
             sync.push()
         assert time.monotonic() - began < config.weights.timeout_s / 2  # not at the deadline
     finally:
