@@ -10,32 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
-from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
-from gkd.cluster.health.heartbeat import Heartbeat
+from gkd.cluster.health.fleet import Fleet
 from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
-from gkd.cluster.health.restarts import Restarts, StartAgain, return_text
-from gkd.cluster.session.port import listens
+from gkd.cluster.health.restarts import StartAgain
 from gkd.cluster.workers.colocation import SLACK_S, Colocation
-from gkd.cluster.workers.failure import WorkerDied, WorkerHangs, explain
+from gkd.cluster.workers.failure import WorkerDied
 from gkd.cluster.workers.group import Group, Pending, fetch_samples, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.dispatch import RequestDispatcher
-from gkd.rollout.stream import SampleStream
+from gkd.rollout.engine_group import FETCH_TIMEOUT_S, EngineGroup
 from gkd.scoring.client import ScoringClient
-from gkd.scoring.watch import Expected, ScorerWatch
+from gkd.scoring.watch import ScorerWatch
 from gkd.types import SampleRequest, ScoredSample, TrainingSample, Unscored
 
 log = logging.getLogger("gkd")
-FETCH_TIMEOUT_S = 300.0
-ENGINES = "rollout"
-"""The engines' group."""
-LOOK_EVERY_S = 1.0
-NODE_ANSWERS_S = 2.0
-LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 
 
 class RolloutGroup:
@@ -61,46 +50,35 @@ class RolloutGroup:
         again: StartAgain | None = None,
         clients: Mapping[str, ScoringClient] | None = None,
     ) -> None:
-        self.group, self.config, self.colocation = group, config, colocation or Colocation()
-        self._require, self._clients = require, clients or {}
-        self.scorers = scorers or ScorerWatch({}, Fleet())
-        self._fleet = self.scorers.fleet
-        self._fleet.add(ENGINES, len(group))
-        self._restarts = Restarts(self._fleet, ENGINES, again)
+        self.config, self.colocation, self._require = config, colocation or Colocation(), require
+        limit = config.rollout.engine_timeout_s
+        self.engines = EngineGroup(group, limit, scorers or ScorerWatch({}, Fleet()), followers, again, clients or {})
         self.queue_file: QueueFile | None = None
         """Where the engines' queues are shown; None: nowhere."""
         self.refresh: Callable[[Sequence[int]], None] | None = None
         """What sends the actor's weights to these engines, by :meth:`updated` the end of it; None: nothing does."""
-        # Parts of engines on further nodes. When one fails, its leader ends, and this is the reason.
-        self._followers = {
-            ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
-        }
         self._next_key = 0
         spill = None if config.has_group_rewards else config.rollout.n
         self._dispatcher = RequestDispatcher(
-            self.working, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
+            self.engines.working, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
         )
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._requests: dict[int, tuple[float, SampleRequest]] = {}  # all that is not collected, with its order, by key
-        self._streams: dict[int, SampleStream] = {}
-        for engine in self.working:
-            self._serve(engine)
-        self._heartbeat = Heartbeat(group, config.rollout.engine_timeout_s)
 
-    def _serve(self, engine: int) -> None:
-        """Have an engine's worker run it; what that raises comes out of the stream."""
-        self.group.select([engine]).submit("serve")
-        self._streams[engine] = SampleStream(self.group.stream(engine, "stream_samples"))
+    @property
+    def group(self) -> Group:
+        """The engines' workers, those of engines that died included."""
+        return self.engines.group
 
     @property
     def working(self) -> list[int]:
         """The engines that sample."""
-        return self._fleet.members(ENGINES, *WORKING)
+        return self.engines.working
 
     @property
     def present(self) -> list[int]:
         """The engines whose process is there, those included that have yet to get weights."""
-        return self._fleet.members(ENGINES, *PRESENT)
+        return self.engines.present
 
     def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
         """Have every request sampled and scored, before what was submitted earlier and waits.
@@ -117,7 +95,7 @@ class RolloutGroup:
         """
         self.colocation.wake_engines()
         if not len(self._dispatcher):
-            self._heartbeat.begin()
+            self.engines.heartbeat.begin()
         keys = list(range(self._next_key, self._next_key + len(requests)))
         self._next_key += len(requests)
         keyed = [replace(request, key=key, order=order) for key, request in zip(keys, requests, strict=True)]
@@ -179,16 +157,20 @@ class RolloutGroup:
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
-        self.take_in_restarted()
-        self._expect_scorers(self.scorers.look(), self.present)
+        self.engines.look()
         self._hand_out()
-        for engine, samples in self._collect(deadline, calls):
+        self._require()
+        came, died = self.engines.collect(deadline, calls)
+        for engine, failure in died.items():
+            self.lose(engine, failure)
+        for engine, samples in came.items():
             for sample in samples:
                 if isinstance(sample, Unscored):
                     self._dispatcher.mark_generated(engine, sample.key)
                 elif self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample
-        self._end_hanging()
+        for engine, failure in self.engines.find_hanging(self._dispatcher.at_work).items():
+            self.lose(engine, failure)
         if self.queue_file is not None:
             self.queue_file.look(self._queues)
 
@@ -197,67 +179,15 @@ class RolloutGroup:
         loads = {engine: self._dispatcher.load(engine) for engine in self._dispatcher.at_work}
         scoring = {engine: len(held) - loads[engine] for engine, held in self._dispatcher.at_work.items()}
         rows = [
-            EngineQueue(i, self._fleet.health(ENGINES, i).name.lower(), loads.get(i, 0), scoring.get(i, 0))
-            for i in engines
+            EngineQueue(i, self.engines.health(i).name.lower(), loads.get(i, 0), scoring.get(i, 0)) for i in engines
         ]
         return Queues(time.time(), self._dispatcher.n_waiting, self._dispatcher.capacity, rows)
 
     def _hand_out(self) -> None:
-        suspect = self._fleet.members(ENGINES, Health.SUSPECT)
+        suspect = self.engines.suspect
         without = suspect if len(suspect) < len(self.working) else ()
         for engine, requests in self._dispatcher.hand_out(without).items():
-            self.group.workers[engine].control.remote("submit", requests)
-
-    def _collect(self, deadline: float, calls: Sequence[Any]) -> list[tuple[int, list[TrainingSample | Unscored]]]:
-        """Return samples that come within a second or so, by engine; none when one of ``calls`` is done before."""
-        self._require()
-        late = [engine for engine, stream in self._streams.items() if stream.is_late]
-        engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
-        scoring = self.scorers.calls
-        watched = [*engines, *scoring, *self._followers, *calls]
-        left = min(LATE_EVERY_S if late else LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
-        # Arrays stay on their node until the actor wants them.
-        ready: list[Any] = []
-        if watched:
-            ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)
-        else:
-            time.sleep(left)
-        for ref in ready:
-            if ref in scoring:
-                self._warn_of_followers()
-                self.scorers.lose(ref)
-            elif ref in self._followers:
-                self._warn_of_followers()
-        collected: list[tuple[int, list[TrainingSample | Unscored]]] = []
-        for engine in [*late, *(engines[ref] for ref in ready if ref in engines)]:
-            try:
-                collected.append((engine, self._next(engine)))
-            except WorkerDied as failure:
-                self.lose(engine, failure)
-            else:
-                self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
-        return collected
-
-    def _next(self, engine: int) -> list[TrainingSample | Unscored]:
-        """Return samples that an engine has finished."""
-        try:
-            return self._streams[engine].take()
-        except StopIteration:
-            raise RunFailed(f"{self.group.reports[engine]} stopped sampling by itself") from None
-        except RayError as error:
-            raise self.group.explain(engine, error) from error
-
-    def _end_hanging(self) -> None:
-        """End engines that have work and do not do it; those that have not for half of that time are suspect."""
-        limit = self.config.rollout.engine_timeout_s
-        busy = [engine for engine in self.working if self._dispatcher.at_work[engine]]
-        hanging = self._heartbeat.find_hanging(busy)
-        for engine in self.working:
-            silent = engine in busy and self._heartbeat.silent_s(engine) > limit / 2
-            self._fleet.change(ENGINES, engine, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
-        for engine in hanging:
-            who = self.group.reports[engine]
-            self.lose(engine, WorkerHangs(f"{who} has done nothing for {limit:g} s (rollout.engine_timeout_s)"))
+            self.engines.submit(engine, requests)
 
     def _late(self, failure: str, timeout_s: float) -> str:
         """Return the message of a wait that is over: what failed and where the requests are."""
@@ -271,77 +201,34 @@ class RolloutGroup:
 
     def lose(self, engine: int, failure: WorkerDied) -> None:
         """Take an engine out that died, and begin to start it again. Raises ``failure`` when none is left or comes."""
-        self._warn_of_followers()
+        self.engines.drop(engine)
         self._dispatcher.remove(engine)
-        del self._streams[engine]
-        self._sample_again(engine)
-        if isinstance(failure, WorkerHangs):
-            self.group.end(engine)
-        then = self._restarts.lose(engine)
-        if self._restarts.is_lost:
-            raise failure
+        if self.engines.has_lost_node(engine):
+            self._sample_again(engine)
+        then = self.engines.restart(engine, failure)
         n = len(self.working)
         others = f"its samples are done again by the other {n} engines" if n else "its samples wait for an engine"
         log.warning("%s; %s; %s", failure, others, then, extra={"kind": "death"})
 
     def _sample_again(self, engine: int) -> None:
-        """Request anew what an engine had finished and nobody has collected, where its node has left with it."""
-        service, node_id = self.group.service, self.group.reports[engine].node_id
-        if service is not None and not service.answers():  # who would say which nodes are there
-            return
-        # Ray takes seconds to note that a node went down.
-        node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
-        if node is not None and listens(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", NODE_ANSWERS_S):
-            return
+        """Request anew what an engine had finished and nobody has collected."""
         for key in [key for key, sample in self._done.items() if sample.worker == engine]:
             del self._done[key]
             order, request = self._requests[key]
             self._dispatcher.add([request], order)
 
-    def take_in_restarted(self) -> None:
-        """Take in the new workers of engines that died; they sample once they have the weights."""
-        for engine, worker in self._restarts.take().items():
-            old = self.group.reports[engine]
-            self.group = self.group.replace_worker(engine, worker)
-            self._heartbeat.replace(engine, self.group)
-            self._serve(engine)
-            text = f"{return_text(worker.reports[0], old)}; it gets the weights"
-            log.info(text, extra={"kind": "restart"})
-            self._expect_scorers(self.scorers.absent(), [engine])
-
-    def _expect_scorers(self, expected: Iterable[Expected], engines: Sequence[int]) -> None:
-        """Have clients wait for scorers that are being started, where there is no other."""
-        for its in expected:
-            for engine in engines:
-                self.group.workers[engine].control.remote("pipeline.expect_scorer", *its)
-            if its.model in self._clients:
-                self._clients[its.model].expect(its.name, its.within_s, its.address)
-
     def _refresh(self) -> None:
         """Give engines that have come back the actor's weights, while it does not change them."""
-        stale = self._fleet.members(ENGINES, Health.STALE)
+        stale = self.engines.stale
         if stale and self.refresh is not None:
             self.refresh(stale)
 
     def mark_updated(self, engines: Iterable[int]) -> None:
         """Note that these engines have the current weights, whole, and may sample."""
         for engine in engines:
-            self._fleet.change(ENGINES, engine, HealthEvent.READY)
+            self.engines.take_back(engine)
             self._dispatcher.join(engine)
         self._hand_out()
-
-    def _warn_of_followers(self) -> None:
-        """Name the parts of engines that have failed, which is why their leaders end."""
-        if not self._followers:
-            return
-        failed, _ = ray.wait(list(self._followers), num_returns=len(self._followers), timeout=0)
-        for serving in failed:
-            worker = self._followers.pop(serving)
-            try:
-                ray.get(serving, timeout=FETCH_TIMEOUT_S)
-            except Exception as error:
-                reason = explain(error, worker)
-                log.warning("%s is lost, and the engine that it is a part of with it: %s", worker, reason)
 
     def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:
         """Return the arrays of samples. For the few that the driver looks at."""

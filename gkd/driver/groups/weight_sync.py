@@ -62,7 +62,7 @@ class WeightSync:
             raise WorkerDied(f"{death}; {failure}") from None
 
     def _push(self, engines: Sequence[int] | None) -> None:
-        self.rollout.take_in_restarted()
+        self.rollout.engines.take_in_restarted()
         self._receiving = self.rollout.present if engines is None else list(engines)
         if not self._receiving:  # those that come back get them then
             return

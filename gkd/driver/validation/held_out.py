@@ -16,7 +16,8 @@ from gkd.driver.validation.final_scores import Scores, key_by_question
 from gkd.errors import RunFailed
 from gkd.inference.requests import Generate
 from gkd.rewards.accuracy import any_agreement
-from gkd.rollout.group import LOOK_EVERY_S, RolloutGroup
+from gkd.rollout.engine_group import LOOK_EVERY_S
+from gkd.rollout.group import RolloutGroup
 from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import ScoringClient
 from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, TrainingSample, teacher_of

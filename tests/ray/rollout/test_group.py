@@ -125,7 +125,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
     sent: list[int] = []
 
     def send(stale: Sequence[int]) -> None:
-        assert {rollout._fleet.health("rollout", engine) for engine in stale} == {Health.STALE}
+        assert {rollout.engines.health(engine) for engine in stale} == {Health.STALE}
         assert not any(engine in rollout._dispatcher.at_work for engine in stale)
         sent.extend(rollout.call_engines("progress", timeout_s=30, activity="loading", engines=stale))
         rollout.mark_updated(stale)

@@ -1,0 +1,216 @@
+"""Which sampling engines there are: what they finish, as it comes, who died or hangs, and who is back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
+from gkd.cluster.health.heartbeat import Heartbeat
+from gkd.cluster.health.restarts import Restarts, StartAgain, return_text
+from gkd.cluster.session.port import listens
+from gkd.cluster.workers.failure import WorkerDied, WorkerHangs, explain
+from gkd.cluster.workers.group import Group, Pending
+from gkd.errors import RunFailed
+from gkd.rollout.stream import SampleStream
+from gkd.scoring.client import ScoringClient
+from gkd.scoring.watch import Expected, ScorerWatch
+from gkd.types import SampleRequest, TrainingSample, Unscored
+
+log = logging.getLogger("gkd")
+ENGINES = "rollout"
+"""The engines' group."""
+FETCH_TIMEOUT_S = 300.0
+LOOK_EVERY_S = 1.0
+NODE_ANSWERS_S = 2.0
+LATE_EVERY_S = 0.05  # where samples are on their way between nodes
+
+Came = TrainingSample | Unscored
+
+
+class EngineGroup:
+    """The workers of ``group``, one an engine, each of which runs its engine from the start.
+
+    One that died is started again as ``again`` says; one that does nothing for ``timeout_s`` while it has work hangs.
+    ``followers`` are parts of engines on further nodes: when one fails, its leader ends, and this is the reason.
+    ``scorers`` are watched meanwhile, for the engines and for ``clients`` of this process, by model.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        timeout_s: float,
+        scorers: ScorerWatch,
+        followers: Sequence[Pending],
+        again: StartAgain | None,
+        clients: Mapping[str, ScoringClient],
+    ) -> None:
+        self.group, self.scorers = group, scorers
+        self._timeout_s, self._clients = timeout_s, clients
+        self._fleet: Fleet = scorers.fleet
+        self._fleet.add(ENGINES, len(group))
+        self._restarts = Restarts(self._fleet, ENGINES, again)
+        self._followers = {
+            ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
+        }
+        self._streams: dict[int, SampleStream] = {}
+        for engine in self.working:
+            self._serve(engine)
+        self.heartbeat = Heartbeat(group, timeout_s)
+
+    def _serve(self, engine: int) -> None:
+        """Have an engine's worker run it; what that raises comes out of the stream."""
+        self.group.select([engine]).submit("serve")
+        self._streams[engine] = SampleStream(self.group.stream(engine, "stream_samples"))
+
+    @property
+    def working(self) -> list[int]:
+        """The engines that sample."""
+        return self._fleet.members(ENGINES, *WORKING)
+
+    @property
+    def present(self) -> list[int]:
+        """The engines whose process is there, those included that have yet to get weights."""
+        return self._fleet.members(ENGINES, *PRESENT)
+
+    @property
+    def suspect(self) -> list[int]:
+        """The engines that have done nothing for half of the time after which they hang."""
+        return self._fleet.members(ENGINES, Health.SUSPECT)
+
+    @property
+    def stale(self) -> list[int]:
+        """The engines that have come back and have yet to get weights."""
+        return self._fleet.members(ENGINES, Health.STALE)
+
+    def health(self, engine: int) -> Health:
+        """Return the state of an engine."""
+        return self._fleet.health(ENGINES, engine)
+
+    def submit(self, engine: int, requests: Sequence[SampleRequest]) -> None:
+        """Give an engine requests."""
+        self.group.workers[engine].control.remote("submit", requests)
+
+    def look(self) -> None:
+        """Take in engines that are back, and have all of them wait for scorers that are being started."""
+        self.take_in_restarted()
+        self._expect_scorers(self.scorers.look(), self.present)
+
+    def collect(self, deadline: float, calls: Sequence[Any]) -> tuple[dict[int, list[Came]], dict[int, WorkerDied]]:
+        """Return samples that come within a second or so, and of whom none will come any more, both by engine.
+
+        There are none when one of ``calls`` is done before. Raises what else ends a stream.
+        """
+        late = [engine for engine, stream in self._streams.items() if stream.is_late]
+        engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
+        scoring = self.scorers.calls
+        watched = [*engines, *scoring, *self._followers, *calls]
+        left = min(LATE_EVERY_S if late else LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+        # Arrays stay on their node until the actor wants them.
+        ready: list[Any] = []
+        if watched:
+            ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)
+        else:
+            time.sleep(left)
+        for ref in ready:
+            if ref in scoring:
+                self._warn_of_followers()
+                self.scorers.lose(ref)
+            elif ref in self._followers:
+                self._warn_of_followers()
+        came: dict[int, list[Came]] = {}
+        died: dict[int, WorkerDied] = {}
+        for engine in [*late, *(engines[ref] for ref in ready if ref in engines)]:
+            try:
+                came[engine] = self._take(engine)
+            except WorkerDied as failure:
+                died[engine] = failure
+            else:
+                self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
+        return came, died
+
+    def _take(self, engine: int) -> list[Came]:
+        """Return samples that an engine has finished."""
+        try:
+            return self._streams[engine].take()
+        except StopIteration:
+            raise RunFailed(f"{self.group.reports[engine]} stopped sampling by itself") from None
+        except RayError as error:
+            raise self.group.explain(engine, error) from error
+
+    def find_hanging(self, at_work: Mapping[int, Collection[Any]]) -> dict[int, WorkerHangs]:
+        """Return engines that have work, see ``at_work``, and do not do it; half of that time makes one suspect."""
+        busy = [engine for engine in self.working if at_work[engine]]
+        hanging = self.heartbeat.find_hanging(busy)
+        for engine in self.working:
+            silent = engine in busy and self.heartbeat.silent_s(engine) > self._timeout_s / 2
+            self._fleet.change(ENGINES, engine, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
+        limit = f"{self._timeout_s:g} s (rollout.engine_timeout_s)"
+        return {i: WorkerHangs(f"{self.group.reports[i]} has done nothing for {limit}") for i in hanging}
+
+    def drop(self, engine: int) -> None:
+        """Take no more samples of an engine that died."""
+        self._warn_of_followers()
+        del self._streams[engine]
+
+    def restart(self, engine: int, failure: WorkerDied) -> str:
+        """Begin to start an engine again that died, and is dropped; returns what becomes of it.
+
+        Raises ``failure`` when none is left or comes.
+        """
+        if isinstance(failure, WorkerHangs):
+            self.group.end(engine)
+        then = self._restarts.lose(engine)
+        if self._restarts.is_lost:
+            raise failure
+        return then
+
+    def has_lost_node(self, engine: int) -> bool:
+        """Return whether the node of an engine that died has left as well, with the samples that are stored there."""
+        service, node_id = self.group.service, self.group.reports[engine].node_id
+        if service is not None and not service.answers():  # who would say which nodes are there
+            return False
+        # Ray takes seconds to note that a node went down.
+        node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
+        return node is None or not listens(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", NODE_ANSWERS_S)
+
+    def take_in_restarted(self) -> None:
+        """Take in the new workers of engines that died; they sample once they have the weights."""
+        for engine, worker in self._restarts.take().items():
+            old = self.group.reports[engine]
+            self.group = self.group.replace_worker(engine, worker)
+            self.heartbeat.replace(engine, self.group)
+            self._serve(engine)
+            text = f"{return_text(worker.reports[0], old)}; it gets the weights"
+            log.info(text, extra={"kind": "restart"})
+            self._expect_scorers(self.scorers.absent(), [engine])
+
+    def take_back(self, engine: int) -> None:
+        """Count an engine among those that sample: it has the current weights, whole."""
+        self._fleet.change(ENGINES, engine, HealthEvent.READY)
+
+    def _expect_scorers(self, expected: Iterable[Expected], engines: Sequence[int]) -> None:
+        """Have clients wait for scorers that are being started, where there is no other."""
+        for its in expected:
+            for engine in engines:
+                self.group.workers[engine].control.remote("pipeline.expect_scorer", *its)
+            if its.model in self._clients:
+                self._clients[its.model].expect(its.name, its.within_s, its.address)
+
+    def _warn_of_followers(self) -> None:
+        """Name the parts of engines that have failed, which is why their leaders end."""
+        if not self._followers:
+            return
+        failed, _ = ray.wait(list(self._followers), num_returns=len(self._followers), timeout=0)
+        for serving in failed:
+            worker = self._followers.pop(serving)
+            try:
+                ray.get(serving, timeout=FETCH_TIMEOUT_S)
+            except Exception as error:
+                reason = explain(error, worker)
+                log.warning("%s is lost, and the engine that it is a part of with it: %s", worker, reason)
