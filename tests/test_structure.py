@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import gkd
+from gkd.config import Rollout as RolloutSettings
+from gkd.config import Teacher
+from gkd.config.cluster import TRANSFERS
+from gkd.config.learning import ADVANTAGES, ALGORITHMS, DIVERGENCES, SURROGATES
 
 PACKAGE = Path(gkd.__file__).parent
 LEVELS = (
@@ -125,3 +130,31 @@ def test_no_two_classes_have_one_name() -> None:
     for file, node in definitions(ast.ClassDef):
         files.setdefault(node.name, []).append(file)
     assert {name: where for name, where in files.items() if len(where) > 1 and name != "Config"} == {}
+
+
+def test_small_files_are_entries_of_registries() -> None:
+    """A file of a few lines is one more place to look into: only what is named by itself has one."""
+    texts = [PACKAGE.parent / "pyproject.toml", *(PACKAGE / "config").glob("*.py")]
+    named = {name for text in texts for name in re.findall(r"\"(gkd[\w.]+):", text.read_text(encoding="utf-8"))}
+    small = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py" and room_of(path) not in (*STARTS, "version")
+        if len(path.read_text(encoding="utf-8").splitlines()) < 35
+    ]
+    assert [name for name in small if name not in named] == []
+
+
+def test_nobody_asks_for_an_entry_by_its_name() -> None:
+    """What an engine, a transfer or a loss can do, its class says (gkd/config/registry.py)."""
+    engines = (RolloutSettings.registry, Teacher.registry)
+    registries = (*engines, TRANSFERS, DIVERGENCES, SURROGATES, ADVANTAGES, ALGORITHMS)
+    names = {name for registry in registries for name in registry.entries} - {"auto"}
+    asked = []
+    for file, node in definitions(ast.Compare):
+        if "sys.modules" in ast.unparse(node):  # a library of that name
+            continue
+        sides = [side for one in (node.left, *node.comparators) for side in getattr(one, "elts", [one])]
+        if found := names & {side.value for side in sides if isinstance(side, ast.Constant)}:
+            asked.append(f"{file}:{node.lineno}: {found}")
+    assert asked == []

@@ -9,7 +9,7 @@ import contextlib
 import os
 import pwd
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, entry_point 
 
 if TYPE_CHECKING:
     from gkd.config import Config
+    from gkd.driver.checkpoints.checkpoint import Saved
+    from gkd.driver.inputs.find import Inputs
     from gkd.observability.tracking import OnStep
 
 EPILOG = "--settings (or gkd settings) lists every setting, --settings WORD those about something."
@@ -82,10 +84,8 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.train`.
     """
     from gkd.cluster.session.connect import connect
-    from gkd.cluster.workers.worker import pause_garbage_collection
     from gkd.driver.checkpoints.restart import begin_again, may_begin_again, start_over
-    from gkd.driver.checkpoints.resume import differences, explain_finished, find, require_same_data
-    from gkd.driver.inputs.find import find_inputs
+    from gkd.driver.checkpoints.resume import explain_finished, find
     from gkd.observability.progress import console, log_to
     from gkd.observability.tracking import require_trackers
 
@@ -104,12 +104,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             return output
         if config.trainer.resume and not start_over(output):
             saved = find(config, output)
-        with pause_garbage_collection():
-            inputs = find_inputs(config, out.print)
-        if saved is not None:
-            require_same_data(saved, inputs.fingerprints())
-            if changed := differences(saved, config):
-                out.print(changed)
+        inputs = _find_inputs(config, saved, out.print)
         out.print("starting Ray and reserving GPUs")
         with connect(config) as session:
             from gkd.driver.run import drive
@@ -132,6 +127,21 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         raise
     finally:
         os.close(descriptor)
+
+
+def _find_inputs(config: Config, saved: Saved | None, report: Callable[[str], None]) -> Inputs:
+    """Find models and data of a run. Raises ConfigError where they are not those of the ``saved`` run that goes on."""
+    from gkd.cluster.workers.worker import pause_garbage_collection
+    from gkd.driver.checkpoints.resume import differences, require_same_data
+    from gkd.driver.inputs.find import find_inputs
+
+    with pause_garbage_collection():
+        inputs = find_inputs(config, report)
+    if saved is not None:
+        require_same_data(saved, inputs.fingerprints())
+        if changed := differences(saved, config):
+            report(changed)
+    return inputs
 
 
 def _require_home(cache_dir: str | None) -> None:
