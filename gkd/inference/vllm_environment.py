@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import Device
 
 BYTES_PER_THREAD = 4 << 20
@@ -29,6 +30,8 @@ names: from this size on a piece is mapped by itself, and given back when it is 
 many free bytes are kept at the end of a heap; it grows by so many. A process reads them as it starts.
 """
 _MALLOPT_NUMBERS = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}  # of <malloc.h>
+
+_OF_BUNDLE = re.compile(r"GPU_group_(\d+)_[0-9a-f]+")
 
 
 def environment(device: Device, models: Iterable[str], cpu_threads: int | None = None) -> dict[str, str]:
@@ -133,3 +136,27 @@ def require_device(device: Device, who: str) -> None:
         f"{who} has a GPU, but vLLM's CPU build is installed: pip install 'gkd[cuda]' into a fresh environment, "
         "or simulate GPUs with placement=cpu"
     )
+
+
+def share_gpu_of_worker() -> dict[str, str]:
+    """Return the variables by which vLLM's process takes as much of this worker's GPU as Ray has left of it."""
+    from ray._private.worker import global_worker  # the public ways leave out which bundle it is
+
+    held = {name: sum(amount for _, amount in its) for name, its in global_worker.core_worker.resource_ids().items()}
+    bundle, share = find_bundle(held.items())
+    return {
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1",
+        "VLLM_RAY_BUNDLE_INDICES": str(bundle),
+        "VLLM_RAY_PER_WORKER_GPUS": f"{share:g}",
+    }
+
+
+def find_bundle(resources: Iterable[tuple[str, float]]) -> tuple[int, float]:
+    """Return the index of the bundle that a worker's GPU is in, and the share of the GPU that the worker has.
+
+    ``resources`` are Ray's own names and amounts. Raises RunFailed for a worker outside of a reservation.
+    """
+    for name, amount in resources:
+        if found := _OF_BUNDLE.fullmatch(name):
+            return int(found[1]), amount
+    raise RunFailed("weights.transfer=sharded_rdt: this worker has no reserved GPU that vLLM's process could share")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.vllm_environment import share_gpu_of_worker
 from gkd.inference.vllm_lifecycle import (
     Follower,
     cache_bytes,
@@ -238,8 +239,6 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         return arguments
     vllm_plugin.register()
     if spec.weights.transfer_class.ray_executor:
-        from gkd.inference import vllm_ray
-
-        os.environ.update(vllm_ray.share_gpu_of_worker())
+        os.environ.update(share_gpu_of_worker())
         arguments["distributed_executor_backend"] = "ray"
     return {**arguments, "weight_transfer_config": {"backend": spec.weights.transfer_class.backend}}

@@ -9,7 +9,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gkd.errors import RunFailed
-from gkd.inference.vllm_ray import find_bundle, share_gpu_of_worker
+from gkd.inference.vllm_environment import find_bundle, share_gpu_of_worker
 from tests.ray.cluster.conftest import configuration
 
 
