@@ -268,7 +268,7 @@ def test_what_was_finished_on_a_node_that_left_is_sampled_again(
         rollout.attend()
     assert {sample.worker for sample in rollout._done.values()} == {0, 1}
     kept, leaves = rollout.group.reports
-    rollout.group = replace(rollout.group, reports=(kept, replace(leaves, node_id="left")))
+    rollout.engines.group = replace(rollout.group, reports=(kept, replace(leaves, node_id="left")))
     (collected,) = rollout.collect(keys[:1], timeout_s=1)
     elsewhere = {key: sample for key, sample in rollout._done.items() if sample.worker == 0}
     os.kill(leaves.pid, signal.SIGKILL)
