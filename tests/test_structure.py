@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import gkd
+from gkd.actor.publishing import WeightSource
+from gkd.actor.rank_state import RankState
+from gkd.actor.training import RankTrainer
 from gkd.config import Rollout as RolloutSettings
 from gkd.config import Teacher
 from gkd.config.cluster import TRANSFERS
 from gkd.config.learning import ADVANTAGES, ALGORITHMS, DIVERGENCES, SURROGATES
+from gkd.rollout.pipeline import ScoringPipeline
+from gkd.rollout.receiving import WeightLoader
 
 PACKAGE = Path(gkd.__file__).parent
 LEVELS = (
@@ -158,3 +163,18 @@ def test_nobody_asks_for_an_entry_by_its_name() -> None:
         if found := names & {side.value for side in sides if isinstance(side, ast.Constant)}:
             asked.append(f"{file}:{node.lineno}: {found}")
     assert asked == []
+
+
+def test_methods_that_the_driver_calls_by_name_exist() -> None:
+    """As ``trainer.update``: of a part of an actor's or a rollout's worker."""
+    parts: dict[str, tuple[type, ...]] = {
+        "trainer": (RankTrainer,),
+        "state": (RankState,),
+        "weights": (WeightSource, WeightLoader),
+        "pipeline": (ScoringPipeline,),
+    }
+    how = r"(?:call\w*|submit\w*|control|remote|_submit|_call\w*|_run|_of_one_step)"
+    called = re.compile(rf"{how}\(\s*\"({'|'.join(parts)})\.(\w+)\"")
+    names = {name for file in PACKAGE.rglob("*.py") for name in called.findall(file.read_text(encoding="utf-8"))}
+    assert len(names) > 15
+    assert [f"{part}.{name}" for part, name in names if not any(hasattr(cls, name) for cls in parts[part])] == []
