@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gkd.evaluation.results import Results
     from gkd.observability.report import Summary
     from gkd.observability.tracking import OnStep
-    from gkd.planning.report import PlanReport
+    from gkd.planning.advice.report import PlanReport
 
 Settings = Mapping[str, Any]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gkd.config import Config
-from gkd.planning.changes import LEVEL_NAMES, Change, actor_changes, overrides
+from gkd.planning.advice.changes import LEVEL_NAMES, Change, actor_changes, overrides
 from gkd.planning.layout import with_settings
 
 _SIGNS = re.compile(
@@ -38,7 +38,7 @@ def smaller_budget(budget: int, lengths: Sequence[int], parts: Sequence[Sequence
 
 
 def out_of_memory_text(config: Config, world: int, longest: int | None, budget: int, reason: str) -> str:
-    """Return one line for an update that does not fit: what a plan would change, level by level (gkd.planning.changes).
+    """Return one line for an update that does not fit: what a plan would change, level by level.
 
     ``longest``: tokens of the longest sequence, None where it is the optimizer that does not fit; ``budget``: tokens of
     a micro-batch.

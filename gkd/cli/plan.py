@@ -19,8 +19,8 @@ from gkd.errors import ConfigError, Parser, entry_point  # imports nothing that 
 
 if TYPE_CHECKING:
     from gkd.config import Config
+    from gkd.planning.advice.report import PlanReport
     from gkd.planning.layout import Hardware
-    from gkd.planning.report import PlanReport
 
 MOST_GPUS = 65_536  # of which the best splits are found in 6 s; more would take minutes
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on GPUs of other sizes")
     parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
-    from gkd.planning.report import show
+    from gkd.planning.advice.report import show
 
     result = make(options.overrides, options.run, options.best, options.by_memory)
     show(result)
@@ -62,9 +62,9 @@ def make(
 
     Raises ConfigError for what cannot be planned.
     """
+    from gkd.planning.advice.report import plan
     from gkd.planning.layout import Layout, models_of, nodes_of
-    from gkd.planning.measured import factors_of
-    from gkd.planning.report import plan
+    from gkd.planning.measured.factors import factors_of
 
     config = _place_here(_compose(overrides), best is not None)
     layout = Layout(config, models_of(config), _hardware(config, best is not None), nodes_of(config))

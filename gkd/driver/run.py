@@ -39,9 +39,9 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
-from gkd.planning.advice import offload_needed, planned_sampler, require_memory
+from gkd.planning.advice.advise import offload_needed, planned_sampler, require_memory
+from gkd.planning.advice.splits import faster_split
 from gkd.planning.layout import models_of, with_settings
-from gkd.planning.splits import faster_split
 from gkd.version import __version__
 
 log = logging.getLogger("gkd")

@@ -12,7 +12,7 @@ from gkd.config import Config, Rollout
 from gkd.errors import ConfigError
 from gkd.inference.vllm_environment import installed_device
 from gkd.planning.layout import GB, Layout, Models, gpu_hardware, with_settings
-from gkd.planning.memory import GroupMemory, pool_memory
+from gkd.planning.memory.pools import GroupMemory, pool_memory
 from gkd.planning.shapes import ModelShape, read_shape
 
 

@@ -2,7 +2,7 @@
 
 The real loop, the real handing out of prompts and the real accumulation of chunks, on real Ray workers; an engine that
 takes lognormal times for its responses, a scorer and an actor that sleep. So that two cores are enough. The simulation
-(:mod:`gkd.planning.simulation`) is given the same times, and the measured push.
+(:mod:`gkd.planning.simulation.events`) is given the same times, and the measured push.
 
     python tests/benchmarks/overlap.py [--steps 8] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
         [--streaming no yes] [--in-flight] [--val-every 4]
@@ -54,8 +54,8 @@ from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.requests import Score
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
-from gkd.planning.simulated_run import SamplingGroup, ScoringGroup, SimulatedRun, Step, TrainingGroup
-from gkd.planning.simulation import WARM_UP, simulate
+from gkd.planning.simulation.events import WARM_UP, simulate
+from gkd.planning.simulation.run import SamplingGroup, ScoringGroup, SimulatedRun, Step, TrainingGroup
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.group import RolloutGroup

@@ -17,7 +17,7 @@ from gkd.config.registry import Registry
 from gkd.errors import ConfigError
 from gkd.losses.position import position_losses
 from gkd.losses.targets import PositionTargets
-from gkd.planning.actor_memory import logit_copies
+from gkd.planning.memory.actor import logit_copies
 from gkd.rewards.completion import Completion
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "your_own"

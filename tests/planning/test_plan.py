@@ -18,7 +18,7 @@ from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.planning.layout import known_gpu_type, models_of
-from gkd.planning.measured import _spread
+from gkd.planning.measured.factors import _spread
 from gkd.recipes.sort_digits.task import SortDigits, recipes
 from gkd.recipes.sort_digits.warmup import new_model
 from tests.planning.layouts import DATA

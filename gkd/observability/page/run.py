@@ -16,8 +16,8 @@ from gkd.config.overrides import flatten
 from gkd.errors import ConfigError
 from gkd.observability.metrics import Z_95, wilson_interval
 from gkd.observability.run_files import RunFiles
-from gkd.planning.colocation import all_memory
 from gkd.planning.layout import GB, Layout, cpu_hardware, gpu_hardware, models_of
+from gkd.planning.memory.colocation import all_memory
 
 MAX_ROWS = 10_000
 """Steps in a chart; of more, every so many are taken, and all validations."""

@@ -13,7 +13,7 @@ from gkd.cluster.session.connect import _plan_private
 from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
-from gkd.planning.advice import offload_needed
+from gkd.planning.advice.advise import offload_needed
 from gkd.planning.layout import models_of
 
 DISTIL = "+recipe=on_policy_distill"

@@ -16,8 +16,8 @@ import pytest
 from gkd.config import load
 from gkd.observability.page.write import write_page
 from gkd.observability.run_files import RunFiles
-from gkd.planning.colocation import all_memory
 from gkd.planning.layout import Layout, cpu_hardware, models_of
+from gkd.planning.memory.colocation import all_memory
 from tests.observability.runs import NASTY, WORKERS, lines, make_run, row, sample
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -19,7 +19,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.vllm_environment import environment
 from gkd.losses.micro_batch import collate
-from gkd.planning.memory import kv_bytes, pool_memory
+from gkd.planning.memory.pools import kv_bytes, pool_memory
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample
 from tests.planning.layouts import layout_of
 from tests.weights.received import load_in_pieces

@@ -1,0 +1,1 @@
+"""What to change: other settings and other splits of the GPUs, tried one after the other, and what a plan prints."""

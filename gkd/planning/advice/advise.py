@@ -1,0 +1,322 @@
+"""What to change when a group does not fit: the smallest sets of changes that do, by level; and the check before a run.
+
+Changes are tried, not guessed (:mod:`gkd.planning.advice.changes`): level 1 trains the same, slower; level 2 takes
+memory elsewhere or shortens texts; level 3 trains less of the model. The estimate is good to some per cent, so a run
+that misses by less than :data:`TOLERANCE` is warned and starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gkd.config import Config, Engine, load
+from gkd.errors import ConfigError
+from gkd.planning.advice.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
+from gkd.planning.layout import (
+    GB,
+    Layout,
+    Models,
+    cpu_hardware,
+    gpu_hardware,
+    has_room,
+    with_settings,
+    without_colocation,
+)
+from gkd.planning.memory.colocation import all_memory, groups_that_do_not_fit, memory_of, needs_offload
+from gkd.planning.memory.pools import GroupMemory, cache_gb_of, slots_of
+from gkd.planning.simulation.stages import quick_step_s, stages_of
+
+log = logging.getLogger("gkd")
+TOLERANCE = 0.1  # of what is available
+MOST_CHANGES = 4
+CACHE = (".gpu_memory_utilization", ".kv_cache_gb")  # whose larger or smaller values may be what helps
+# Their smallest pieces, and several ranks, also cost something: sums of gradients in pieces, NCCL's buffers.
+NOT_FREE = ("actor.loss_chunk", "actor.max_tokens_per_micro_batch", "trainer.n_gpus_per_node", "trainer.nnodes")
+SHARES = (0.6, 0.5, 0.4, 0.3)  # of the gpu_memory_utilization of engines on the same GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Holds changes after which ``group`` fits.
+
+    ``saves`` bytes of a GPU; ``host``: bytes it takes of the host's memory for that; ``slower``: the step's time
+    against now.
+    """
+
+    group: str
+    level: int
+    settings: Mapping[str, Value]
+    saves: float
+    margin: float
+    slower: float
+    host: float = 0.0
+
+    def overrides(self) -> str:
+        """Return the changes as overrides to paste."""
+        return overrides(self.settings)
+
+    def line(self) -> str:
+        """Return the changes and what they cost, in words."""
+        host = f", with {self.host / GB:.1f} GB of the host's memory" if self.host else ""
+        saved = f"saves {self.saves / GB:.1f} GB a GPU{host}"
+        return f"{self.overrides()} ({saved}; a step takes {self.slower:.2f} of the time)"
+
+
+def advise(layout: Layout, group: str) -> list[Advice]:
+    """Return, for each level that can make ``group`` fit, its cheapest changes; empty when none can, or none need to.
+
+    Other groups need not fit for it, and may want the same GPUs: see :func:`advise_all`.
+    """
+    return list(_advise(layout, group))
+
+
+def _advise(layout: Layout, group: str) -> Iterator[Advice]:
+    """Yield :func:`advise`'s, each worked out when it is wanted."""
+    if not memory_of(layout, group).fits:
+        trials = _Trials(layout, group, {})
+        yield from (cheapest for level in LEVEL_NAMES if (cheapest := _cheapest(trials, level)) is not None)
+
+
+def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None = None) -> str | None:
+    """Return overrides after which every group fits, of low levels rather; None: all fit already, or there are none.
+
+    ``by_group``: :func:`advise` for each group, where that is known.
+    """
+    groups = groups_that_do_not_fit(layout)
+    if by_group is None:
+        by_group = {group: advise(layout, group) for group in groups}
+    if any(not by_group[group] and not _fits_alone(layout, group) for group in groups if group != "reference"):
+        return None  # (a reference may come to be needed no more)
+    known = {(group, ""): list(by_group[group]) for group in groups}
+    # The first in order may take GPUs that the next needs; the mildest changes of one may not be enough for another.
+    for begin, pick, order in itertools.product(_smaller_shares(layout), (0, -1), (groups, groups[::-1])):
+        settings = dict(begin)
+        changed = replace(layout, config=with_settings(layout.config, settings))
+        for i, group in enumerate([*order, *order]):  # again, for what another's changes took from it or left it
+            if group not in groups_that_do_not_fit(changed):
+                continue
+            if (key := (group, overrides(settings))) not in known:
+                known[key] = advise(changed, group)
+            if known[key]:
+                settings |= known[key][pick].settings
+                changed = replace(layout, config=with_settings(layout.config, settings))
+            elif i >= len(order):
+                break
+        if settings and not groups_that_do_not_fit(changed):
+            return overrides(settings)
+    return None
+
+
+def _smaller_shares(layout: Layout) -> list[dict[str, Value]]:
+    """Return no changes, and where engines on the same GPUs want too much of them, the largest shares that fit."""
+    pairs, short = layout.config.may_share(), groups_that_do_not_fit(layout)
+    engines = {
+        section: pool.gpu_memory_utilization
+        for section, pool in layout.config.pools()
+        if isinstance(pool, Engine) and any(section in pair for pair in pairs)
+    }
+    if len(engines) > 1 and not layout.hardware.is_cpu and not engines.keys().isdisjoint(short):
+        for part in SHARES:
+            smaller: dict[str, Value] = {
+                f"{name}.gpu_memory_utilization": round(share * part, 3) for name, share in engines.items()
+            }
+            still = groups_that_do_not_fit(replace(layout, config=with_settings(layout.config, smaller)))
+            if engines.keys().isdisjoint(still):
+                return [{}, smaller]
+    return [{}]
+
+
+def advise_by_memory(layout: Layout, sizes_gb: Sequence[float]) -> list[tuple[float, Advice | None, bool]]:
+    """Return, for GPUs of each size, the actor's cheapest advice, and whether it fits as it is."""
+    rows = []
+    for size in sizes_gb:
+        other = replace(layout, hardware=replace(layout.hardware, memory=size * GB))
+        rows.append((size, next(_advise(other, "actor"), None), memory_of(other, "actor").fits))
+    return rows
+
+
+def explain_shortage(layout: Layout, group: str) -> str:
+    """Return one line: what does not fit, and the mildest changes."""
+    memory = memory_of(layout, group)
+    own = next(_advise(layout, group), None)
+    fits = own.overrides() if own else advise_all(layout)
+    needs = _describe_shortage(memory, layout.hardware.is_cpu)
+    return f"{needs}; {f'this fits: {fits}' if fits else explain_no_advice(layout, memory)}"
+
+
+def _describe_shortage(memory: GroupMemory, is_cpu: bool) -> str:
+    if memory.shortage:
+        return f"{memory.group}: {memory.shortage}"
+    if is_cpu:
+        left = f"the other groups leave {max(0.0, memory.available) / GB:.1f} of this machine's memory"
+        return f"{memory.group} needs {memory.total / GB:.1f} GB and {left}"
+    return f"{memory.group} needs {memory.total / GB:.1f} GB of each GPU and has {memory.available / GB:.1f}"
+
+
+def explain_no_advice(layout: Layout, memory: GroupMemory) -> str:
+    """Return what would help a group that does not fit, and for which there is no advice."""
+    if layout.hardware.is_cpu:
+        return "no change of its own settings makes it fit: smaller models, or more memory, would"
+    if layout.nodes is not None and next(_advise(replace(layout, nodes=None), memory.group), None):
+        return "no change of settings makes it fit on the nodes there are: more would"
+    if _fits_alone(layout, memory.group):
+        return "no change of its own settings makes it fit: smaller groups on its GPUs, or GPUs of its own, would"
+    return "no change of settings makes it fit: a smaller model or a larger GPU would"
+
+
+def _fits_alone(layout: Layout, group: str) -> bool:
+    """Return whether a group fits on GPUs of its own, as it is or after changes."""
+    alone = without_colocation(replace(layout, nodes=None))
+    return memory_of(alone, group).fits or next(_advise(alone, group), None) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """Holds the memory of ``group`` after changes, each worked out once."""
+
+    layout: Layout
+    group: str
+    known: dict[frozenset[tuple[str, Value]], GroupMemory]
+
+    def memory_with(self, settings: Mapping[str, Value]) -> GroupMemory:
+        key = frozenset(settings.items())
+        if key not in self.known:
+            self.known[key] = memory_with(self.layout, self.group, settings)
+        return self.known[key]
+
+    def can_fit(self, changes: Sequence[Change]) -> bool:
+        """Return whether the strongest changes make it fit, with or without those that also cost something."""
+        caches = {change.setting: change.values for change in changes if change.setting.endswith(CACHE)}
+        strongest = {change.setting: change.values[-1] for change in changes if change.setting not in caches}
+        costly = [name for name in strongest if name in NOT_FREE]
+        for n in range(len(costly) + 1):
+            for left_out in itertools.combinations(costly, n):
+                settings = {name: value for name, value in strongest.items() if name not in left_out}
+                tried = [settings, *(settings | {name: v} for name, values in caches.items() for v in values)]
+                if any(self.memory_with(values).fits for values in tried):
+                    return True
+        return False
+
+    def is_minimal(self, settings: Mapping[str, Value]) -> bool:
+        """Return whether it fits after the changes, and after no fewer of them."""
+        return self.memory_with(settings).fits and not any(
+            self.memory_with(fewer).fits for fewer in _without_one(settings)
+        )
+
+
+def _cheapest(trials: _Trials, level: int) -> Advice | None:
+    """Return, of the smallest sets of changes that fit and use this level, the one with the shortest step."""
+    layout, group = trials.layout, trials.group
+    changes = [change for change in changes_for(layout, group) if change.level <= level]
+    if not trials.can_fit(changes):
+        return None
+    bytes_now, seconds_now = _without_cache(memory_of(layout, group)), _step_seconds(layout)
+    for n in range(1, MOST_CHANGES + 1):
+        fitting: list[Advice] = []
+        for settings in filter(trials.is_minimal, _sets_of_changes(trials, changes, n, level)):
+            memory, whole = trials.memory_with(settings), with_gpus(layout, settings)
+            config = with_settings(layout.config, whole)
+            if _is_possible(layout, config):
+                slower = _step_seconds(replace(layout, config=config)) / seconds_now
+                saves = bytes_now - _without_cache(memory)
+                fitting.append(Advice(group, level, whole, saves, memory.margin, slower, memory.host))
+        if fitting:
+            return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
+    return None
+
+
+def _is_possible(layout: Layout, config: Config) -> bool:
+    """Return whether a configuration composes and, where the nodes are known, its groups have room on them."""
+    try:
+        load(config.model_dump())
+    except ConfigError:
+        return False
+    return layout.nodes is None or has_room(config, layout.nodes)
+
+
+def _without_cache(memory: GroupMemory) -> float:
+    """Return the bytes of all items but the cache, which takes whatever there is."""
+    return memory.total - memory.items.get("key-value cache", 0.0)
+
+
+def _without_one(settings: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
+    for left_out in settings:
+        yield {name: value for name, value in settings.items() if name != left_out}
+
+
+def _sets_of_changes(trials: _Trials, changes: Sequence[Change], n: int, level: int) -> Iterator[dict[str, Value]]:
+    """Yield every choice of ``n`` changes of different settings, one of ``level`` at least, each with every value.
+
+    Those are left out that do not fit with their strongest values.
+    """
+    for chosen in itertools.combinations(changes, n):
+        if not any(change.level == level for change in chosen) or len({change.setting for change in chosen}) < n:
+            continue
+        if trials.can_fit(chosen):
+            for values in itertools.product(*(change.values for change in chosen)):
+                yield {change.setting: value for change, value in zip(chosen, values, strict=True)}
+
+
+def _step_seconds(layout: Layout) -> float:
+    return quick_step_s(stages_of(layout), 0, layout.hosts)
+
+
+def require_memory(
+    config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None, gpus_of_nodes: Sequence[int] = ()
+) -> None:
+    """Raise ConfigError, in one line with advice, unless every group fits on its GPUs.
+
+    ``gpu_bytes_by_group``: memory of the smallest GPU of each group, as CUDA reports it; groups left out are not
+    checked. None: all groups compute on this machine's CPU and share its memory. ``gpus_of_nodes``: how many GPUs every
+    node has, beyond which no advice goes; empty where that is not known. Does nothing where ``plan.check`` is false.
+    """
+    if not config.plan.check:
+        return
+    override = "plan.check=false starts it all the same"
+    for name, layout in _layouts(config, models, gpu_bytes_by_group, gpus_of_nodes).items():
+        # On a CPU no group fits when one does not; the largest is the one to change.
+        for memory in sorted(all_memory(layout), key=lambda memory: -memory.total):
+            if name not in (None, memory.group) or memory.fits:
+                continue
+            explanation = explain_shortage(layout, memory.group)
+            if memory.shortage or memory.margin < -TOLERANCE * memory.available:
+                raise ConfigError(f"{explanation}; {override}")
+            log.warning(explanation)
+            return
+
+
+def offload_needed(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> bool:
+    """Return whether actor and engines on its GPUs take turns in memory; arguments of :func:`require_memory`."""
+    return any(needs_offload(layout) for layout in _layouts(config, models, gpu_bytes_by_group).values())
+
+
+def planned_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return settings of sampling engines that are planned where they are null; arguments of :func:`require_memory`."""
+    layouts, rollout = _layouts(config, models, gpu_bytes_by_group), config.rollout
+    layout = layouts.get("rollout", layouts.get(None))
+    if layout is None:
+        return {"rollout.max_num_seqs": rollout.slots, "rollout.kv_cache_gb": rollout.kv_cache_gb}
+    return {
+        "rollout.max_num_seqs": slots_of(layout, "rollout", rollout),
+        "rollout.kv_cache_gb": cache_gb_of(layout, "rollout", rollout),
+    }
+
+
+def _layouts(
+    config: Config,
+    models: Models,
+    gpu_bytes_by_group: Mapping[str, float] | None,
+    gpus_of_nodes: Sequence[int] = (),
+) -> dict[str | None, Layout]:
+    """Return what to plan, by the group whose GPU it is on; None: all on a CPU."""
+    if gpu_bytes_by_group is None:
+        return {None: Layout(config, models, cpu_hardware(config.plan))}
+    gpu = gpu_hardware(config.plan)  # its speed only orders the advice
+    nodes = tuple(gpus_of_nodes) or None
+    return {
+        group: Layout(config, models, replace(gpu, memory=size), nodes) for group, size in gpu_bytes_by_group.items()
+    }

@@ -1,0 +1,203 @@
+"""The settings that save memory, of each group, and the memory of a group after some are changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from gkd.config import GROUP_OF, Config, Engine, Pool
+from gkd.planning.layout import Layout, engine_class, with_settings
+from gkd.planning.memory.colocation import memory_of
+from gkd.planning.memory.pools import GroupMemory, slots_of
+
+Value = int | float | bool
+LEVEL_NAMES = {
+    1: "the same training, slower",
+    2: "memory elsewhere, or shorter texts",
+    3: "adapters instead of the model",
+}
+"""What a change costs. Changes of a level go with those of the levels before it, where these are not enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Names a setting that saves memory, and the values to try, mildest first, at a level of :data:`LEVEL_NAMES`."""
+
+    setting: str
+    level: int
+    values: tuple[Value, ...]
+
+
+def overrides(settings: Mapping[str, Value]) -> str:
+    """Return settings as overrides to paste."""
+    return " ".join(f"{name}={str(value).lower()}" for name, value in settings.items())
+
+
+def changes_for(layout: Layout, group: str) -> list[Change]:
+    """List what may be changed for a group; a setting may be there twice, with values of different levels."""
+    section = next(section for section, its in GROUP_OF.items() if its == group)
+    if group == "actor":
+        more_gpus = None if layout.hardware.is_cpu else _offer_gpus(layout)
+        changes = actor_changes(layout.config, layout.workload().longest, more_gpus)
+    elif section == "reward_model":
+        n_seqs = layout.config.reward_model.max_num_seqs
+        changes = [Change("reward_model.max_num_seqs", 1, tuple(n_seqs >> i for i in (1, 2, 3) if n_seqs >> i))]
+    else:
+        changes = _engine_changes(layout, section)
+    if group in ("actor", *layout.config.on_the_actors_gpus()):
+        changes = [*changes, *_offer_offload(layout)]
+    return [change for change in changes if change.values]
+
+
+def actor_changes(config: Config, longest: int, more_gpus: Change | None) -> list[Change]:
+    """List what may be changed for an actor whose longest sequence has ``longest`` tokens; some have no value to try.
+
+    ``more_gpus`` is None on a CPU, whose memory is the host's.
+    """
+    actor = config.actor
+    tokens = [actor.max_tokens_per_micro_batch >> i for i in range(1, 8)]
+    fitting = [*(t for t in tokens if t > longest), longest]
+    changes = [
+        Change("actor.max_tokens_per_micro_batch", 1, tuple(t for t in fitting if t < tokens[0] * 2)),
+        Change("actor.loss_chunk", 1, tuple(actor.loss_chunk >> i for i in (1, 2, 3) if actor.loss_chunk >> i >= 32)),
+        Change("actor.gradient_checkpointing", 1, () if actor.gradient_checkpointing else (True,)),
+    ]
+    if more_gpus is not None:
+        changes.append(Change("actor.offload_optimizer", 2, () if actor.offload_optimizer else (True,)))
+        changes.append(more_gpus)
+    ranks = () if config.reference.model.path is not None else (16, 8, 4)  # with adapters it is the student
+    r = actor.lora.r
+    return [
+        *changes,
+        *_shorten_texts(config),
+        Change("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r)),
+    ]
+
+
+def _shorten_texts(config: Config) -> list[Change]:
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    return [
+        Change("rollout.max_response_length", 2, tuple(v for v in (response * 3 // 4, response // 2) if v >= 16)),
+        Change("data.max_prompt_length", 2, tuple(v for v in (prompt * 7 // 8, prompt * 3 // 4) if v >= 16)),
+    ]
+
+
+def _offer_gpus(layout: Layout) -> Change:
+    """Offer GPUs of its nodes that no other group has; further nodes to an actor that has whole ones."""
+    trainer, per_node = layout.config.trainer, layout.gpus_per_node
+    if (now := trainer.n_gpus_per_node) >= per_node:
+        return Change("trainer.nnodes", 2, tuple(trainer.nnodes << i for i in (1, 2, 3)))
+    free = _free_gpus(layout, "trainer")
+    return Change("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
+
+
+def _offer_offload(layout: Layout) -> list[Change]:
+    """Offer to offload actor and engines in turn, where that is ruled out and would be possible."""
+    config = layout.config
+    possible = config.on_the_actors_gpus() and config.actor.lora.quantize is None and not layout.hardware.is_cpu
+    return [Change("cluster.offload", 1, (True,))] if possible and config.cluster.offload is False else []
+
+
+def _free_gpus(layout: Layout, section: str) -> int:
+    """Count the GPUs of a node that a pool could have: all where it may be alone, else those that the others leave.
+
+    0 where its GPUs are named, or another group's.
+    """
+    config = layout.config
+    if not _takes_any_gpus(config, section):
+        return 0
+    if len(layout.nodes or ()) > 1:
+        return layout.gpus_per_node
+    pools, hosts = dict(config.pools()), config.hosts()
+    others = [name for name in pools if name != section and GROUP_OF[name] not in hosts]
+    return layout.gpus_per_node - sum(pools[name].n_gpus_per_node for name in others)
+
+
+def _takes_any_gpus(config: Config, section: str) -> bool:
+    """Return whether a pool takes GPUs where there are some, and not named or others' ones."""
+    pool: Pool = getattr(config, section)
+    return pool.ranges() is None and GROUP_OF[section] not in config.hosts()
+
+
+def _engine_changes(layout: Layout, section: str) -> list[Change]:
+    engine: Engine = getattr(layout.config, section)
+    over_two = engine.model_copy(update={"tensor_parallel_size": 2})  # what auto is as soon as an engine spans GPUs
+    properties = engine_class(over_two, layout.models.of(section))
+    slots = slots_of(layout, section, engine)
+    seqs = tuple(slots >> i for i in (1, 2, 3) if slots >> i >= 8)
+    changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
+    if layout.hardware.is_cpu:
+        gb = engine.cpu_cache_gb
+        sizes = tuple(v for v in (gb // 2, gb * 2, gb * 4) if v >= 1)
+        changes.append(Change(f"{section}.n_gpus_per_node", 1, _offer_fewer_engines(layout.config, section, engine)))
+        if properties.managed_memory:
+            changes.append(Change(f"{section}.kv_cache_gb", 1, sizes))
+        return [*changes, *_shorten_texts(layout.config)]
+    if properties.managed_memory:
+        share = engine.gpu_memory_utilization
+        colocated = any(section in pair for pair in layout.config.may_share())
+        shares = [round(share * part, 3) for part in (1.25, 1.5, 2, 3, 0.8, 0.6, 0.4)]
+        shares = [v for v in (shares if colocated else [0.8, 0.9, 0.95]) if v != share and v <= 0.95]
+        changes.append(Change(f"{section}.gpu_memory_utilization", 1, tuple(shares)))
+        changes.append(Change(f"{section}.enforce_eager", 1, () if engine.enforce_eager else (True,)))
+    if properties.tensor_parallel:
+        changes += _widen_engines(layout, section, engine)
+    return [*changes, *_shorten_texts(layout.config)]
+
+
+def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]:
+    n, room, heads = engine.n_gpus_per_node, _free_gpus(layout, section), layout.models.of(section).heads
+    now = engine.tensor_parallel_size
+    wider = [now << i for i in (1, 2, 3)] if heads % now == 0 else [1, 2, 4, 8]
+    widths = [tp for tp in wider if heads % tp == 0]
+    with_more_gpus = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)
+    return [
+        Change(f"{section}.tensor_parallel_size", 1, tuple(tp for tp in widths if n % tp == 0)),
+        Change(f"{section}.tensor_parallel_size", 2, (*with_more_gpus, *_span_nodes(layout, section, room))),
+    ]
+
+
+def _span_nodes(layout: Layout, section: str, room: int) -> list[int]:
+    """List widths of an engine on all GPUs of one node or several, where one on those of fewer does not fit."""
+    per_node, heads = layout.gpus_per_node, layout.models.of(section).heads
+    if not _takes_any_gpus(layout.config, section) or section in layout.config.hosts().values():
+        return []
+    widest = max(width for width in range(1, per_node + 1) if per_node % width == heads % width == 0)
+    if memory_with(layout, section, {f"{section}.tensor_parallel_size": widest}).fits:
+        return [widest] if widest > room else []
+    return [nnodes * per_node for nnodes in (2, 4) if heads % (nnodes * per_node) == 0]
+
+
+def _offer_fewer_engines(config: Config, section: str, engine: Engine) -> tuple[int, ...]:
+    """Offer fewer simulated GPUs, all of which are in the memory of one machine."""
+    halves = (engine.n_gpus_per_node >> i for i in (1, 2, 3))
+    whole = tuple(n for n in halves if n and n % engine.tensor_parallel_size == 0)
+    return whole if _takes_any_gpus(config, section) else ()
+
+
+def memory_with(layout: Layout, group: str, settings: Mapping[str, Value]) -> GroupMemory:
+    """Return the memory of a group after changes."""
+    return memory_of(replace(layout, config=with_settings(layout.config, with_gpus(layout, settings))), group)
+
+
+def with_gpus(layout: Layout, settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Return changes with as many GPUs as wider engines fill, where the pool has fewer.
+
+    An engine that spans nodes has whole ones.
+    """
+    whole, per_node = dict(settings), layout.gpus_per_node
+    for setting, width in settings.items():
+        section, _, name = setting.partition(".")
+        if name != "tensor_parallel_size":
+            continue
+        pool: Engine = getattr(layout.config, section)
+        if not (n := pool.n_gpus_per_node) % width:
+            continue
+        if width <= per_node:
+            whole[f"{section}.n_gpus_per_node"] = -(-n // int(width)) * int(width)
+            continue
+        an_engine, now = int(width) // per_node, pool.nnodes if n == per_node else 1
+        nodes: dict[str, Value] = {"n_gpus_per_node": per_node, "nnodes": -(-now // an_engine) * an_engine}
+        nodes |= {"across_nodes": True}
+        whole |= {f"{section}.{key}": value for key, value in nodes.items() if getattr(pool, key) != value}
+    return whole

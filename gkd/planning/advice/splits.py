@@ -1,0 +1,285 @@
+"""The best split of N GPUs over the groups: every split that fits is estimated, and the quickest are simulated.
+
+A pool has one of three forms: some GPUs of one node, whole nodes, or as many GPUs on every node. A group's time depends
+on its own pool alone, so it is worked out once for each size, and only sums and maxima are taken for each split.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gkd.cluster.layout.nodes import GroupRequest, Node, idle_nodes, solve
+from gkd.config import GROUP_OF, Config, Engine, Pool
+from gkd.errors import ConfigError
+from gkd.planning.layout import (
+    GPU_SETTINGS,
+    Layout,
+    gpu_hardware,
+    models_of,
+    placement_defaults,
+    with_settings,
+    without_colocation,
+)
+from gkd.planning.measured.factors import factors_of
+from gkd.planning.memory.pools import pool_memory
+from gkd.planning.simulation.run import Step
+from gkd.planning.simulation.stages import (
+    Factors,
+    Stages,
+    generate_s,
+    reward_s,
+    score_one_s,
+    score_s,
+    stages_of,
+    sync_s,
+    update_s,
+)
+from gkd.planning.simulation.steps import simulate_layout, streams
+
+Floats = NDArray[np.float64]
+KEPT = 8  # combinations of as many GPUs, the fastest of which could turn out not to be placeable
+TRIED = 200  # of the quickest splits by estimate, looked at until enough of them can be placed on nodes
+SIMULATED = 16  # of those that can
+NOT_HIDDEN = 0.1  # of the shorter side, where actor and engines work at the same time: a first guess
+WIDTHS = (1, 2, 4, 8)
+WORTH = 0.95  # of the time of a step now, beyond which another split is not worth the words
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Holds a pool that fits: its form, its engines' width, and its seconds (of an actor: with the weight sync)."""
+
+    n_gpus: int
+    nnodes: int
+    tensor_parallel: int
+    seconds: float
+    tail: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Count its GPUs."""
+        return self.n_gpus * self.nnodes
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Holds a layout, as settings, with its stages and its step at a staleness."""
+
+    settings: dict[str, Any]
+    gpus: dict[str, int]
+    stages: Stages
+    step: Step
+
+    def overrides(self) -> str:
+        """Return the settings as overrides to paste."""
+        return " ".join(f"{name}={'null' if value is None else value}" for name, value in self.settings.items())
+
+
+def best_splits(
+    layout: Layout, n_gpus: int, count: int = 3, staleness: int = 0, factors: Factors | None = None
+) -> list[Split]:
+    """Return the ``count`` fastest layouts of at most ``n_gpus`` GPUs, with times scaled by ``factors``.
+
+    One with more GPUs than another that is as fast is left out, as long as there are others.
+    Raises ConfigError where no layout fits, naming the group that does not, or where there are fewer GPUs than groups.
+    """
+    sections = [section for section, _ in layout.config.pools()]
+    if n_gpus < len(sections):
+        raise ConfigError(
+            f"--best {n_gpus}: {len(sections)} groups need a GPU each ({', '.join(sections)}); on fewer, plan "
+            "placement=single_gpu or placement=2gpu"
+        )
+    base, scale = without_colocation(layout), factors or Factors()
+    sizes = {section: _list_sizes(base, section, n_gpus - len(sections) + 1, n_gpus, scale) for section in sections}
+    nodes = _idle_nodes(n_gpus, layout.config.plan.gpus_per_node)
+    ahead = staleness > 0 or streams(base)
+    placeable = (mix for mix in _quickest_mixes(sizes, n_gpus, ahead) if _fits_on(nodes, mix))
+    splits = [_split(layout, base, mix, staleness, scale) for mix in itertools.islice(placeable, SIMULATED)]
+    if not splits:
+        raise ConfigError(f"--best {n_gpus}: no split of so many GPUs both fits in memory and on nodes")
+    splits.sort(key=lambda split: (split.step.seconds, sum(split.gpus.values())))
+    best: list[Split] = []
+    wasteful: list[Split] = []  # no faster than one of the best, with more GPUs
+    for split in splits:
+        more = any(all(better.gpus[group] <= n for group, n in split.gpus.items()) for better in best)
+        (wasteful if more else best).append(split)
+    chosen = best[:count] + wasteful[: max(0, count - len(best))]
+    return sorted(chosen, key=lambda split: split.step.seconds)
+
+
+def _fits_on(nodes: list[Node], mix: dict[str, PoolSize]) -> bool:
+    requests = [GroupRequest(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
+    return solve(requests, nodes, 0.0) is not None
+
+
+def _idle_nodes(n_gpus: int, per_node: int) -> list[Node]:
+    whole, rest = divmod(n_gpus, per_node)
+    return idle_nodes([per_node] * whole + [rest] * (rest > 0))
+
+
+def _forms(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tuple[int, int]]:
+    """Yield GPUs a node and nodes: within one node, whole nodes, a slice of every node of a cluster of ``n_gpus``.
+
+    Only those that engines of ``tp`` GPUs fill, each within a node or on whole ones.
+    """
+    seen: set[int] = set()
+    within = [(n, 1) for n in range(1, per_node + 1)]
+    whole = [(per_node, nnodes) for nnodes in range(2, most // per_node + 1)]
+    slices = [(n, n_gpus // per_node) for n in range(1, per_node)]
+    for n, nnodes in [*within, *whole, *slices]:
+        filled = n % tp == 0 or (n == per_node < tp and n * nnodes % tp == 0)
+        if filled and 0 < n * nnodes <= most and n * nnodes not in seen:
+            seen.add(n * nnodes)
+            yield n, nnodes
+
+
+def _list_sizes(layout: Layout, section: str, most: int, n_gpus: int, factors: Factors) -> list[PoolSize]:
+    """List every pool of ``section`` that fits in memory, with engines as wide as set, or as they have to be."""
+    pool: Pool = getattr(layout.config, section)
+    group = GROUP_OF[section]
+    a_node, tp = layout.config.plan.gpus_per_node, 1
+    if isinstance(pool, Engine):
+        wider = [a_node * k for k in (2, 4)] if pool.across_nodes else []
+        widths = (pool.tensor_parallel_size, *WIDTHS, *wider)
+        tp = next((width for width in widths if _engine_fits(layout, section, pool, width)), 0)
+    sizes = []
+    for n, nnodes in _forms(most, n_gpus, a_node, tp) if tp else ():
+        width = {"tensor_parallel_size": tp} if isinstance(pool, Engine) else {}
+        tried = pool.model_copy(update={"n_gpus_per_node": n, "nnodes": nnodes, **width})
+        if section == "teacher" and n * nnodes // tp < len(layout.config.teacher.models):
+            continue
+        if isinstance(tried, Engine) or pool_memory(layout, group, tried).fits:
+            sizes.append(_measure(layout, group, tried, tp, factors))
+    if not sizes:
+        raise ConfigError(
+            f"--best: {group} fits on none of these GPUs, however many of {most}; see the plan without --best"
+        )
+    return sizes
+
+
+def _engine_fits(layout: Layout, section: str, pool: Engine, tp: int) -> bool:
+    a_node = layout.config.plan.gpus_per_node
+    if tp > a_node and not (pool.across_nodes and tp % a_node == 0):
+        return False
+    tried = pool.model_copy(update={"tensor_parallel_size": tp, "n_gpus_per_node": min(tp, a_node)})
+    return pool_memory(layout, section, tried).fits
+
+
+def _measure(layout: Layout, group: str, pool: Pool, tp: int, factors: Factors) -> PoolSize:
+    n, nnodes, world = pool.n_gpus_per_node, pool.nnodes, pool.n_workers
+    if group == "actor":
+        seconds = update_s(layout, world, nnodes) * factors.update + sync_s(layout, world) * factors.sync
+        return PoolSize(n, nnodes, 1, seconds)
+    if not isinstance(pool, Engine):
+        seconds, tail = reward_s(layout, pool)
+        return PoolSize(n, nnodes, tp, seconds * factors.score, tail * factors.score)
+    if group == "rollout":
+        return PoolSize(n, nnodes, tp, generate_s(layout, pool) * factors.generate)
+    score, tail = score_s(layout, group, pool), score_one_s(layout, group, pool)
+    return PoolSize(n, nnodes, tp, score * factors.score, tail * factors.score)
+
+
+def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) -> Iterator[dict[str, PoolSize]]:
+    """Yield splits, quickest first by estimate; among equals those of fewer GPUs.
+
+    ``ahead``: actor and engines work at the same time, else one after the other.
+    """
+    scoring = _Mixes.empty()
+    for section, of in sizes.items():
+        if section not in ("trainer", "rollout"):
+            scoring = scoring.join_group(of, n_gpus)
+    sampling = scoring.join_group(sizes["rollout"], n_gpus)
+    sampled = sampling.seconds + sampling.tails
+    candidates: list[tuple[float, int, int, int]] = []
+    for a, actor in enumerate(sizes["trainer"]):
+        step = sampled + actor.seconds
+        if ahead:
+            longer = np.maximum(sampled, actor.seconds)
+            step = longer + NOT_HIDDEN * (step - longer)
+        fitting = np.flatnonzero(sampling.totals + actor.total <= n_gpus)
+        quickest = fitting[np.argsort(step[fitting], kind="stable")[:TRIED]]
+        candidates += [(float(step[i]), int(sampling.totals[i]) + actor.total, a, int(i)) for i in quickest]
+    scorers = [section for section in sizes if section not in ("trainer", "rollout")]
+    for _, _, a, i in heapq.nsmallest(TRIED, candidates):
+        chosen = dict(zip([*scorers, "rollout"], sampling.chosen[i], strict=True))
+        yield {section: of[a if section == "trainer" else chosen[section]] for section, of in sizes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixes:
+    """Holds combinations of several groups' pools that work side by side: seconds, tails and GPUs of each, and the
+    positions ``chosen`` of the pools, a column a group.
+    """
+
+    seconds: Floats
+    tails: Floats
+    totals: NDArray[np.int64]
+    chosen: NDArray[np.int64]
+
+    @staticmethod
+    def empty() -> _Mixes:
+        """Return the combination of no groups."""
+        return _Mixes(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros((1, 0), np.int64))
+
+    def join_group(self, sizes: list[PoolSize], most: int) -> _Mixes:
+        """Return every combination with one more group; of those with equally many GPUs only the fastest are kept."""
+        seconds = np.maximum(self.seconds[:, None], [s.seconds for s in sizes]).ravel()
+        tails = np.maximum(self.tails[:, None], [s.tail for s in sizes]).ravel()
+        totals = (self.totals[:, None] + np.array([s.total for s in sizes])).ravel()
+        order = np.lexsort((seconds + tails, totals))
+        starts = np.r_[0, np.flatnonzero(np.diff(totals[order])) + 1]
+        place = np.arange(len(order)) - np.repeat(starts, np.diff(np.r_[starts, len(order)]))
+        kept = order[(place < KEPT) & (totals[order] <= most)]
+        old, new = np.divmod(kept, len(sizes))
+        return _Mixes(seconds[kept], tails[kept], totals[kept], np.c_[self.chosen[old], new])
+
+
+def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: int, factors: Factors) -> Split:
+    settings = placement_defaults(layout.config)
+    for section, size in mix.items():
+        pool = getattr(layout.config, section)
+        settings |= {f"{section}.{name}": None for name in GPU_SETTINGS if getattr(pool, name) is not None}
+        settings[f"{section}.n_gpus_per_node"] = size.n_gpus
+        if size.nnodes != 1 or pool.nnodes != 1:
+            settings[f"{section}.nnodes"] = size.nnodes
+        if isinstance(pool, Engine) and size.tensor_parallel != pool.tensor_parallel_size:
+            settings[f"{section}.tensor_parallel_size"] = size.tensor_parallel
+    split = replace(base, config=with_settings(base.config, settings))
+    step = simulate_layout(split, staleness, factors)
+    stages = replace(factors.apply(stages_of(split)), generate=step.generate)
+    return Split(settings, {GROUP_OF[section]: size.total for section, size in mix.items()}, stages, step)
+
+
+def faster_split(config: Config, directory: Path, requested: Engine) -> str:
+    """Return in one line which split of a run's GPUs is faster by simulation, or that none is; or why it is not known.
+
+    Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran. ``requested``: the
+    rollout section as it was requested; what was planned of it is planned anew for another split.
+    """
+    if config.hosts():
+        return ""
+    n_gpus, staleness = sum(pool.n_workers for _, pool in config.pools()), config.schedule.max_staleness
+    try:
+        layout = Layout(config, models_of(config), gpu_hardware(config.plan))
+        factors = factors_of(str(directory), layout)
+        layout = Layout(factors.lengths(config), layout.models, layout.hardware)
+        now = simulate_layout(layout, staleness, factors).seconds
+        planned = {f"rollout.{name}": getattr(requested, name) for name in ("max_num_seqs", "kv_cache_gb")}
+        replanned = with_settings(layout.config, planned)
+        layout = Layout(replanned, layout.models, layout.hardware)
+        best = best_splits(layout, n_gpus, 1, staleness, factors)[0]
+    except ConfigError as error:
+        return f"whether another split of the GPUs would be faster is not known: {error}"
+    measured = f"with what was measured, by gkd plan's simulation ({now:.2f} s a step)"
+    if best.step.seconds > WORTH * now:
+        return f"{measured}, no other split of {n_gpus} GPUs is much faster"
+    gpus = ", ".join(f"{group} {n}" for group, n in best.gpus.items())
+    return f"{measured}, {gpus} would take {best.step.seconds:.2f} s: {best.overrides()}"

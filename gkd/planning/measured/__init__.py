@@ -1,0 +1,1 @@
+"""What a run took, by its timeline and metrics, for the plan of another."""

@@ -1,0 +1,68 @@
+"""What the driver itself and its messages take of a step, by a run's timeline.json.
+
+Measured is what the simulation lets pass while nobody it waits for works (:class:`DriverTimes`), each by itself, so
+that what is hidden behind other groups' work in one schedule can show in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from statistics import fmean
+
+from gkd.config.base import SCORERS
+from gkd.planning.measured.busy import WORK
+from gkd.planning.measured.timeline import STAGES, RunTimeline, TimelineSpan
+from gkd.planning.simulation.run import DriverTimes
+
+RECORDING, PREPARING = ("request", "log"), ("prepare",)
+"""Activities of the driver between new weights and the next batch, and between that and the actor's update."""
+
+
+def driver_times(timeline: RunTimeline) -> DriverTimes:
+    """Return the means over a run's steps; nothing where its file does not state what the driver did."""
+    recording, preparing = timeline.named("driver", RECORDING), timeline.named("driver", PREPARING)
+    updates = [span for span in timeline.spans if (span.lane, span.name) == (STAGES, "update")]
+    scoring = [(span.start, span.end) for span in timeline.spans if (span.lane, span.name) == (STAGES, "score")]
+    working, sampling = timeline.named("actor", WORK["actor"]), timeline.named("rollout", WORK["rollout"])
+    scorers = sorted((s for name in SCORERS for s in timeline.named(name, WORK[name])), key=lambda span: span.start)
+    times = []
+    for start, end in timeline.steps():
+        recorded = max((span.end for span in _within(recording, start, end)), default=start)
+        prepared, updated = _within(preparing, start, end), _within(updates, start, end)
+        if not prepared or not updated:
+            continue
+        update, handed_over = updated[-1], prepared[-1].end
+        sampled = any(span.end > start and span.start < end for span in sampling)
+        own = DriverTimes(
+            start_s=_until_begun(sampling, start, end),
+            score_s=sum(_idle(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
+            record_s=recorded - start,
+            # Answers of the data are the driver's own work; it waits for nobody else then.
+            deliver_s=max(0.0, prepared[-1].start - (max(recorded, update.start) if sampled else recorded)),
+            prepare_s=handed_over - prepared[-1].start,
+            call_s=_idle(working, handed_over, update.end),
+        )
+        times.append(astuple(own))
+    return DriverTimes(*(fmean(column) for column in zip(*times, strict=True)))
+
+
+def _within(spans: Sequence[TimelineSpan], start: float, end: float) -> list[TimelineSpan]:
+    """Return the spans whose middle lies in a step."""
+    return [span for span in spans if start <= (span.start + span.end) / 2 < end]
+
+
+def _until_begun(sampling: Sequence[TimelineSpan], start: float, end: float) -> float:
+    """Return how long after ``start`` the first engine begins; nothing where one is at work already."""
+    begun = min((max(start, span.start) for span in sampling if span.end > start and span.start < end), default=start)
+    return begun - start
+
+
+def _idle(working: Sequence[TimelineSpan], start: float, end: float) -> float:
+    """Return the seconds between ``start`` and ``end`` in which none of these workers works."""
+    idle, since = 0.0, start
+    for span in working:
+        if span.end > since and span.start < end:
+            idle += max(0.0, span.start - since)
+            since = span.end
+    return idle + max(0.0, end - since)

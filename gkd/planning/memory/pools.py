@@ -1,0 +1,343 @@
+"""Memory of a group on GPUs of its own, item by item.
+
+vLLM takes ``gpu_memory_utilization`` of a GPU: weights, the largest activations of a step, CUDA graphs, and all that is
+left for the key-value cache. What this project adds lies outside that share (gkd.inference, gkd.weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gkd.config import Config, Engine, Pool, Scorer
+from gkd.config.actor import pack_size
+from gkd.planning.layout import F32, GB, GIB, Layout, engine_class
+from gkd.planning.memory.actor import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
+from gkd.planning.shapes import ModelShape
+
+CONTEXT = 0.6 * GIB  # CUDA's context with kernels, as seen with such models
+GRAPHS, COLLECTIVES = 0.5 * GIB, 0.5 * GIB  # captured graphs of an engine; NCCL's buffers of several ranks
+ACTOR_PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
+ENGINE_PROCESS = 1.2 * GIB  # an engine's: Python, torch and vLLM
+FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
+# Float32 copies of logits that finding a nucleus takes. On a CPU: sorted, their probabilities, the sums of these, and a
+# temporary. On a GPU torch.sort itself takes more: sorted values, their ids of 8 bytes, ids in order, and buffers of
+# values and ids for the radix sort.
+NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
+MASKED = 4  # without a sort, as rollout.top_k and rollout.min_p need none: what is left out, and what stays normalised
+BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
+MANY_BLOCKS = 1 << 17  # of which each costs the host some 70 ns whenever the cache is forgotten, and 150 bytes
+LARGE_GPU = 70 * GIB  # with more memory than that vLLM takes larger steps, and more sequences, by default
+VLLM_SEQS = {False: 256, True: 1024}  # vllm.engine.arg_utils, for vllm.LLM
+PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """Holds the bytes of one GPU of a group at its worst moment (of a CPU: of one worker).
+
+    ``items`` by name, in the order they are shown; ``available``: what the GPU has for them. ``shortage`` states what
+    does not fit where that is not the sum. ``notes``: what is worth knowing, such as how many sequences a cache holds.
+    ``host``: what is in the host's memory for this GPU.
+    """
+
+    group: str
+    n_gpus: int
+    items: Mapping[str, float]
+    available: float
+    shortage: str = ""
+    notes: tuple[str, ...] = ()
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum all items."""
+        return sum(self.items.values())
+
+    @property
+    def margin(self) -> float:
+        """Return what is left, negative where it does not fit."""
+        return self.available - self.total
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the group fits."""
+        return self.margin >= 0 and not self.shortage
+
+
+def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
+    """Return the memory of a group with this pool, on GPUs of its own."""
+    if group == "actor":
+        return _actor_memory(layout, pool)
+    if not isinstance(pool, Engine):
+        return _reward_model_memory(layout, pool)
+    if not engine_class(pool, layout.models.of(group)).managed_memory:
+        unmanaged = _unmanaged_scorer_memory if isinstance(pool, Scorer) else _unmanaged_sampler_memory
+        return unmanaged(layout, group, pool)
+    return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)
+
+
+def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
+    """Return the largest micro-batch of a rank; one sequence is never divided, so it holds at least the longest."""
+    workload, actor = layout.workload(), layout.config.actor
+    samples = -(-(actor.mini_batch_size or workload.samples) // world)
+    whole = max(samples * workload.length, workload.longest)
+    tokens = min(max(actor.max_tokens_per_micro_batch, workload.longest), whole)
+    alone = tokens == whole
+    if actor.compile is not False and not layout.hardware.is_cpu:  # one longer than the budget is padded beyond it
+        tokens = pack_size(tokens, actor.max_tokens_per_micro_batch)
+    part = workload.response / workload.length
+    return MicroBatchSize(tokens, max(1, round(tokens * part)), workload.top_k, alone=alone)
+
+
+def truncation_copies(config: Config, is_cpu: bool) -> int:
+    """Count the float32 copies of a block of logits that leaving tokens out takes, as the sampler did."""
+    rollout = config.rollout
+    if rollout.top_p < 1.0:
+        return NUCLEUS_CPU if is_cpu else NUCLEUS_GPU
+    truncates = rollout.top_k is not None or rollout.min_p > 0.0
+    return MASKED if truncates and config.algorithm.needs_policy else 0
+
+
+def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
+    world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
+    training = Training(
+        layout.config.algorithm,
+        world,
+        layout.compute_bytes,
+        actor.gradient_checkpointing,
+        actor.loss_chunk,
+        actor.lora,
+        frozen=F32 if is_cpu else layout.compute_bytes,
+        offloaded=actor.offload_optimizer and not is_cpu,
+        nucleus=truncation_copies(layout.config, is_cpu),
+        on_cpu=is_cpu,
+    )
+    micro = largest_micro_batch(layout, world)
+    items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)
+    if is_cpu:
+        overhead = {"process": ACTOR_PROCESS}
+    else:
+        persistent = sum(items.get(name, 0.0) for name in ("weights", "gradients", "optimizer state"))
+        overhead = {
+            "context, collectives": CONTEXT + (COLLECTIVES if world > 1 else 0),
+            "fragmentation": FRAGMENTED * (sum(items.values()) - persistent),
+        }
+    notes = [f"micro-batches of {micro.tokens:,} tokens, {micro.positions:,} of them responses"]
+    if host:
+        notes.append(f"{host / GB:.1f} GB of the host's memory for each GPU")
+    if layout.config.trainer.save_minutes is not None or layout.config.trainer.save_every is not None:
+        copy = checkpoint_bytes(shape, training)
+        notes.append(f"{copy / GB:.1f} GB of the host's memory for each rank while a checkpoint is written")
+    return GroupMemory("actor", world, items | overhead, layout.hardware.memory, "", tuple(notes), host)
+
+
+def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
+    """Count the weights, and a forward pass of as many sequences as run at a time (gkd.inference.classifier)."""
+    shape, c, settings = layout.models.of("reward_model"), layout.compute_bytes, layout.config.reward_model
+    tokens = settings.max_num_seqs * min(settings.max_model_len, layout.workload().longest)
+    items = {
+        "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
+        "activations": float(_pass_bytes(shape, tokens, c)),
+        "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
+    }
+    return GroupMemory("reward_model", pool.n_workers, items, layout.hardware.memory)
+
+
+def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+    """Return the memory of one GPU of a vLLM engine."""
+    shape, gpu, tp, c = layout.models.of(group), layout.hardware, engine.tensor_parallel_size, layout.compute_bytes
+    weights = _engine_weights(shape, engine, c) / tp
+    slots = slots_of(layout, group, engine)
+    step, graphs = _step_activations(shape, engine, slots, gpu.memory, c), _process_bytes(engine)
+    left, gb = _share_left(layout, group, engine, slots), engine.kv_cache_gb
+    cache = left if gb is None else float(gb * GIB)
+    items = {
+        "weights": weights,
+        "activations of a step": step,
+        "context, CUDA graphs": graphs,
+        "key-value cache": max(0.0, cache),
+    }
+    if left > cache:
+        items["rest of its share"] = left - cache  # vLLM does not start where others have it
+    longest = layout.workload().longest
+    if isinstance(engine, Scorer):
+        rows = min(PROMPT_ROWS, longest)
+        items["logits of prompt rows"] = float(rows * shape.vocabulary * (c + 2 * F32))
+        k = _largest_top_k(layout, group, shape)
+        items["top K of prompt rows"] = float(engine_class(engine, shape).top_k_bytes(_step_tokens(gpu.memory), k))
+    else:
+        items["weights being received"] = c * (shape.largest_layer / tp + shape.largest_weight)
+    n_held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _in_blocks(longest)))
+    shortage = ""
+    if shape.heads % tp:
+        shortage = f"tensor_parallel_size={tp} does not divide {shape.heads} attention heads"
+    elif n_held < 1:
+        shortage = f"{(kv_bytes(shape, tp, c) * longest - cache) / GB:.1f} GB short of one sequence's cache"
+    return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, slots))
+
+
+def _engine_weights(shape: ModelShape, engine: Engine, c: int) -> float:
+    """Return the bytes of a model's weights, of layers that are quantized by the bits in the method's name."""
+    name = (engine.quantization or "") if isinstance(engine, Scorer) else ""
+    bits = next((bits for bits in (4, 8) if str(bits) in name), 8 * c)
+    matrices = sum(kind.count * w.size for kind in shape.layers for w in kind.weights if w.linear or w.share < 1)
+    return float(c * (shape.n_parameters - matrices) + matrices * bits / 8)
+
+
+def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+    """Return the memory of one vLLM engine on a CPU."""
+    shape, workload, c = layout.models.of(group), layout.workload(), layout.compute_bytes
+    items = {
+        "weights": _engine_weights(shape, engine, c),
+        "key-value cache": float(engine.cpu_cache_gb * GIB),
+        "process": ENGINE_PROCESS,
+    }
+    if isinstance(engine, Scorer):
+        kind = engine_class(engine, shape)
+        tokens = kind.batched_tokens(shape.vocabulary, engine, "cpu")
+        assert tokens is not None, "on a CPU a step is always limited"
+        n_rows = min(tokens, engine.slots * workload.longest)
+        items["logits"] = float(2 * n_rows * shape.vocabulary * F32)
+        running = min(engine.slots, workload.samples)
+        top_k = _largest_top_k(layout, group, shape)
+        items["results"] = float(min(kind.result_bytes, running * workload.longest * (top_k + 1) * 8))
+    n_held = engine.cpu_cache_gb * GIB // (kv_bytes(shape, 1, c) * workload.longest)
+    shortage = "" if n_held else f"kv_cache_gb={engine.cpu_cache_gb} holds no sequence of {workload.longest:,} tokens"
+    notes = _cache_notes(n_held, workload.longest, engine.slots)
+    return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
+
+
+def _unmanaged_sampler_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+    """Count a cache for every sequence of a batch at full length, and their float32 logits: transformers' generate."""
+    shape, c, workload = layout.models.student, layout.compute_bytes, layout.workload()
+    batch = min(engine.slots, workload.samples)
+    items = {
+        "weights": float(c * shape.n_parameters),
+        "key-value cache": float(batch * workload.longest * kv_bytes(shape, 1, c)),
+        "logits": float(3 * batch * shape.vocabulary * F32),
+        "process": ENGINE_PROCESS if layout.hardware.is_cpu else CONTEXT,
+    }
+    return GroupMemory(group, engine.n_workers, items, layout.hardware.memory)
+
+
+def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+    """Count the weights and one forward pass, the head on some positions of it (gkd.inference.torch_scorer).
+
+    On a CPU a tied head has a copy of its weight in another layout.
+    """
+    shape, c, longest = layout.models.of(group), layout.compute_bytes, layout.workload().longest
+    device = layout.device
+    kind = engine_class(engine, shape)
+    tokens = max(longest, min(kind.pass_tokens[device], engine.slots * longest))
+    copied = shape.head if shape.tied and layout.hardware.is_cpu else 0
+    k = _largest_top_k(layout, group, shape)
+    positions = tokens * layout.workload().response / layout.workload().length
+    logits = 3 * min(kind.logit_bytes[device], positions * shape.vocabulary * F32)
+    items = {
+        "weights": float(c * (shape.n_parameters + copied)),
+        "activations": float(max(_pass_bytes(shape, tokens, c), tokens * shape.hidden * c + logits)),
+        "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
+    }
+    results = {"results": float(positions * (k + 1) * 2 * F32)} if layout.hardware.is_cpu else {}
+    return GroupMemory(group, engine.n_workers, items | results, layout.hardware.memory)
+
+
+def _pass_bytes(shape: ModelShape, tokens: int, c: int) -> int:
+    """Return the bytes of activations of a forward pass that keeps none: of a feed-forward part, or of attention."""
+    return tokens * c * max(4 * shape.hidden + 3 * shape.widest, 10 * shape.hidden)
+
+
+def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
+    """Count the sequences of mean length that an engine runs at a time: its cache's, at most its slots."""
+    cache = pool_memory(layout, group, engine).items.get("key-value cache", 0.0)
+    return max(1, min(slots_of(layout, group, engine), _n_held(layout, group, engine, cache)))
+
+
+def _n_held(layout: Layout, group: str, engine: Engine, cache: float) -> int:
+    """Count the sequences of mean length that ``cache`` bytes hold."""
+    a_token = kv_bytes(layout.models.of(group), engine.tensor_parallel_size, layout.compute_bytes)
+    return int(cache // (a_token * _in_blocks(layout.workload().length)))
+
+
+def slots_of(layout: Layout, group: str, engine: Engine) -> int:
+    """Return the sequences that an engine may run at a time: ``max_num_seqs``, or what is planned where that is null.
+
+    That is as many as the schedule asks an engine for, vLLM's own limit, and what the cache holds of sequences of mean
+    length: of more, vLLM would throw caches away and compute them once more. But 128 at least: a mean length that is
+    not known is taken to be the limit, and is far less than that where responses are long.
+    """
+    shape, gpu = layout.models.of(group), layout.hardware
+    if engine.max_num_seqs is not None or gpu.is_cpu or not engine_class(engine, shape).managed_memory:
+        return engine.slots
+    ahead = layout.workload().samples * (1 + layout.config.schedule.max_staleness)
+    most = VLLM_SEQS[gpu.memory >= LARGE_GPU]
+    wanted = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
+    cache = _cache_bytes(layout, group, engine, wanted)
+    return max(min(wanted, engine.slots), min(wanted, _n_held(layout, group, engine, cache)))
+
+
+def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
+    """Return the GiB of an engine's cache: ``kv_cache_gb``, or what is planned where that is null; None: what is left.
+
+    A sampler of a small model is left millions of blocks of 16 tokens, and vLLM goes through all of them whenever the
+    cache is forgotten, as for new weights. It then gets twice what its sequences can fill.
+    """
+    shape, c = layout.models.of(group), layout.compute_bytes
+    samples_on_gpu = group == "rollout" and not layout.hardware.is_cpu and engine_class(engine, shape).managed_memory
+    if engine.kv_cache_gb is not None or not samples_on_gpu:
+        return engine.kv_cache_gb
+    slots, a_token = slots_of(layout, group, engine), kv_bytes(shape, engine.tensor_parallel_size, c)
+    left = _cache_bytes(layout, group, engine, slots)
+    gb = -(-2 * slots * a_token * _in_blocks(layout.workload().longest) // GIB)
+    return gb if left > max(gb * GIB, MANY_BLOCKS * BLOCK * a_token) else None
+
+
+def _cache_bytes(layout: Layout, group: str, engine: Engine, slots: int) -> float:
+    """Return the bytes of the cache: ``kv_cache_gb``, or all that is left where that is null."""
+    gb = engine.kv_cache_gb
+    return _share_left(layout, group, engine, slots) if gb is None else float(gb * GIB)
+
+
+def _share_left(layout: Layout, group: str, engine: Engine, slots: int) -> float:
+    """Return what vLLM's share of a GPU leaves for the cache, negative where it is too small for the rest."""
+    shape, c, memory = layout.models.of(group), layout.compute_bytes, layout.hardware.memory
+    taken = _engine_weights(shape, engine, c) / engine.tensor_parallel_size
+    taken += _step_activations(shape, engine, slots, memory, c) + _process_bytes(engine)
+    return engine.gpu_memory_utilization * memory - taken
+
+
+def _process_bytes(engine: Engine) -> float:
+    return CONTEXT + (0 if engine.enforce_eager else GRAPHS)
+
+
+def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
+    """Return the bytes of one token in the cache of one GPU; more GPUs than key-value heads repeat these."""
+    heads = max(1, -(-shape.kv_heads // tp))
+    return 2 * shape.n_layers * heads * shape.head_dim * c
+
+
+def _in_blocks(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
+
+
+def _step_activations(shape: ModelShape, engine: Engine, slots: int, memory: float, c: int) -> float:
+    """Return the bytes of the largest step that vLLM measures itself with: its default tokens, and sampling."""
+    a_token = c * (3 * shape.hidden + 3 * shape.widest / engine.tensor_parallel_size)
+    return _step_tokens(memory) * a_token + slots * shape.vocabulary * (c + 2 * F32)
+
+
+def _step_tokens(memory: float) -> int:
+    """Return the tokens of a step, as vLLM chooses them by the memory of the GPU."""
+    return 16384 if memory >= LARGE_GPU else 8192
+
+
+def _largest_top_k(layout: Layout, group: str, shape: ModelShape) -> int:
+    """Return the largest K of any request that a group that scores gets."""
+    in_validation = min(layout.config.data.val_top_k, shape.vocabulary)
+    return max(layout.workload().top_k, in_validation) if group == "teacher" else 0
+
+
+def _cache_notes(n_held: int, longest: int, slots: int) -> tuple[str, ...]:
+    text = f"the cache holds {n_held:,} sequences of {longest:,} tokens; max_num_seqs={slots}"
+    return (text if n_held >= slots else f"{text}: long ones would wait",)

@@ -1,0 +1,49 @@
+"""The state of a simulation: samples, groups with clocks of their own, and engines."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SimulatedSample:
+    """Stands for one sample of a step, the ``place``-th of its batch, of ``length`` tokens."""
+
+    step: int
+    place: int
+    prompt: tuple[int, int]
+    length: float
+    engine: int = 0
+    unscored: int = 0
+
+
+class GroupClock:
+    """Keeps a group's own time, which passes while the group works, and what happens in it."""
+
+    def __init__(self, device: str, n_workers: int) -> None:
+        self.device, self.n_workers = device, n_workers
+        self.now, self.worked, self.busy, self.paused = 0.0, 0.0, 0, False
+        self.worked_at = [0.0]
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+
+    @property
+    def works(self) -> bool:
+        """Whether the group's time passes."""
+        return self.busy > 0 and not self.paused
+
+    def advance(self, seconds: float) -> None:
+        """Let so much of the group's time pass."""
+        self.now += seconds
+        self.worked += seconds * self.busy / self.n_workers
+
+
+class EngineClock:
+    """Keeps what one engine samples. ``at``: the group's time at which ``tokens`` a running sequence were done."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.waiting: deque[SimulatedSample] = deque()
+        self.running: list[tuple[float, int, SimulatedSample]] = []
+        self.tokens, self.at, self.planned = 0.0, 0.0, 0

@@ -1,0 +1,362 @@
+"""Steps of a run, event by event: who works when, and who waits, over the run's own schedule (:mod:`gkd.schedule`).
+
+Simulated is what the driver's loop does: requests go to the emptiest engine and hold a place there until they are
+sampled, scorers take samples as they finish, the actor adds up chunks in the batch's order, engines are drained before
+new weights unless these are loaded in flight. What the driver itself takes, and messages, are counted where a run has
+measured them.
+
+Where groups share devices, each works as much slower as more of them are busy than these have room for at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
+
+from gkd.planning.simulation.clocks import EngineClock, GroupClock, SimulatedSample
+from gkd.planning.simulation.run import Pace, SimulatedRun, Step
+from gkd.schedule import TicketSchedule
+
+ENDLESS = 1 << 40
+EVEN = Pace()
+WARM_UP, MEASURED = 2, 4  # steps, of which the first ones begin with idle engines
+LEAD = 3  # further ones of a run, by the updates that it samples ahead
+
+
+def simulate(run: SimulatedRun, steps: int | None = None, first: int | None = None) -> Step:
+    """Return the mean of ``steps`` steps after the ``first`` ones.
+
+    None: of a few, or of as many as have paces of their own, after those until the long run.
+    """
+    steps = max(MEASURED, len(run.paces)) if steps is None else steps
+    first = long_run(run.max_staleness) if first is None else first
+    simulation = _Simulation(run, first + steps)
+    simulation.run_all()
+    ends = [0.0, *simulation.ends]
+    busy = {name: group.worked_at[first + steps] - group.worked_at[first] for name, group in simulation.groups.items()}
+    busy = {name: seconds / steps for name, seconds in busy.items()}
+    measured = range(first + 1, first + steps + 1)
+    generated = fmean(simulation.generated[s] - simulation.requested[s] for s in measured)
+    scored = fmean(simulation.all_scored[s] - simulation.requested[s] for s in measured)
+    seconds = (ends[first + steps] - ends[first]) / steps
+    return Step(run.max_staleness, seconds, busy, max(busy, key=lambda name: busy[name]), generated, scored)
+
+
+def long_run(max_staleness: int) -> int:
+    """Return after how many steps a run does as it will go on doing.
+
+    All that may be sampled ahead of the first update is drained before it, so the groups behind the engines begin with
+    a lead, which lasts for several steps.
+    """
+    return WARM_UP + LEAD * max_staleness
+
+
+class _Simulation:
+    def __init__(self, run: SimulatedRun, total: int) -> None:
+        self.run, self.total, self.time = run, total, 0.0
+        workers = {"actor": 1, "rollout": run.sampling.n_engines} | {k: s.n_servers for k, s in run.scoring.items()}
+        self.groups = {name: GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
+        self.driver = GroupClock("driver", 1)
+        self.engines = [EngineClock() for _ in range(run.sampling.n_engines)]
+        # In the order in which they come, those that come at the same time in that of the batch.
+        self.queues: dict[str, list[tuple[float, int, int, SimulatedSample]]] = {name: [] for name in run.scoring}
+        self.schedule = TicketSchedule(run.n_prompts, run.max_staleness, ENDLESS, lambda n: [0] * n)
+        self.waiting: deque[SimulatedSample] = deque()
+        self.homes: dict[tuple[int, int], int] = {}
+        self.batches: dict[int, list[SimulatedSample]] = {}
+        self.delivered: dict[int, set[int]] = {}
+        self.unsampled: dict[int, int] = {}
+        self.unscored: dict[int, int] = {}
+        self.requested: dict[int, float] = {}
+        self.generated: dict[int, float] = {}
+        self.all_scored: dict[int, float] = {}
+        self.ends: list[float] = []
+        self.number = 0
+        # Of the actor's present step: samples that were fed, the open chunk's tokens, chunks that wait, and its state;
+        # the driver's is recording while it logs the step before.
+        self.step, self.fed, self.chunk = 1, 0, 0.0
+        self.chunks: deque[float] = deque()
+        self.began = self.prepared = self.computing = self.draining = self.recording = False
+
+    @property
+    def pace(self) -> Pace:
+        """Of the present step."""
+        return self.run.paces[self.step % len(self.run.paces)] if self.run.paces else EVEN
+
+    def run_all(self) -> None:
+        self._dispatch(0)
+        while len(self.ends) < self.total:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next event of any group."""
+        load: dict[str, float] = {}
+        clocks = [*self.groups.values(), self.driver]
+        for group in clocks:
+            if group.works:
+                load[group.device] = load.get(group.device, 0.0) + 1 / self.run.at_once
+        load = {device: max(1.0, busy) for device, busy in load.items()}
+        nearest: GroupClock | None = None
+        dt = float("inf")
+        for group in clocks:
+            if group.works and group.events:
+                left = max(0.0, group.events[0][0] - group.now) * load[group.device]
+                if left < dt:
+                    nearest, dt = group, left
+        assert nearest is not None, "somebody works until the last step has ended"
+        self.time += dt
+        for group in clocks:
+            if group.works:
+                group.advance(dt / load[group.device])
+        heapq.heappop(nearest.events)[2]()
+
+    def _at(self, clock: GroupClock, seconds: float, action: Callable[[], None]) -> None:
+        """Have ``action`` happen after so many seconds of a group's own time."""
+        self.number += 1
+        heapq.heappush(clock.events, (clock.now + seconds, self.number, action))
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have ``action`` happen after so many seconds of the driver's, or of a message."""
+        if not seconds:
+            action()
+            return
+        self.driver.busy += 1
+
+        def happen() -> None:
+            self.driver.busy -= 1
+            action()
+
+        self._at(self.driver, seconds, happen)
+
+    # Requests and engines
+
+    def _dispatch(self, version: int) -> None:
+        for tickets in self.schedule.admit(version):
+            step, lengths = tickets[0].step, self.run.lengths(tickets[0].step)
+            batch = [
+                SimulatedSample(step, i, (step, i // self.run.n), length, unscored=len(self.run.scoring))
+                for i, length in enumerate(lengths)
+            ]
+            self.batches[step], self.delivered[step] = batch, set()
+            self.unsampled[step] = self.unscored[step] = len(batch)
+            self.requested[step] = self.time
+            self.waiting += batch
+        self._later(self.run.driver.start_s, self._hand_out)
+
+    def _hand_out(self) -> None:
+        """Fill the engines' free places, as :class:`gkd.rollout.dispatch.RequestDispatcher` does."""
+        engines, capacity = self.engines, self.run.sampling.capacity
+        changed: set[int] = set()
+        while self.waiting:
+            emptiest = min(range(len(engines)), key=lambda i: engines[i].held)
+            if engines[emptiest].held >= capacity:
+                break
+            sample = self.waiting.popleft()
+            home = self.homes.get(sample.prompt, emptiest)
+            if engines[home].held >= min(capacity, engines[emptiest].held + self.run.n):
+                home = emptiest
+            self.homes[sample.prompt], sample.engine = home, home
+            engines[home].held += 1
+            engines[home].waiting.append(sample)
+            changed.add(home)
+        for engine in changed:
+            self._continue(engine)
+
+    def _continue(self, number: int) -> None:
+        """Account for what an engine has sampled so far, begin what waits there, and plan its next end of a sample."""
+        engine, group, sampling = self.engines[number], self.groups["rollout"], self.run.sampling
+        self._account(engine)
+        was_busy = bool(engine.running)
+        for sample, length in self._begin(engine):
+            self.number += 1
+            heapq.heappush(engine.running, (engine.tokens + length, self.number, sample))
+            engine.at += sampling.prefill_s
+        group.busy += bool(engine.running) - was_busy
+        engine.planned += 1
+        if engine.running:
+            left = (engine.running[0][0] - engine.tokens) * self._token_s(engine)
+            self._at(group, engine.at - group.now + left, partial(self._end_sampling, number, engine.planned))
+
+    def _begin(self, engine: EngineClock) -> list[tuple[SimulatedSample, float]]:
+        """Return the waiting samples that an engine begins now, and the tokens after which each comes out of it."""
+        sampling = self.run.sampling
+        if engine.running and not sampling.continuous:
+            return []
+        n = min(len(engine.waiting), sampling.running - len(engine.running))
+        begun = [engine.waiting.popleft() for _ in range(n)]
+        longest = max((sample.length for sample in begun), default=0.0)
+        return [(sample, sample.length if sampling.continuous else longest) for sample in begun]
+
+    def _account(self, engine: EngineClock) -> None:
+        now = self.groups["rollout"].now
+        if engine.running and now > engine.at:
+            engine.tokens += (now - engine.at) / self._token_s(engine)
+        engine.at = max(engine.at, now)
+
+    def _token_s(self, engine: EngineClock) -> float:
+        return self.run.sampling.token_s(len(engine.running)) * self.pace.sample
+
+    def _recompute(self, number: int) -> None:
+        """Have an engine compute what its sequences have cached under the new weights."""
+        engine = self.engines[number]
+        self._account(engine)
+        so_far = (self.run.prompt + sample.length - (end - engine.tokens) for end, _, sample in engine.running)
+        engine.at += self.run.sampling.recompute_s * sum(so_far)
+        self._continue(number)
+
+    def _end_sampling(self, number: int, planned: int) -> None:
+        """Take the samples that an engine has finished, unless its next end was planned anew meanwhile."""
+        engine = self.engines[number]
+        if engine.planned != planned:
+            return
+        group = self.groups["rollout"]
+        engine.tokens, engine.at = engine.running[0][0], group.now
+        done = []
+        while engine.running and engine.running[0][0] <= engine.tokens + 1e-6:
+            done.append(heapq.heappop(engine.running)[2])
+        group.busy -= not engine.running
+        for sample in done:
+            self.engines[number].held -= 1
+            self.unsampled[sample.step] -= 1
+            if not self.unsampled[sample.step]:
+                self.generated[sample.step] = self.time
+            self._later(self.run.driver.score_s, partial(self._begin_scoring, sample))
+        self._continue(number)
+        self._hand_out()
+        if self.draining:
+            self._drain()
+
+    def _begin_scoring(self, sample: SimulatedSample) -> None:
+        for name in self.run.scoring:
+            heapq.heappush(self.queues[name], (self.time, sample.step, sample.place, sample))
+            self._score(name)
+        if not self.run.scoring:
+            self._finish(sample)
+
+    def _score(self, name: str) -> None:
+        group, scoring = self.groups[name], self.run.scoring[name]
+        while self.queues[name] and group.busy < scoring.n_servers:
+            n = min(scoring.a_pass, -(-len(self.queues[name]) // (scoring.n_servers - group.busy)))
+            samples = [heapq.heappop(self.queues[name])[-1] for _ in range(n)]
+            group.busy += 1
+            tokens = sum(self.run.prompt + sample.length for sample in samples) / self.run.mean_tokens
+            self._at(group, scoring.seconds * tokens * self.pace.score, partial(self._end_scoring, name, samples))
+
+    def _end_scoring(self, name: str, samples: Sequence[SimulatedSample]) -> None:
+        self.groups[name].busy -= 1
+        self._score(name)
+        for sample in samples:
+            sample.unscored -= 1
+            if not sample.unscored:
+                self._finish(sample)
+
+    def _finish(self, sample: SimulatedSample) -> None:
+        """Give the sample to the actor once it is its turn."""
+        self.unscored[sample.step] -= 1
+        if not self.unscored[sample.step]:
+            self.all_scored[sample.step] = self.time
+        self._later(self.run.driver.deliver_s, partial(self._deliver, sample))
+
+    def _deliver(self, sample: SimulatedSample) -> None:
+        self.delivered[sample.step].add(sample.place)
+        if sample.step == self.step:
+            self._feed()
+
+    # The actor's step
+
+    def _feed(self) -> None:
+        """Close chunks as the batch's samples come in its order; begin the update once it is whole."""
+        updating, batch, there = self.run.updating, self.batches.get(self.step), self.delivered.get(self.step, set())
+        if batch is None or self.fed == len(batch) or self.recording:
+            return
+        while self.fed < len(batch) and all(i in there for i in range(self.fed, self.fed + updating.unit)):
+            unit = batch[self.fed : self.fed + updating.unit]
+            tokens = sum(self.run.prompt + sample.length for sample in unit)
+            if updating.chunk_tokens is not None and self.chunk and self.chunk + tokens > updating.chunk_tokens:
+                self.chunks.append(self.chunk)
+                self.chunk, self.began = 0.0, True
+            self.chunk += tokens
+            self.fed += len(unit)
+        if self.fed == len(batch):
+            self.chunks.append(self.chunk)
+            self._later(self.run.driver.prepare_s, self._end_preparing)
+        self._compute()
+
+    def _end_preparing(self) -> None:
+        self.prepared = True
+        self._compute()
+
+    def _compute(self) -> None:
+        """Have the actor compute what it has: a batch that was not begun in chunks once it is prepared."""
+        if self.computing or not (self.began or self.prepared):
+            return
+        if self.chunks:
+            share = self.chunks.popleft() / (self.run.mean_tokens * len(self.batches[self.step]))
+            self._occupy(self.run.updating.accumulate_s * share * self.pace.update, self._compute)
+        elif self.prepared:
+            self._occupy(self.run.updating.apply_s * self.pace.update, self._end_update)
+
+    def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
+        """Have the actor work so long."""
+        self.computing, self.groups["actor"].busy = True, 1
+
+        def done() -> None:
+            self.computing, self.groups["actor"].busy = False, 0
+            then()
+
+        self._at(self.groups["actor"], seconds, done)
+
+    def _end_update(self) -> None:
+        self._later(self.run.driver.call_s, self._end_call)
+
+    def _end_call(self) -> None:
+        self.draining = self.run.max_staleness > 0 and not self.run.in_flight
+        if self.draining:
+            self._drain()
+        else:
+            self._push()
+
+    def _drain(self) -> None:
+        """Push once everything that was requested is sampled."""
+        if not any(self.unsampled.values()):
+            self.draining = False
+            self._push()
+
+    def _push(self) -> None:
+        """Load new weights, for which engines stop where they are."""
+        rollout = self.groups["rollout"]
+        rollout.paused = True
+        seconds = self.run.updating.sync_s
+
+        def end_push() -> None:
+            rollout.paused = False
+            rollout.worked += seconds
+            if self.run.in_flight:
+                for number in range(len(self.engines)):
+                    self._recompute(number)
+            self._end_step()
+
+        self._occupy(seconds, end_push)
+
+    def _end_step(self) -> None:
+        self.ends.append(self.time)
+        for group in self.groups.values():
+            group.worked_at.append(group.worked)
+        for by_step in (self.batches, self.delivered, self.unsampled, self.unscored):
+            by_step.pop(self.step)
+        for engine in self.engines:  # by the pace so far
+            self._account(engine)
+        self.step, self.fed, self.chunk = self.step + 1, 0, 0.0
+        for number, engine in enumerate(self.engines):
+            if engine.running:
+                self._continue(number)
+        self.began, self.prepared, self.recording = False, False, True
+        self._dispatch(self.step - 1)
+        self._later(self.run.driver.record_s, self._end_recording)
+
+    def _end_recording(self) -> None:
+        self.recording = False
+        self._feed()

@@ -1,0 +1,307 @@
+"""Seconds of each stage of a step, from operations, bytes and links.
+
+Assumed, and stated because little of it could be measured: matrix products reach ``plan.efficiency`` of a GPU's
+TFLOP/s, reading weights and caches 0.8 of its bandwidth, an engine of several GPUs 0.85 of as many engines of one,
+and an engine needs 4 ms a step beside its arithmetic, and 20 us for each sum over nodes. Attention is counted with
+the mean context; kernels, sampling and tokenizing are not counted by themselves.
+tests/planning/simulation/test_stages.py holds the estimates against what was measured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gkd.config import TRANSFERS, Config, Engine, Pool
+from gkd.planning.layout import F32, Layout, engine_class, with_settings
+from gkd.planning.memory.actor import adapter_weights
+from gkd.planning.memory.pools import concurrent_sequences, kv_bytes, largest_micro_batch
+from gkd.planning.shapes import ModelShape
+from gkd.planning.simulation.run import DriverTimes, Pace
+from gkd.weights.choice import choose
+
+READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
+ENGINE_STEP_S = 0.004  # of vLLM's own work a step: 512 steps of 128 sequences of a 0.5B model took 2.46 s on an H200
+NETWORK_WAIT_S = 20e-6  # until a sum over several nodes begins to arrive
+SAVE_BYTES_S, LOAD_BYTES_S = 0.44e9, 1.5e9  # safetensors.torch.save and load, measured on two cores
+HOST_LINK, HOST_MEMORY = 25e9, 100e9  # PCIe 4.0 x16 and eight channels of DDR4 in practice, bytes a second
+ADAPTER_TOKEN = 1.35  # a token's time where vLLM applies an adapter beside the weights: 1.33 to 1.39 were measured
+SWITCH_S = 0.02  # of an object store and an engine that stops and starts, measured with small models
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Holds the seconds of each stage of one step, each by itself; ``tail``: of scoring the samples that finish last.
+
+    ``score``, ``reference`` and ``reward`` (of a reward model) are 0 where there is no such group.
+    """
+
+    generate: float
+    score: float
+    reference: float
+    update: float
+    sync: float
+    tail: float
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Holds measured over planned seconds of each stage, and the run's lengths (None: not measured).
+
+    ``spread`` is the standard deviation of the logarithms of responses' lengths, ``seen`` are some of these. ``driver``
+    is in seconds as measured.
+    """
+
+    generate: float = 1.0
+    score: float = 1.0
+    update: float = 1.0
+    sync: float = 1.0
+    prompt: int | None = None
+    response: int | None = None
+    spread: float | None = None
+    seen: tuple[int, ...] = ()
+    driver: DriverTimes = field(default_factory=DriverTimes)
+    paces: tuple[Pace, ...] = ()
+
+    def lengths(self, config: Config) -> Config:
+        """Return the configuration with the run's lengths, where it has none of its own."""
+        measured: dict[str, float] = {}
+        if self.prompt and config.plan.prompt_length is None:
+            measured["plan.prompt_length"] = self.prompt
+        if self.response and config.plan.response_length is None:
+            measured["plan.response_length"] = self.response
+            if self.spread is not None:
+                measured["plan.response_spread"] = self.spread
+        return with_settings(config, measured)
+
+    def apply(self, stages: Stages) -> Stages:
+        """Scale planned stages to the measured run."""
+        return Stages(
+            stages.generate * self.generate,
+            stages.score * self.score,
+            stages.reference * self.score,
+            stages.update * self.update,
+            stages.sync * self.sync,
+            stages.tail * self.score,
+            stages.reward * self.score,
+        )
+
+
+def quick_step_s(stages: Stages, staleness: int = 0, hosts: Mapping[str, str] | None = None) -> float:
+    """Return a step's seconds without simulating it, to choose among many layouts: no stragglers, no streaming.
+
+    At ``staleness`` 0 sampling, beside which finished samples are scored, then the update, then the new weights; beyond
+    that the longer of both. ``hosts`` maps groups to the one whose devices they compute on; groups on the same devices
+    work one after the other.
+    """
+    scorers = {"teacher": stages.score, "reference": stages.reference, "reward_model": stages.reward}
+    sampling = {"rollout": stages.generate, **{name: seconds for name, seconds in scorers.items() if seconds}}
+    device_of = {group: (hosts or {}).get(group, group) for group in ("actor", *sampling)}
+    on_other_devices = all(device_of[name] != device_of["rollout"] for name in sampling if name != "rollout")
+    sampled = max(_sum_by_device(sampling, device_of).values()) + (stages.tail if on_other_devices else 0.0)
+    if staleness == 0:
+        return sampled + stages.update + stages.sync
+    busy = {"actor": stages.update, **sampling}
+    return max(sampled, *_sum_by_device(busy, device_of).values()) + stages.sync
+
+
+def _sum_by_device(seconds: Mapping[str, float], device_of: Mapping[str, str]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for group, own in seconds.items():
+        sums[device_of[group]] += own
+    return sums
+
+
+def stages_of(layout: Layout) -> Stages:
+    """Return the seconds of all stages of a layout."""
+    config = layout.config
+    score = reference = tail = reward = 0.0
+    pools = dict(config.pools())
+    if "teacher" in pools:
+        score, tail = score_s(layout, "teacher", config.teacher), score_one_s(layout, "teacher", config.teacher)
+    if "reference" in pools:
+        reference = score_s(layout, "reference", config.reference)
+        tail = max(tail, score_one_s(layout, "reference", config.reference))
+    if "reward_model" in pools:
+        reward, reward_tail = reward_s(layout, config.reward_model)
+        tail = max(tail, reward_tail)
+    world = config.trainer.n_workers
+    if config.algorithm.is_supervised:  # engines validate alone
+        return Stages(0.0, 0.0, 0.0, update_s(layout, world, config.trainer.nnodes), 0.0, 0.0)
+    return Stages(
+        generate_s(layout, config.rollout),
+        score,
+        reference,
+        update_s(layout, world, config.trainer.nnodes),
+        sync_s(layout, world),
+        tail,
+        reward,
+    )
+
+
+def forward_flops(shape: ModelShape, context: float) -> float:
+    """Count the operations of one token with ``context`` tokens before it through all layers, without the head."""
+    return 2 * shape.n_active + 4 * shape.n_layers * shape.heads * shape.head_dim * context
+
+
+def head_flops(shape: ModelShape) -> float:
+    """Count the operations of one position through the head."""
+    return 2.0 * shape.head
+
+
+def generate_s(layout: Layout, engine: Engine) -> float:
+    """Return the seconds of sampling a batch, all responses of mean length. Prompts are computed once each."""
+    workload = layout.workload()
+    sampled = workload.samples * layout.config.algorithm.on_policy_share
+    each = max(1.0, sampled / (engine.n_engines))
+    at_once = min(each, concurrent_sequences(layout, "rollout", engine))
+    prompts = each * workload.prompts / workload.samples
+    return prompts * prefill_s(layout, engine) + workload.response * decode_s(layout, engine, at_once) * each / at_once
+
+
+def prefill_s(layout: Layout, engine: Engine) -> float:
+    """Return the seconds that an engine takes for a prompt."""
+    shape, prompt = layout.models.student, layout.workload().prompt
+    rate, _ = _engine_speed(layout, engine.tensor_parallel_size)
+    return prompt * forward_flops(shape, prompt / 2) / rate + network_s(layout, shape, engine, prompt)
+
+
+def decode_s(layout: Layout, engine: Engine, n: float) -> float:
+    """Return the seconds that an engine takes for the next token of ``n`` responses: it reads weights and caches."""
+    workload, shape, c = layout.workload(), layout.models.student, layout.compute_bytes
+    rate, reading = _engine_speed(layout, engine.tensor_parallel_size)
+    context = workload.prompt + workload.response / 2
+    read = c * (shape.n_active if n < 4 else shape.n_parameters) + n * context * kv_bytes(shape, 1, c)
+    computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
+    own = ENGINE_STEP_S
+    step = own + max(read / reading, computed) + network_s(layout, shape, engine, n)
+    return step * (ADAPTER_TOKEN if layout.config.weights.adapter_only else 1.0)
+
+
+def network_s(layout: Layout, shape: ModelShape, engine: Engine, tokens: float) -> float:
+    """Return the seconds that an engine over several nodes waits for the network when ``tokens`` pass at once.
+
+    Activations are summed over its GPUs twice a layer: within each of n nodes, and then 2 (n - 1) / n of them cross.
+    The gathering of logits is not counted.
+    """
+    if (n := engine.nodes_an_engine) == 1:
+        return 0.0
+    sent = 2 * (n - 1) / n * tokens * shape.hidden * layout.compute_bytes / layout.hardware.network
+    return 2 * shape.n_layers * (NETWORK_WAIT_S + sent)
+
+
+def score_s(layout: Layout, group: str, engine: Engine) -> float:
+    """Return the seconds of scoring a batch: one pass over every token."""
+    return max(1.0, layout.workload().samples / engine.n_engines) * score_one_s(layout, group, engine)
+
+
+def score_one_s(layout: Layout, group: str, engine: Engine) -> float:
+    """Return the seconds of scoring one sample, as each engine does last.
+
+    vLLM has the head at every token, the torch engine at those of the response.
+    """
+    shape, workload = layout.models.of(group), layout.workload()
+    length, every_row = workload.length, engine_class(engine, shape).managed_memory
+    n_rows = length if every_row else workload.response
+    rate, _ = _engine_speed(layout, engine.tensor_parallel_size)
+    computed = (length * forward_flops(shape, length / 2) + n_rows * head_flops(shape)) / rate
+    return computed + network_s(layout, shape, engine, length)
+
+
+def reward_s(layout: Layout, pool: Pool) -> tuple[float, float]:
+    """Return the seconds that a reward model takes for a batch, and for one sample: layers alone, it has one output."""
+    workload, shape = layout.workload(), layout.models.of("reward_model")
+    sample_s = workload.length * forward_flops(shape, workload.length / 2) / layout.hardware.flops
+    return max(1.0, workload.samples / pool.n_workers) * sample_s, sample_s
+
+
+def _engine_speed(layout: Layout, tp: int) -> tuple[float, float]:
+    """Return the operations and the bytes a second of an engine of ``tp`` GPUs."""
+    gain = tp * TENSOR_PARALLEL_EFFICIENCY if tp > 1 else 1.0
+    return layout.hardware.flops * gain, layout.hardware.bandwidth * READ_EFFICIENCY * gain
+
+
+def update_s(layout: Layout, world: int, nnodes: int) -> float:
+    """Return the seconds of all optimizer steps of a batch on ``world`` ranks of ``nnodes`` nodes.
+
+    Forward and both backward products are three passes, four with checkpointing; with an adapter one less. The head
+    runs forward twice. Gathering weights (twice) and reducing gradients overlaps with computing a micro-batch.
+    """
+    workload, hardware, shape, actor = layout.workload(), layout.hardware, layout.models.student, layout.config.actor
+    length, lora = workload.length, actor.lora.r is not None
+    layers = forward_flops(shape, length / 2) * (3 + actor.gradient_checkpointing - lora)
+    head = head_flops(shape) * workload.response / length * (3 if lora else 4)
+    mini = min(actor.mini_batch_size or workload.samples, workload.samples)
+    n_steps = -(-workload.samples // mini)
+    each = -(-mini // world) * length  # tokens of a rank
+    micro = min(largest_micro_batch(layout, world).tokens, each)
+    moved = 0.0 if world == 1 else (2 * layout.compute_bytes + (0 if lora else F32)) * shape.n_parameters
+    link = hardware.link if nnodes == 1 else hardware.network
+    a_micro = max(micro * (layers + head) / hardware.flops, moved / link)
+    if actor.offload_optimizer and not hardware.is_cpu:
+        # Weights come over twice and gradients go back once for every micro-batch; the host does the optimizer's step.
+        over_host_link = (2 * layout.compute_bytes if lora else 3 * F32) * shape.n_parameters / world
+        a_micro = max(a_micro, over_host_link / HOST_LINK)
+    once = each / micro * a_micro + adam_s(layout, world)
+    a_forward = n_steps * each * (forward_flops(shape, length / 2) + head_flops(shape)) / hardware.flops
+    algorithm = layout.config.algorithm
+    old_logprobs = a_forward if actor.epochs * n_steps > 1 and not algorithm.is_supervised else 0.0
+    reference_logprobs = a_forward if algorithm.kl.coef > 0 and lora else 0.0
+    return actor.epochs * n_steps * once + (old_logprobs + reference_logprobs)
+
+
+def adam_s(layout: Layout, world: int) -> float:
+    """Return the seconds of one optimizer step by itself, which reads and writes its state; an adapter's is nothing."""
+    actor, hardware = layout.config.actor, layout.hardware
+    if actor.lora.r is not None:
+        return 0.0
+    on_host = actor.offload_optimizer and not hardware.is_cpu
+    speed = HOST_MEMORY if on_host else hardware.bandwidth * READ_EFFICIENCY
+    return 7 * F32 * layout.models.student.n_parameters / world / speed
+
+
+def sync_s(layout: Layout, world: int) -> float:
+    """Return the seconds of new weights: gathered, then read by every engine at the same time.
+
+    Through the object store they are serialised and loaded. From GPU to GPU they are read and written twice, as they
+    are packed and as they are loaded, and go over the link where engines are not on the actor's GPUs.
+    """
+    hardware, shape, n_sent = layout.hardware, layout.models.student, layout.models.student.n_parameters
+    if layout.config.weights.adapter_only:
+        n_sent = round(sum(n * w.shard_size(1) for n, w in adapter_weights(shape, layout.config.actor.lora)))
+    n_bytes = layout.compute_bytes * n_sent
+    transfer = TRANSFERS.load(transfer_of(layout))
+    gathered = 0.0 if world == 1 or not transfer.gathers else n_bytes / hardware.link
+    if not transfer.gpu_to_gpu:
+        return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
+    link = hardware.link if _on_one_node(layout) else hardware.network
+    sent = 0.0 if "rollout" in layout.config.on_the_actors_gpus() else n_bytes / link
+    return SWITCH_S + gathered + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth) + sent
+
+
+def transfer_of(layout: Layout) -> str:
+    """Return the weight transfer of a run: ``weights.transfer``, or what ``auto`` chooses for workers so placed."""
+    config, is_cpu = layout.config, layout.hardware.is_cpu
+    if config.weights.transfer != "auto":
+        return config.weights.transfer
+    colocated = is_cpu or "rollout" in config.on_the_actors_gpus()
+    device = "cpu" if is_cpu else "cuda"
+    actor, rollout = _Worker(device, ["GPU-0"]), _Worker(device, ["GPU-0" if colocated else "GPU-1"])
+    return choose(config.weights, config.rollout, [actor], [rollout])
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """Places a worker that is only planned (:class:`gkd.weights.transfer.Place`)."""
+
+    device: str
+    gpu_uuids: list[str]
+
+
+def _on_one_node(layout: Layout) -> bool:
+    trainer, rollout = layout.config.trainer, layout.config.rollout
+    return trainer.nnodes == rollout.nnodes == 1 and (
+        trainer.n_gpus_per_node + rollout.n_gpus_per_node <= layout.config.plan.gpus_per_node
+    )

@@ -1,0 +1,118 @@
+"""The driver's own times and its messages, from timelines made by hand, and the steps that they make."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from gkd.cluster.workers.activity import ActivitySpan
+from gkd.cluster.workers.group import WorkerReport
+from gkd.observability.timeline import StepStages, Timeline
+from gkd.planning.measured.driver import driver_times
+from gkd.planning.measured.factors import factors_of
+from gkd.planning.measured.timeline import RunTimeline
+from gkd.planning.simulation.run import DriverTimes
+from gkd.planning.simulation.stages import Factors
+from gkd.planning.simulation.steps import run_of, simulate_layout
+from tests.planning.layouts import layout_of
+from tests.weights.reports import report
+
+Done = tuple[str, float, float]
+LENGTH, SYNC = 17.0, 1.0
+# Engines begin a second after the driver, which logs beside them; each side waits for the other's messages.
+DRIVER: list[Done] = [("request", 0.0, 0.5), ("log", 0.5, 2.0), ("prepare", 7.5, 9.0), ("log samples", 9.0, 12.0)]
+WORKERS: dict[str, list[Done]] = {
+    "rollout": [("sample", 1.0, 7.0), ("load weights", 16.0, 17.0)],
+    "actor": [("update", 9.25, 15.25), ("send weights", 16.0, 17.0)],
+}
+AT_0 = DriverTimes(start_s=1.0, record_s=2.0, deliver_s=0.5, prepare_s=1.5, call_s=0.25 + 0.75)
+
+
+def write_timeline(folder: Path, driver: list[Done], workers: dict[str, list[Done]], scored: float) -> None:
+    timeline = Timeline(folder / "timeline.json", 100)
+    for number in range(4):
+        start = 1000.0 + LENGTH * number
+        own = {lane: [ActivitySpan(name, start + a, start + b) for name, a, b in spans]
+               for lane, spans in {"driver": driver, **workers}.items()}  # fmt: skip
+        end = start + LENGTH
+        reports = [
+            WorkerReport(report(group, 0, "GPU-0"), end, end, {"memory": {}, "clock": end, "spans": own[group]})
+            for group in workers
+        ]
+        stages = StepStages(start, start + scored, start + scored, end - SYNC, end)
+        timeline.add(number + 1, stages, reports, own["driver"])
+    timeline.write()
+
+
+def test_each_is_what_passes_while_nobody_the_driver_waits_for_works(tmp_path: Path) -> None:
+    write_timeline(tmp_path, DRIVER, WORKERS, scored=7.0)
+    assert driver_times(RunTimeline.read(tmp_path)) == AT_0
+
+
+def test_what_was_ahead_and_chunks_that_were_begun_are_waited_for_no_more(tmp_path: Path) -> None:
+    """Engines that go on have no start, and a batch that lay there is taken in after the log."""
+    driver: list[Done] = [("request", 0.0, 0.5), ("log", 0.5, 2.0), ("prepare", 2.25, 4.0)]
+    workers: dict[str, list[Done]] = {
+        "rollout": [("sample", 0.0, 16.0)],
+        "actor": [("update", 3.0, 10.0), ("update", 10.25, 15.5)],
+    }
+    write_timeline(tmp_path, driver, workers, scored=0.0)
+    found = driver_times(RunTimeline.read(tmp_path))
+    assert found == DriverTimes(start_s=0.0, record_s=2.0, deliver_s=0.25, prepare_s=1.75, call_s=0.25 + 0.5)
+
+
+def test_answers_that_nobody_samples_are_made_by_the_driver(tmp_path: Path) -> None:
+    driver: list[Done] = [("request", 0.0, 0.5), ("log", 0.5, 2.0), ("prepare", 5.0, 6.5)]
+    write_timeline(tmp_path, driver, {"actor": [("update", 6.5, 16.0)], "rollout": []}, scored=5.0)
+    found = driver_times(RunTimeline.read(tmp_path))
+    assert found == DriverTimes(record_s=2.0, deliver_s=3.0, prepare_s=1.5)
+
+
+def test_a_timeline_without_the_driver_has_none(tmp_path: Path) -> None:
+    assert driver_times(RunTimeline.read(tmp_path)) == DriverTimes()
+    write_timeline(tmp_path, [], WORKERS, scored=7.0)
+    assert driver_times(RunTimeline.read(tmp_path)) == DriverTimes()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "seconds"),
+    [(0, LENGTH), (1, 2 + 1.5 + 6 + 1 + SYNC)],  # the actor is the longer side; what is logged is waited for
+)
+def test_the_simulation_of_a_run_has_its_drivers_times(tmp_path: Path, staleness: int, seconds: float) -> None:
+    layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "schedule.streaming=false")
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
+    row = {"response/length_mean": 100.0, "response/length_max": 100.0, "timing_s/update": 8.0, "timing_s/sync": SYNC}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **row}) + "\n" for s in (1, 2, 3)))
+    write_timeline(tmp_path, DRIVER, WORKERS, scored=7.0)
+    factors = factors_of(str(tmp_path), layout)
+    assert factors.driver == AT_0
+    step = simulate_layout(replace(layout, config=factors.lengths(layout.config)), staleness, factors)
+    assert step.seconds == pytest.approx(seconds, rel=0.01)
+    assert step.busy == pytest.approx({"rollout": 6 + SYNC, "actor": 6 + SYNC}, rel=0.01)
+
+
+def test_responses_are_as_long_as_those_that_the_run_logged(tmp_path: Path) -> None:
+    """A lognormal distribution, which is what the metrics alone say, has few as long as the longest."""
+    layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "trainer.batch_size=16", "rollout.n=4")
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
+    row = {"response/length_mean": 55.0, "response/length_max": 100.0, "timing_s/update": 8.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **row}) + "\n" for s in (1, 2)))
+    lengths = [10, 100] * 64
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"length": length}) + "\n" for length in [7, *lengths]))
+    factors = factors_of(str(tmp_path), layout)
+    ran = replace(layout, config=factors.lengths(layout.config))
+    assert sorted(run_of(ran, 0, factors).lengths(1)) == [10.0] * 32 + [100.0] * 32
+    assert max(run_of(ran, 0, replace(factors, seen=())).lengths(1)) == pytest.approx(100, rel=0.2)
+    given = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "plan.response_length=500")
+    assert min(run_of(given, 0, factors).lengths(1)) > 100  # what is asked for goes before what was
+
+
+def test_training_on_given_answers_waits_for_the_driver_after_every_update() -> None:
+    layout = layout_of("+recipe=sft", "model.size=1.5b", "plan.gpu_type=h200")
+    planned = simulate_layout(layout, 0)
+    measured = simulate_layout(layout, 0, Factors(driver=AT_0))
+    assert measured.seconds == pytest.approx(planned.seconds + 2 + 0.5 + 1.5 + 1)

@@ -1,0 +1,157 @@
+"""Memory of groups on the same GPUs, of reward models, offloaded and 4-bit actors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from gkd.config import Lora
+from gkd.config.compose import compose
+from gkd.data.model_info import ModelInfo
+from gkd.errors import ConfigError
+from gkd.inference.classifier import Classifier
+from gkd.inference.engine import EngineSpec
+from gkd.inference.requests import Score
+from gkd.inference.torch_scorer import TorchScorer
+from gkd.planning.advice.advise import advise
+from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
+from gkd.planning.memory.actor import adapter_weights
+from gkd.planning.memory.colocation import all_memory
+from tests.planning.tensor_bytes import TensorBytes
+
+FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.gpu_type=h100-80gb"]
+
+
+def planned(*overrides: str) -> dict[str, object]:
+    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *overrides])
+    return {group.group: group for group in all_memory(Layout(config, models_of(config), gpu_hardware(config.plan)))}
+
+
+def test_a_group_has_what_those_on_its_gpu_leave() -> None:
+    alone, shared = planned(), planned("rollout.colocate_with=actor", "rollout.gpu_memory_utilization=0.3")
+    assert alone["actor"].available == alone["rollout"].available
+    whole = gpu_hardware(compose(["plan.gpu_type=h100-80gb"]).plan).memory
+    assert shared["actor"].available == pytest.approx(whole - shared["rollout"].total)
+    assert shared["rollout"].available == pytest.approx(whole - shared["actor"].total)
+    assert shared["actor"].margin == pytest.approx(shared["rollout"].margin)  # they fit together or not
+
+
+def test_what_is_in_the_hosts_memory_is_not_on_the_gpu() -> None:
+    here, there = planned()["actor"], planned("actor.offload_optimizer=true")["actor"]
+    moved = [here.items[name] for name in ("weights", "gradients", "optimizer state")]
+    assert not {"gradients", "optimizer state"} & there.items.keys()
+    assert here.total - there.total > 0.5 * sum(moved)
+
+
+def test_weights_under_adapters_are_bfloat16_and_four_bit_ones_a_quarter_of_that() -> None:
+    plain, packed = planned("actor.lora.r=8")["actor"], planned("actor.lora.r=8", "actor.lora.quantize=nf4")["actor"]
+    shape = models_of(compose(["+recipe=grpo", "model.size=1.5b", *FILES])).student
+    linear = sum(kind.count * w.size for kind in shape.layers for w in kind.weights if w.linear)
+    assert plain.items["weights"] - packed.items["weights"] == pytest.approx((2 - 0.516) * linear, rel=1e-3)
+    trained = planned()["actor"].items["weights"]  # in float32, adapters or not
+    adapters = sum(count * w.size for count, w in adapter_weights(shape, Lora(r=8)))
+    assert plain.items["weights"] == pytest.approx(trained / 2 + 4 * adapters, rel=1e-3)
+
+
+@pytest.mark.parametrize(("width", "layers", "kv_heads", "n", "length"), [(128, 2, 4, 16, 256), (768, 4, 2, 4, 128)])
+def test_a_reward_model_is_near_the_measured_peak(
+    width: int, layers: int, kv_heads: int, n: int, length: int, tmp_path: Path
+) -> None:
+    model = LlamaForSequenceClassification(LlamaConfig(
+        hidden_size=128, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=kv_heads, vocab_size=500, num_labels=1,
+    ))  # fmt: skip
+    model.save_pretrained(tmp_path)
+    settings = ("reward.functions=[reward_model]", f"reward_model.model.path={tmp_path}",
+             f"reward_model.max_num_seqs={n}", f"reward_model.max_model_len={length}")  # fmt: skip
+    numbers = sum(p.numel() for name, p in model.named_parameters() if "score" not in name)
+    assert planned(*settings)["reward_model"].items["weights"] == 2 * numbers  # bfloat16
+    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *settings])
+    on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
+    items = next(group.items for group in on_cpu if group.group == "reward_model")
+    info = ModelInfo.read(str(tmp_path), "reward_model.model.path")
+    engine = Classifier(EngineSpec(str(tmp_path), info, config.reward_model, "cpu", "float32"))
+    with TensorBytes() as measured:
+        measured.count(engine.model.parameters())
+        engine.rate([np.full(length, 1 + i, np.int32) for i in range(n)])
+    assert items["weights"] + items["activations"] == pytest.approx(measured.peak, rel=0.15)
+
+
+@pytest.mark.parametrize(("width", "layers", "vocabulary", "k"), [(128, 2, 4000, 64), (768, 4, 500, 500)])
+def test_a_teacher_in_torch_is_near_the_measured_peak(
+    width: int, layers: int, vocabulary: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that waits in one pass, half of each sequence a response."""
+    monkeypatch.setattr("gkd.modeling.linear.pack_linear_layers", lambda lm: None)  # of another layout, not counted
+    n, length = 16, 128
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=128, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=vocabulary,
+    ))  # fmt: skip
+    model.save_pretrained(tmp_path)
+    settings = (f"teacher.model.path={tmp_path}", "teacher.engine=torch", f"teacher.max_num_seqs={n}",
+        f"algorithm.loss.top_k={k}", f"data.val_top_k={k}", "data.max_prompt_length=64",
+        "rollout.max_response_length=64")  # fmt: skip
+    config = compose(["+recipe=on_policy_distill", "model.size=0.5b", *FILES, *settings])
+    on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
+    items = next(group.items for group in on_cpu if group.group == "teacher")
+    info = ModelInfo.read(str(tmp_path), "teacher.model.path")
+    engine = TorchScorer(EngineSpec(str(tmp_path), info, config.teacher, "cpu", "float32"))
+    with TensorBytes() as measured:
+        measured.count(engine.model.parameters())
+        for i in range(n):
+            engine.add(i, Score(np.full(length, 1 + i, np.int32), ((length // 2, length),), k))
+        answers = list(engine.step())
+    assert len(answers) == n
+    weights = sum(p.nbytes for p in model.parameters())
+    assert items["weights"] == weights
+    planned_bytes = items["activations"] + items["results"]
+    assert 1.0 <= planned_bytes / (measured.peak - weights) <= 1.6  # at a temperature there is one copy more
+
+
+ONE_GPU = ("placement=single_gpu", "rollout.gpu_memory_utilization=0.5")
+
+
+def test_groups_on_one_gpu_are_offloaded_where_they_do_not_fit_side_by_side() -> None:
+    side_by_side, offloaded = (planned(*ONE_GPU, f"cluster.offload={v}") for v in ("false", "true"))
+    assert not side_by_side["actor"].fits
+    assert offloaded["actor"].fits
+    assert offloaded["rollout"].fits
+    assert planned(*ONE_GPU) == offloaded  # auto
+    whole = gpu_hardware(compose(["plan.gpu_type=h100-80gb"]).plan).memory
+    assert offloaded["actor"].available == whole - offloaded["rollout"].items["context, CUDA graphs"]
+    assert offloaded["rollout"].available == whole - offloaded["actor"].items["context, collectives"]
+    smaller = (*ONE_GPU, "model.size=0.5b", "actor.max_tokens_per_micro_batch=2048")
+    assert planned(*smaller) == planned(*smaller, "cluster.offload=false")  # not where they do
+
+
+def test_weight_sync_is_planned_where_it_is_the_worst_moment() -> None:
+    """Sharded over many ranks the actor is small, and an engine's weights are whole."""
+    eight = ("trainer.n_gpus_per_node=8", "rollout.n_gpus_per_node=8", "rollout.colocate_with=actor", "model.size=14b",
+             "rollout.gpu_memory_utilization=0.8", "actor.max_tokens_per_micro_batch=1280", "cluster.offload=true",
+             "actor.gradient_checkpointing=true", "actor.loss_chunk=128")  # fmt: skip
+    actor, rollout = (planned(*eight)[name] for name in ("actor", "rollout"))
+    assert actor.items["engine's weights"] > rollout.items["weights"]
+    assert "gradients" not in actor.items
+    assert actor.total > sum(actor.items[name] for name in ("weights", "optimizer state")) + rollout.items["weights"]
+
+
+def test_offloading_is_advised_where_it_is_ruled_out() -> None:
+    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *ONE_GPU, "cluster.offload=false"])
+    found = advise(Layout(config, models_of(config), gpu_hardware(config.plan)), "actor")
+    assert "cluster.offload=true" in found[0].overrides()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("placement=8gpu", "cluster.offload=true: .*colocate_with"),
+        ("actor.lora={r: 8, quantize: nf4}", "cluster.offload=true: actor.lora.quantize=nf4"),
+    ],
+)
+def test_offloading_that_is_impossible(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(*ONE_GPU[:1], override, "cluster.offload=true")

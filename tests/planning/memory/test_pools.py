@@ -1,0 +1,144 @@
+"""Memory of vLLM engines: the arithmetic by hand. A real one is compared in tests/vllm/inference/test_engines.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gkd.planning.advice.advise import planned_sampler
+from gkd.planning.layout import engine_class
+from gkd.planning.memory.pools import cache_gb_of, concurrent_sequences, kv_bytes, pool_memory, slots_of
+from tests.planning.layouts import layout_of
+
+DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.gpu_type=a100-80gb")
+
+
+def test_a_scorers_class_is_asked_what_its_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = layout_of(*DISTIL, "teacher.engine=torch")
+    activations = pool_memory(s, "teacher", s.config.teacher).items["activations"]
+    monkeypatch.setattr(engine_class(s.config.teacher, s.models.of("teacher")), "logit_bytes", {"cuda": 4 << 30})
+    assert pool_memory(s, "teacher", s.config.teacher).items["activations"] > activations
+
+
+def test_a_token_of_qwen_takes_28_kilobytes_of_cache() -> None:
+    """28 layers x 2 key-value heads x 128 x 2 of keys and values x 2 bytes; by four GPUs a head is repeated."""
+    shape = layout_of(*DISTIL).models.student
+    assert kv_bytes(shape, 1, 2) == 28 * 2 * 128 * 2 * 2
+    assert kv_bytes(shape, 2, 2) == kv_bytes(shape, 4, 2) == 28 * 1 * 128 * 2 * 2
+
+
+def test_the_cache_is_what_the_share_of_the_gpu_leaves() -> None:
+    s = layout_of(*DISTIL)
+    found = pool_memory(s, "rollout", s.config.rollout)
+    inside = ("weights", "activations of a step", "context, CUDA graphs", "key-value cache")
+    assert sum(found.items[name] for name in inside) == pytest.approx(0.85 * s.hardware.memory)
+    held = int(found.items["key-value cache"] // (kv_bytes(s.models.student, 1, 2) * 1280))
+    assert f"holds {held:,} sequences of 1,280 tokens" in found.notes[0]
+    assert concurrent_sequences(s, "rollout", s.config.rollout) == 128
+
+
+def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() -> None:
+    """By hand: 0.85 of the GPU without weights, context, graphs and the largest step, in sequences of mean length."""
+    large, length = (*DISTIL, "trainer.batch_size=4096"), 1280
+    s = layout_of(*large)
+    assert s.workload().length == length and s.hardware.memory == pytest.approx(79.1 * 2**30)
+    assert slots_of(s, "rollout", s.config.rollout) == 1024  # vLLM's own limit; its cache holds more
+    assert concurrent_sequences(s, "rollout", s.config.rollout) == 1024
+    shape, engine = s.models.student, s.config.rollout
+    small = replace(s, hardware=replace(s.hardware, memory=12e9))
+    width = max(layers.width for layers in shape.layers)
+    taken = 2 * shape.n_parameters + 1.1 * 2**30 + 8192 * 2 * (3 * shape.hidden + 3 * width)
+    left = 0.85 * 12e9 - taken - 256 * shape.vocabulary * (2 + 2 * 4)
+    held = slots_of(small, "rollout", engine)
+    assert held == int(left // (kv_bytes(shape, 1, 2) * length)) < 256
+    found = pool_memory(small, "rollout", engine)
+    assert f"max_num_seqs={held}" in found.notes[0]
+    assert found.items["key-value cache"] >= held * kv_bytes(shape, 1, 2) * length
+    for overrides, slots in (
+        ((), 128), (("schedule.max_staleness=2",), 192), (("rollout.n=8",), 512), (("rollout.max_num_seqs=7",), 7),
+        (("rollout.n=8", "rollout.n_gpus_per_node=2"), 256), (("rollout.n=8", "rollout.engine=hf"), 128),
+    ):  # fmt: skip
+        given = layout_of(*DISTIL, *overrides)
+        assert slots_of(given, "rollout", given.config.rollout) == slots, overrides
+    on_cpu = layout_of(*DISTIL, "rollout.n=8", on_cpu=True)
+    assert slots_of(on_cpu, "rollout", on_cpu.config.rollout) == 128
+    longer = layout_of(*large, "rollout.max_response_length=30000")  # at most, and nobody knows at mean
+    assert slots_of(replace(longer, hardware=small.hardware), "rollout", longer.config.rollout) == 128
+    config, models = s.config, s.models
+    planned = planned_sampler(config, models, {"actor": 80e9, "rollout": 12e9})
+    assert planned == {"rollout.max_num_seqs": held, "rollout.kv_cache_gb": None}
+    for sizes in (None, {"actor": 80e9}):  # on CPUs, and where the engines' GPUs say nothing of their memory
+        assert planned_sampler(config, models, sizes)["rollout.max_num_seqs"] == 128
+
+
+def test_a_small_models_cache_is_twice_what_its_sequences_fill() -> None:
+    """By hand: of 128 sequences, twice, in whole GiB; more than that would be millions of blocks of 16 tokens."""
+    s = layout_of("+recipe=grpo", "model.size=0.5b", "trainer.batch_size=16", "rollout.n=8", "plan.gpu_type=h200")
+    shape, engine, longest = s.models.student, s.config.rollout, s.workload().longest
+    a_token = 2 * 24 * 2 * 64 * 2
+    assert kv_bytes(shape, 1, 2) == a_token and longest % 16 == 0
+    gb = -(-2 * 128 * longest * a_token // 2**30)
+    assert cache_gb_of(s, "rollout", engine) == gb < 8
+    planned = engine.model_copy(update={"kv_cache_gb": gb})
+    items = pool_memory(s, "rollout", planned).items
+    assert items["key-value cache"] == gb * 2**30
+    assert sum(items.values()) == pytest.approx(sum(pool_memory(s, "rollout", engine).items.values()))
+    assert concurrent_sequences(s, "rollout", planned) == slots_of(s, "rollout", planned) == 128
+    assert planned_sampler(s.config, s.models, {"rollout": 139e9})["rollout.kv_cache_gb"] == gb
+    assert cache_gb_of(s, "rollout", engine.model_copy(update={"kv_cache_gb": 30})) == 30
+    small = engine.model_copy(update={"gpu_memory_utilization": 0.05})  # leaves less than that
+    assert cache_gb_of(s, "rollout", small) is None
+
+
+def test_tensor_parallelism_divides_weights_and_must_divide_heads() -> None:
+    s = layout_of(*DISTIL)
+    one = pool_memory(s, "teacher", s.config.teacher)
+    four = s.config.teacher.model_copy(update={"tensor_parallel_size": 4, "n_gpus_per_node": 4})
+    assert pool_memory(s, "teacher", four).items["weights"] == one.items["weights"] / 4
+    eight = s.config.teacher.model_copy(update={"tensor_parallel_size": 8, "n_gpus_per_node": 8})
+    assert "does not divide 28 attention heads" in pool_memory(s, "teacher", eight).shortage
+
+
+def test_an_engine_without_room_for_one_sequence_does_not_fit() -> None:
+    s = layout_of(*DISTIL, "teacher.engine=vllm")
+    small = replace(s, hardware=replace(s.hardware, memory=20e9))
+    assert pool_memory(small, "rollout", s.config.rollout).fits
+    teacher = pool_memory(small, "teacher", s.config.teacher)
+    assert not teacher.fits
+    assert "short of one sequence's cache" in teacher.shortage
+
+
+def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
+    """Ids of 8 bytes and values of 4, twice; a large K has smaller steps (gkd.inference.vllm_scorer)."""
+    from gkd.data.model_info import ModelInfo
+    from gkd.inference.engine import EngineSpec
+    from gkd.inference.vllm_scorer import ROW_BYTES, scoring_arguments
+
+    for k, tokens in ((512, None), (32_768, ROW_BYTES // (24 * 32_769))):
+        s = layout_of(*DISTIL, f"data.val_top_k={k}", "teacher.engine=vllm")
+        settings = s.config.teacher.model_copy(update={"max_top_k": k})
+        arguments = scoring_arguments(
+            EngineSpec("teacher", ModelInfo(152_064, None, [1], 0), settings, "cuda", "bfloat16")
+        )
+        assert arguments.get("max_num_batched_tokens") == tokens
+        planned = pool_memory(s, "teacher", s.config.teacher).items["top K of prompt rows"]
+        assert planned == pytest.approx(24 * (k + 1) * (tokens or 16_384), rel=1e-3)
+    with_reference = ("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=a100-80gb", "algorithm.kl.coef=0.1")
+    reference = layout_of(*with_reference, "reference.engine=vllm")
+    top_k_rows = pool_memory(reference, "reference", reference.config.reference).items["top K of prompt rows"]
+    assert top_k_rows == 24 * 16_384
+
+
+def test_quantized_weights_are_counted_by_their_bits() -> None:
+    plain, half, quarter = (
+        pool_memory(s, "teacher", s.config.teacher).items["weights"]
+        for s in (
+            layout_of(*DISTIL, "teacher.engine=vllm", *more)
+            for more in ((), ("teacher.quantization=fp8",), ("teacher.quantization=mxfp4",))
+        )
+    )
+    shape = layout_of(*DISTIL).models.of("teacher")
+    embeddings = shape.n_parameters - sum(kind.count * w.size for kind in shape.layers for w in kind.weights)
+    assert half == pytest.approx(plain / 2 + embeddings, rel=1e-3)
+    assert quarter == pytest.approx(plain / 4 + 1.5 * embeddings, rel=1e-3)

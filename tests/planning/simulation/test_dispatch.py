@@ -1,0 +1,99 @@
+"""The simulation hands requests to engines as the real dispatcher does, and cuts chunks as the real stream does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config import load
+from gkd.driver.loop.streaming import BatchStream
+from gkd.planning.simulation.events import _Simulation
+from gkd.planning.simulation.run import SamplingGroup, SimulatedRun, TrainingGroup
+from gkd.rollout.dispatch import RequestDispatcher
+from gkd.types import Prompt, SampleRequest
+from gkd.types import Sampling as HowSampled
+
+N_PROMPTS, N = 24, 2
+
+
+def run_of(**settings: Any) -> SimulatedRun:
+    def lengths(step: int) -> list[float]:
+        drawn = np.random.default_rng(step).lognormal(3.0, 0.6, N_PROMPTS * N)
+        return [float(length) for length in np.ceil(drawn)]
+
+    return SimulatedRun(N_PROMPTS, N, 5.0, 29.0, lengths, SamplingGroup(3, 6, 4, lambda n: 0.01 * n), {}, **settings)
+
+
+class Watched(_Simulation):
+    """Beside every handing out, the real dispatcher's for the same requests."""
+
+    def __init__(self, run: SimulatedRun, total: int) -> None:
+        self.dispatcher, self.queued, self.n_given = RequestDispatcher(range(3), 6, spill=N), set[int](), 0
+        super().__init__(run, total)
+
+    def _hand_out(self) -> None:
+        def key(sample: Any) -> int:
+            return int(sample.step * 1000 + sample.place)
+
+        held = {
+            i: {key(sample) for sample in [*engine.waiting, *(running for *_, running in engine.running)]}
+            for i, engine in enumerate(self.engines)
+        }
+        for engine, its in self.dispatcher.at_work.items():
+            for done in [one for one in its if one not in held[engine]]:
+                assert self.dispatcher.finish(engine, done)
+        new = [sample for sample in self.waiting if key(sample) not in self.queued]
+        for sample in new:
+            prompt = Prompt(sample.step * 1000 + sample.place // N, np.array([1], np.int32), "")
+            self.dispatcher.add([SampleRequest(prompt, 0, 0, HowSampled(4), key=key(sample))], order=sample.step)
+        self.queued |= {key(sample) for sample in new}
+        before = list(self.waiting)
+        super()._hand_out()
+        given = {key(sample): sample.engine for sample in before[: len(before) - len(self.waiting)]}
+        wanted = {request.key: engine for engine, its in self.dispatcher.hand_out().items() for request in its}
+        assert given == wanted
+        self.n_given += len(given)
+
+
+@pytest.mark.parametrize(("staleness", "in_flight"), [(0, False), (1, False), (4, True)])
+def test_requests_go_where_the_dispatcher_sends_them(staleness: int, in_flight: bool) -> None:
+    updating = TrainingGroup(accumulate_s=2.0, apply_s=0.1, sync_s=0.1)
+    watched = Watched(run_of(updating=updating, max_staleness=staleness, in_flight=in_flight), 6)
+    watched.run_all()
+    assert watched.n_given >= 6 * N_PROMPTS * N
+
+
+@pytest.mark.parametrize("unit", [1, N])
+def test_chunks_are_those_that_the_stream_cuts(unit: int) -> None:
+    """By tokens in their order; where rewards are learned from, of whole groups."""
+    budget = 120
+    updating = TrainingGroup(accumulate_s=2.0, apply_s=0.1, sync_s=0.1, chunk_tokens=budget, unit=unit)
+    run = run_of(updating=updating)
+    computed: list[float] = []
+
+    class Noting(_Simulation):
+        def _compute(self) -> None:
+            if not self.computing and self.chunks and not self.ends:
+                computed.append(self.chunks[0])
+            super()._compute()
+
+    Noting(run, 1).run_all()
+    handed: list[int] = []
+    actor: Any = SimpleNamespace(
+        fits=lambda lengths: sum(lengths) <= budget or len(lengths) == 1,
+        accumulate=lambda samples: handed.append(sum(sample.n_tokens for sample in samples)),
+        apply=lambda step: {},
+    )
+    config = load({"algorithm": {"name": "on_policy_distill"}, "rollout": {"n": N}})
+    stream = BatchStream(config, actor)
+    stream._unit = unit
+    samples: Any = [SimpleNamespace(n_tokens=5 + int(length)) for length in run.lengths(1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gkd.driver.loop.streaming.settle", lambda config, group: group)
+        stream.feed(samples)
+        stream.update(samples, 1)
+    assert len(handed) > 5
+    assert computed == handed

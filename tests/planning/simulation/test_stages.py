@@ -1,0 +1,127 @@
+"""Stage times against what was measured on one H200 (2026-11), how they change with a layout, and the step of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gkd.planning.simulation.stages import (
+    Stages,
+    forward_flops,
+    generate_s,
+    quick_step_s,
+    score_s,
+    stages_of,
+    transfer_of,
+    update_s,
+)
+from tests.planning.layouts import layout_of
+
+H200 = ("+recipe=on_policy_distill", "model.size=0.5b", "teacher.model.size=1.5b", "plan.gpu_type=h200")
+STAGES = Stages(generate=5.0, score=3.0, reference=0.0, update=4.0, sync=1.0, tail=0.5)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "seconds"),
+    [
+        ({}, [5.0 + 0.5 + 4.0 + 1.0, 5.5 + 1.0]),
+        (dict.fromkeys(("actor", "rollout", "teacher"), "actor"), [5.0 + 3.0 + 4.0 + 1.0] * 2),
+        ({"rollout": "actor"}, [5.0 + 0.5 + 4.0 + 1.0, 5.0 + 4.0 + 1.0]),
+    ],
+)
+def test_the_quick_estimate_of_a_step(hosts: dict[str, str], seconds: list[float]) -> None:
+    assert [quick_step_s(STAGES, staleness, hosts) for staleness in (0, 1)] == seconds
+
+
+def test_scoring_is_near_the_measured_rate() -> None:
+    """Qwen2.5's 1.5B, 128 sequences of 1,024 tokens: 76,394 tokens/s with the top 64 of every row."""
+    s = layout_of(*H200, "trainer.batch_size=128", "data.max_prompt_length=512", "rollout.max_response_length=512")
+    assert 128 * 1024 / score_s(s, "teacher", s.config.teacher) == pytest.approx(76_394, rel=0.1)
+
+
+@pytest.mark.parametrize(("model", "measured"), [("teacher", 87_141), ("student", 335_000)])
+def test_layers_alone_are_near_the_measured_rate(model: str, measured: float) -> None:
+    """vLLM's bare prefill of the 1.5B, and torch's forward pass of the 0.5B without its head."""
+    s = layout_of(*H200)
+    assert s.hardware.flops / forward_flops(s.models.of(model), 512) == pytest.approx(measured, rel=0.1)
+
+
+def test_a_step_is_near_the_measured_one() -> None:
+    """TRL with vLLM, all on one GPU, 128 x (128 + 512) tokens: 2.46 s of sampling, 4.95 s a step."""
+    s = layout_of(*H200, "trainer.batch_size=128", "data.max_prompt_length=128", "rollout.max_response_length=512")
+    stages = stages_of(s)
+    assert stages.generate == pytest.approx(2.46, rel=0.15)
+    assert stages.generate + stages.score + stages.update == pytest.approx(4.95, rel=0.15)
+
+
+def test_more_gpus_take_less_time() -> None:
+    s = layout_of(*H200, "trainer.batch_size=512")
+    more = layout_of(
+        *H200, "trainer.batch_size=512", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2",
+        "teacher.n_gpus_per_node=2",
+    )  # fmt: skip
+    one, two = stages_of(s), stages_of(more)
+    assert two.score == pytest.approx(one.score / 2)
+    assert one.update / 2 <= two.update < one.update
+    assert one.generate / 2 <= two.generate < one.generate
+
+
+def test_what_costs_time_does() -> None:
+    s = layout_of(*H200)
+    checkpointing = layout_of(*H200, "actor.gradient_checkpointing=true")
+    lora, epochs = layout_of(*H200, "actor.lora.r=8"), layout_of(*H200, "actor.epochs=2")
+    now = update_s(s, 1, 1)
+    assert update_s(checkpointing, 1, 1) == pytest.approx(now * 4 / 3, rel=0.1)
+    assert update_s(lora, 1, 1) < 0.8 * now
+    assert update_s(epochs, 1, 1) > 2 * now  # and the log-probabilities they start from
+    once, twice = (layout_of("+recipe=sft", *H200[1::2], f"actor.epochs={n}") for n in (1, 2))
+    assert update_s(twice, 1, 1) == pytest.approx(2 * update_s(once, 1, 1))  # the data's answers have none
+    longer = layout_of(*H200, "rollout.max_response_length=512")
+    assert generate_s(longer, longer.config.rollout) > 1.8 * generate_s(s, s.config.rollout)
+
+
+def test_an_engine_over_two_nodes_waits_for_the_network() -> None:
+    """By hand: 28 layers, two sums of 1,536 bfloat16 a token and layer, one of two copies crosses, at 50 GB/s."""
+    pool = ["teacher.n_gpus_per_node=2", "teacher.nnodes=2", "teacher.tensor_parallel_size=4"]
+    s = layout_of(*H200, *pool, "teacher.across_nodes=true", "plan.network_gb_s=50", "trainer.batch_size=1")
+    on_one = s.config.teacher.model_copy(update={"n_gpus_per_node": 4, "nnodes": 1})
+    length = s.workload().prompt + s.workload().response
+    waited = 28 * 2 * (20e-6 + length * 1_536 * 2 / 50e9)
+    assert score_s(s, "teacher", s.config.teacher) - score_s(s, "teacher", on_one) == pytest.approx(waited)
+
+
+def test_an_adapter_alone_is_sent_at_once_and_costs_every_token() -> None:
+    merged = layout_of(*H200, "actor.lora.r=16", "rollout.engine=vllm")
+    alone = layout_of(*H200, "actor.lora.r=16", "rollout.engine=vllm", "weights.adapter_only=true")
+    assert transfer_of(alone) == "object_store"
+    assert stages_of(alone).sync < 0.1 * stages_of(layout_of(*H200, "weights.transfer=object_store")).sync
+    assert 1.25 < stages_of(alone).generate / stages_of(merged).generate < 1.35
+
+
+def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:
+    slow, fast = (layout_of(*H200, f"plan.network_gb_s={g}") for g in ("0.1", "400"))
+    assert update_s(slow, 16, 2) > 5 * update_s(fast, 16, 2)
+    assert update_s(slow, 8, 1) == update_s(fast, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way"),
+    [
+        ((), "nccl"),
+        (("placement=single_gpu",), "ipc"),
+        (("rollout.engine=hf",), "object_store"),
+        (("weights.transfer=object_store",), "object_store"),
+    ],
+)
+def test_weights_take_the_way_that_a_run_would_choose(overrides: tuple[str, ...], way: str) -> None:
+    s = layout_of(*H200, *overrides)
+    assert transfer_of(s) == way
+    slowest = stages_of(layout_of(*H200, *overrides, "weights.transfer=auto", "rollout.engine=hf")).sync
+    assert (stages_of(s).sync < 0.1 * slowest) == (way != "object_store")
+
+
+def test_shards_are_sent_without_being_gathered() -> None:
+    ways = ("nccl", "nccl_m2n", "sharded_rdt")
+    s = {way: layout_of(*H200, "trainer.n_gpus_per_node=2", f"weights.transfer={way}") for way in ways}
+    assert {transfer_of(layout) for layout in s.values()} == set(ways)
+    by_nccl, shards, fetched = (stages_of(layout).sync for layout in s.values())
+    assert shards < by_nccl == fetched
