@@ -167,7 +167,10 @@ class Worker:
     def _method(self, name: str) -> Any:
         if self._object is None:
             raise RunFailed(f"{name} was called before the worker was built")
-        return attrgetter(name)(self._object)
+        try:
+            return attrgetter(name)(self._object)
+        except AttributeError:  # such as a rank's state, which comes with the student
+            raise RunFailed(f"{name} was called before the worker was loaded") from None
 
     def _require_unbuilt(self, activity: str) -> None:
         if self._object is not None:
