@@ -21,7 +21,7 @@ def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.Monke
     assert [*devices.check_compiler(None)] == []
     monkeypatch.delenv("CC", raising=False)
     (found,) = devices.check_compiler(H200)
-    assert (found.level, found.what) == ("ok", "compiler")
+    assert (found.level, found.subject) == ("ok", "compiler")
     monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     (found,) = devices.check_compiler(H200)
     assert found.level == "failed"
@@ -55,7 +55,7 @@ def test_whether_mps_runs_is_asked_of_its_control(
     control.write_text(f"#!/bin/sh\n{script}\n")
     control.chmod(0o755)
     (finding,) = devices.check_mps(H200)
-    assert (finding.level, finding.what) == (level, "mps")
+    assert (finding.level, finding.subject) == (level, "mps")
     assert re.search(found, finding.found)
     assert [*devices.check_mps(None)] == []
 

@@ -5,8 +5,13 @@ of giving back; `waiting` waits for a call and has a second to finish without Ra
 so on the cluster that RAY_ADDRESS names. Otherwise it has done what it wanted when that is gone.
 """
 
+# ruff: noqa: E402
 import sys
 import time
+
+from gkd.cluster.session.shutdown import skip_teardown
+
+skip_teardown()  # as the gkd command, before libraries are imported
 
 from gkd.cluster.layout.assignment import assignment_line
 from gkd.cluster.session import connect as session_module
