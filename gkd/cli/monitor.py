@@ -154,7 +154,7 @@ def progress_line(run: RunFiles) -> str:
     if (failure := run.failure) is not None:
         return f"{run.path}: step {run.step}/{run.total_steps}  {failure}"
     if run.killed:
-        return f"{run.path}: step {run.step}/{run.total_steps}  killed; trainer.resume=true goes on with it"
+        return f"{run.path}: step {run.step}/{run.total_steps}  killed"
     parts = [f"{run.path}: step {run.step}/{run.total_steps}"]
     if "timing_s/step" in run.last:
         parts.append(f"{run.last['timing_s/step']:.2f} s/step")

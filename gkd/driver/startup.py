@@ -73,7 +73,9 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
     rollout_group.refresh = sync.refresh
     actor.load()
-    if config.actor.lora.quantize:  # what is trained is not quite the model that the engines have read
+    # What is trained in 4 bits is not quite the model that the engines have read; and what shards need shows at the
+    # first push, which had better not come after a whole step.
+    if config.actor.lora.quantize or config.weights.transfer_class.shards:
         sync.push()
     answers = OwnAnswers(inputs.model.eos_ids) if config.algorithm.is_supervised else None
     validation = Validation(config, inputs, rollout_group, actor, teachers, answers)

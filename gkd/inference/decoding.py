@@ -26,7 +26,13 @@ def is_decoded_plainly(model: PreTrainedModel) -> bool:
     from transformers import GenerationMixin
 
     own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-    return can_pack(model.config) and not own and inspect.signature(model.forward).parameters.keys() >= _TAKEN
+    stateful = getattr(model, "_is_stateful", False)
+    return (
+        can_pack(model.config)
+        and not own
+        and not stateful
+        and inspect.signature(model.forward).parameters.keys() >= _TAKEN
+    )
 
 
 def decode(

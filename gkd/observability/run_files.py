@@ -18,6 +18,9 @@ from gkd.errors import ConfigError, one_line
 AGAIN_S = 60.0
 """Time after which a run that has ended has not begun again by itself (trainer.restarts)."""
 
+WRITTEN = ("config.yaml", "placement.json", "engines.json", "metrics.jsonl", "events.jsonl", "samples.jsonl")
+"""Files that a run writes and nobody else, as ``gkd report`` writes its page."""
+
 
 class RunFiles:
     """The output directory ``path``. Raises ConfigError where there is no run. Every property is read anew."""
@@ -58,7 +61,8 @@ class RunFiles:
         pids = [row["pid"] for row in self.placement() if row["node"] in here]
         if not pids or any(psutil.pid_exists(pid) for pid in pids) or self._is_held():
             return False
-        return time.time() - max(file.stat().st_mtime for file in self.path.iterdir()) > AGAIN_S
+        written = [file.stat().st_mtime for name in WRITTEN if (file := self.path / name).exists()]
+        return time.time() - max(written) > AGAIN_S
 
     def _is_held(self) -> bool:
         """Return whether a run holds the directory, as far as the file system has locks."""

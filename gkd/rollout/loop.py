@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gkd.cluster.workers.activity import HERE
 from gkd.cluster.workers.failure import WorkerHangs
@@ -23,6 +24,8 @@ class EngineLoop:
     def __init__(self, engine: InferenceEngine[SampleRequest, Sample], rank: int, timeout_s: float) -> None:
         self._engine, self._rank, self._timeout_s = engine, rank, timeout_s
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._lock = threading.Lock()
+        self._called: dict[Future[Any], str] = {}  # activities that are waited for
         self._ended: BaseException | None = None
 
     def __len__(self) -> int:
@@ -35,13 +38,14 @@ class EngineLoop:
     def call(self, run: Callable[[], Result], activity: str) -> Result:
         """Have ``run`` called between two steps; returns what it returns, raises what it raises.
 
-        Raises WorkerHangs where the thread does not come to ``activity`` within ``weights.timeout_s``.
+        Raises WorkerHangs where the thread does not come to ``activity`` within ``weights.timeout_s``, and what is
+        made of the loop's end where it ends before.
         """
-        if self._ended is not None:
-            raise RunFailed(
-                f"rollout rank {self._rank} cannot {activity}: its engine ended with {one_line(self._ended)}"
-            )
         done: Future[Result] = Future()
+        with self._lock:
+            if self._ended is not None:
+                raise self._failure_of(activity, self._ended)
+            self._called[done] = activity
 
         def command() -> None:
             try:
@@ -56,6 +60,14 @@ class EngineLoop:
             raise WorkerHangs(
                 f"rollout rank {self._rank} did not {activity} within {self._timeout_s:g} s (weights.timeout_s)"
             ) from None
+        finally:
+            with self._lock:
+                self._called.pop(done, None)
+
+    def _failure_of(self, activity: str, end: BaseException) -> BaseException:
+        if isinstance(end, WorkerHangs):
+            return end
+        return RunFailed(f"rollout rank {self._rank} cannot {activity}: its engine ended with {one_line(end)}")
 
     def serve(self, step: Callable[[], None], busy: Callable[[], bool]) -> None:
         """Do ``step`` after ``step`` while the engine is ``busy``, and what was submitted before each of them.
@@ -72,7 +84,12 @@ class EngineLoop:
                     command = step
                 command()
         except BaseException as error:
-            self._ended = cause = self._cause_of(error)
+            cause = self._cause_of(error)
+            with self._lock:
+                self._ended, called = cause, dict(self._called)
+            for done, activity in called.items():  # this thread, which will not come to them
+                if not done.done():
+                    done.set_exception(self._failure_of(activity, cause))
             if cause is error:
                 raise
             raise cause from error

@@ -17,10 +17,12 @@ def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: S
     """
     wanted = weights.transfer
     names = TRANSFERS.names()
+    if wanted == "auto":  # nothing else is looked at, such as packages that others need
+        names = [name for name in names if TRANSFERS.load(name).automatic]
     why_not = {name: _why_not(name, weights, engine, actor, rollout) for name in dict.fromkeys((*names, wanted))}
     possible = [name for name in names if why_not[name] is None]
     if wanted == "auto":
-        return next(name for name in possible if TRANSFERS.load(name).automatic)
+        return possible[0]
     if (reason := why_not[wanted]) is not None:
         others = " or ".join(f"weights.transfer={name}" for name in possible)
         raise ConfigError(f"weights.transfer={wanted}: {reason}; {others} would work")

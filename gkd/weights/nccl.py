@@ -130,13 +130,14 @@ def _join(address: str, rank: int, world: int) -> Any:
     unique_id = decode_nccl_unique_id(
         master_address=None, master_port=None, nccl_unique_id_b64=address, ctx="weights.transfer=nccl"
     )
-    return require_enabled(uid_init_process_group(unique_id, rank, world, torch.accelerator.current_device_index()))
+    device = torch.accelerator.current_device_index()
+    return require_enabled("nccl", uid_init_process_group(unique_id, rank, world, device))
 
 
-def require_enabled(group: Any) -> Any:
+def require_enabled(transfer: str, group: Any) -> Any:
     """Return vLLM's communicator. Raises RunFailed for one that is disabled, which would do nothing, silently."""
     if group.disabled:
-        raise RunFailed("weights.transfer=nccl: vLLM's NCCL communicator is disabled (VLLM_DISABLE_PYNCCL)")
+        raise RunFailed(f"weights.transfer={transfer}: vLLM's NCCL communicator is disabled (VLLM_DISABLE_PYNCCL)")
     return group
 
 

@@ -55,7 +55,7 @@ class NcclM2n(ShardTransfer):
                 )
         except (ValueError, ImportError) as error:  # before anybody is met
             raise RunFailed(f"weights.transfer=nccl_m2n: {error}") from None
-        require_enabled(engine.group)
+        require_enabled("nccl_m2n", engine.group)
         return engine
 
     @classmethod

@@ -120,8 +120,8 @@ class ShardTransfer(Transfer):
 
 
 def is_installed(module: str) -> bool:
-    """Return whether Python finds a module, which is not imported."""
+    """Return whether Python finds a module, which is not imported, in packages that can be."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except (ImportError, OSError):  # of the package that it would be in, or of a library that this loads
         return False

@@ -135,6 +135,11 @@ class Transfer:
         return None
 
     @classmethod
+    def find_lacking(cls) -> str | None:
+        """Return what is not installed here, and what to do about it; None where all is there."""
+        return None
+
+    @classmethod
     def packing(cls, actor: Sequence[Place], gpus: set[str]) -> list[bool]:
         """Return, by rank of the actor, whether its pieces are received by engines on ``gpus``."""
         return [rank == 0 for rank in range(len(actor))]

@@ -159,7 +159,10 @@ def _val_sets(config: Config, tokenizer: Any, max_length: int, report: Callable[
 
 
 def _require_known(config: Config) -> None:
-    """Raise ConfigError for models of which only the size is given."""
+    """Raise ConfigError for models of which only the size is given, and for a way of weights that cannot be here."""
+    weights = config.weights
+    if (lacking := weights.transfer_class.find_lacking()) is not None:
+        raise ConfigError(f"weights.transfer={weights.transfer}: {lacking}")
     for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
         if model.size is not None:
             raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")

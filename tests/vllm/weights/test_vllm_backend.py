@@ -96,4 +96,4 @@ def test_a_communicator_that_would_do_nothing_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("vllm.envs.VLLM_DISABLE_PYNCCL", True, raising=False)
     with pytest.raises(RunFailed, match=r"VLLM_DISABLE_PYNCCL"):
-        nccl.require_enabled(uid_init_process_group(bytes(128), 1, 2, 0))
+        nccl.require_enabled("nccl", uid_init_process_group(bytes(128), 1, 2, 0))
