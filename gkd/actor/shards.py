@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from gkd.actor.model import Student, cast_shard, gather_tensor, named_tensors
+from gkd.errors import RunFailed
 from gkd.weights.shards import FilePart
 
 
@@ -23,11 +24,13 @@ class StudentShards:
         self._begin, self._dtype = begin, dtype
 
     def layout(self) -> list[FilePart]:
-        """Return what every tensor is, without gathering any."""
+        """Return what every tensor is, without gathering any. Raises RunFailed for what cannot be stated in advance."""
         student, parts = self._begin(), []
         values = dict(named_tensors(student.lm))
         for conversion in student.files.conversions:
             value = values[conversion.names[0]]
+            if len({values[name].is_floating_point() for name in conversion.names}) > 1:
+                raise RunFailed(f"{conversion.names[0]} is converted together with tensors of other types")
             dtype = self._dtype if value.is_floating_point() else value.dtype
             dim = find_equal_dim(value) if conversion.renames else None
             parts += [FilePart(name, dtype, shape, dim) for name, shape in conversion.shapes.items()]
