@@ -8,7 +8,7 @@ from gkd.types import Sample, SampleRequest
 
 
 class RandomTokens(InferenceEngine[SampleRequest, Sample]):
-    can_sample = True
+    can_sample, continuous = True, False  # all that wait are sampled in one step
 
     class Config(BaseModel):
         n_tokens: int = Field(4, ge=1, description="tokens to draw from")
