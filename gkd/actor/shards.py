@@ -46,14 +46,14 @@ class StudentShards:
             if conversion.renames and isinstance(first, DTensor) and find_equal_dim(first) is not None:
                 yield next(iter(conversion.shapes)), cast_shard(first, self._dtype)
             else:
-                whole = ((name, self._whole(value)) for name, value in its.items())
+                whole = ((name, self._gather_whole(value)) for name, value in its.items())
                 yield from student.files.convert(whole)
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor gathered. A collective."""
         return self._begin().file_tensors(self._dtype)
 
-    def _whole(self, value: Tensor) -> Tensor:
+    def _gather_whole(self, value: Tensor) -> Tensor:
         whole = gather_tensor(value, self._dtype)
         return whole.to(self._dtype) if whole.is_floating_point() else whole
 

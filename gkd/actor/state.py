@@ -44,7 +44,10 @@ def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Even
         own.wait_event(updated)
     with torch.cuda.stream(own):
         return [
-            {name: _local(t).cpu().numpy().copy() for name, t in ({_WEIGHT: p} | optimizer.state.get(p, {})).items()}
+            {
+                name: _take_local(t).cpu().numpy().copy()
+                for name, t in ({_WEIGHT: p} | optimizer.state.get(p, {})).items()
+            }
             for p in _parameters(optimizer)
         ]
 
@@ -117,7 +120,7 @@ class _Saved:
 
     def rows(self, kind: str, name: str, p: Tensor) -> Tensor:
         """Return those of a parameter's weight or moment that this rank holds, gathered from all files."""
-        start, local = _start(p), _local(p)
+        start, local = _start(p), _take_local(p)
         parts: list[tuple[int, Tensor]] = []
         for file, keys, shards in self._files:
             if (key := f"{kind}.{name}") not in keys:
@@ -144,12 +147,12 @@ def _put(p: Tensor, values: Mapping[str, Tensor], state: dict[str, Tensor]) -> N
     """Set a parameter's local rows, and the optimizer's state of it."""
     for name, value in values.items():
         if name == _WEIGHT:
-            _local(p).copy_(value)
+            _take_local(p).copy_(value)
         elif value.ndim:
             state[name] = torch.zeros_like(p)
-            _local(state[name]).copy_(value)
+            _take_local(state[name]).copy_(value)
         else:
-            state[name] = value.to(_local(p).device)  # where a fused step counts
+            state[name] = value.to(_take_local(p).device)  # where a fused step counts
 
 
 @torch.no_grad()
@@ -170,7 +173,7 @@ def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _take_local(tensor: Tensor) -> Tensor:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 

@@ -78,12 +78,12 @@ class RankTrainer:
         its adapter.
         """
         if old:
-            self.old |= self._fitting(samples, lambda: self._logprobs(samples))
+            self.old |= self._run_fitting(samples, lambda: self._logprobs(samples))
         if reference:
             from gkd.actor.lora import disable_adapter
 
             with disable_adapter(self.student.lm):
-                self.reference |= self._fitting(samples, lambda: self._logprobs(samples))
+                self.reference |= self._run_fitting(samples, lambda: self._logprobs(samples))
 
     def take_at_most(self, budget: int) -> None:
         """Give micro-batches at most so many tokens from now on, where several sequences would share one."""
@@ -109,7 +109,7 @@ class RankTrainer:
 
         ``weights``: that of each token of each sample in the batch's loss; ``final``: whether the training step has no
         further update. Returns the metrics of the whole batch.
-        Raises NotUpdated on a gradient that is not finite and OutOfMemory as :meth:`_fitting`, with nothing changed.
+        Raises NotUpdated on a gradient that is not finite and OutOfMemory as :meth:`_run_fitting`, nothing changed.
         """
         self.accumulate(samples, weights, n_positions)
         return self.apply(Totals(), step, final)
@@ -124,7 +124,7 @@ class RankTrainer:
 
         ``weights`` may lack a factor that is the same for all tokens of the batch, and metrics a division by its
         ``n_positions``: :class:`Totals` then has them. ``chunk``: number in the step; 0 forgets what was accumulated.
-        Raises OutOfMemory as :meth:`_fitting`, with nothing changed; then also for all further chunks.
+        Raises OutOfMemory as :meth:`_run_fitting`, with nothing changed; then also for all further chunks.
         """
         started = time.monotonic()
         if self.staging.applied is not None:
@@ -137,7 +137,7 @@ class RankTrainer:
         if self._sums is None and chunk:
             raise RunFailed(f"actor rank {self.rank} was given chunk {chunk} of a step without those before it")
         try:
-            sums = self._fitting(
+            sums = self._run_fitting(
                 samples, lambda: self._accumulate(samples, weights, n_positions, self._algorithm, train=True), chunk
             )
         except OutOfMemory as error:
@@ -197,8 +197,8 @@ class RankTrainer:
         """
         self.student.eval()
         try:
-            with self._no_gradient():
-                sums = self._fitting(
+            with self._compute_without_gradient():
+                sums = self._run_fitting(
                     samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=False)
                 )
                 return self._reduce(sums)
@@ -206,7 +206,7 @@ class RankTrainer:
             self.student.train()
 
     @contextmanager
-    def _no_gradient(self) -> Iterator[None]:
+    def _compute_without_gradient(self) -> Iterator[None]:
         """Compute without a gradient, between passes with one: what these accumulated stays."""
         with torch.no_grad():
             yield
@@ -218,13 +218,13 @@ class RankTrainer:
         scored, by_place = fetch_samples(samples, self.config.trainer.update_timeout_s), {}
         for part in self._micro_batches(samples):
             micro = collate([scored[i] for i in part], None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
-            with self._no_gradient():
+            with self._compute_without_gradient():
                 log_q = self.student(micro, logprobs(micro, self.config))
             pieces = log_q.cpu().split([samples[i].n_sampled for i in part])
             by_place.update({samples[i].place: piece for i, piece in zip(part, pieces, strict=True)})
         return by_place
 
-    def _fitting(self, samples: Sequence[TrainingSample], run: Callable[[], Result], chunk: int = 0) -> Result:
+    def _run_fitting(self, samples: Sequence[TrainingSample], run: Callable[[], Result], chunk: int = 0) -> Result:
         """Do ``run``. Raises OutOfMemory when its micro-batches do not fit; what was accumulated is then forgotten.
 
         The process that ran out of memory is of no more use than to hand what else it has to another one.

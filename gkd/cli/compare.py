@@ -95,15 +95,15 @@ def _verdict(row: Comparison) -> str:
     name = f"{row.set}: {row.second}"
     if row.holm_p < 0.05:
         word = "higher" if difference > 0 else "lower"
-        return f"{name} has a {word} {row.score} than {row.first} (p {_equals(row.holm_p)}, {n} questions){left_out}"
+        return f"{name} has a {word} {row.score} than {row.first} (p {_format_p(row.holm_p)}, {n} questions){left_out}"
     needed = row.paired.needed
     more = "" if needed is None or needed <= n else f"; about {needed:,} questions would show such a difference"
-    return f"{name} and {row.first} cannot be told apart with {n} questions (p {_equals(row.holm_p)}){more}{left_out}"
+    return f"{name} and {row.first} cannot be told apart with {n} questions (p {_format_p(row.holm_p)}){more}{left_out}"
 
 
 def _p(value: float) -> str:
     return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
-def _equals(p: float) -> str:
+def _format_p(p: float) -> str:
     return _p(p) if p < 0.0001 else f"= {_p(p)}"

@@ -67,11 +67,11 @@ def _show_prompt(prompt: Prompt, sets: Preview, special: set[int], out: Console)
     left_out = "" if len(prompt.token_ids) <= sets.longest else ", left out"
     form = "text as it is" if prompt.messages is None else f"{len(prompt.messages)} messages"
     out.print(f"row {prompt.id + 1}: {form}, {len(prompt.token_ids):,} tokens{left_out}", style="bold")
-    out.print(_readable(prompt.token_ids, sets.tokenizer, special))
+    out.print(_make_readable(prompt.token_ids, sets.tokenizer, special))
     if sets.has_teacher and prompt.teacher_ids is not None:
         of = "the teacher" if prompt.teacher is None else f"the teacher {prompt.teacher}"
         out.print(f"as {of} sees it, {len(prompt.teacher_ids):,} tokens:", style="bold")
-        out.print(_readable(prompt.teacher_ids, sets.tokenizer, special))
+        out.print(_make_readable(prompt.teacher_ids, sets.tokenizer, special))
     elif sets.has_teacher:
         out.print("the teacher sees the same", style="bold")
     if prompt.answers:
@@ -79,7 +79,7 @@ def _show_prompt(prompt: Prompt, sets: Preview, special: set[int], out: Console)
     out.print()
 
 
-def _readable(token_ids: Int32, tokenizer: Any, special: set[int]) -> Text:
+def _make_readable(token_ids: Int32, tokenizer: Any, special: set[int]) -> Text:
     """Return the text of tokens, the special ones in another colour; of a long one beginning and end."""
     from rich.text import Text
 

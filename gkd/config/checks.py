@@ -88,7 +88,7 @@ def _colocated_groups_fit_on_their_hosts(config: Config) -> None:
             raise ValueError(f"{key}: {section}.gpus={own.gpus} is not within {other}.gpus={its.gpus}")
 
 
-def _turns_can_be_taken(config: Config) -> None:
+def _offload_is_possible(config: Config) -> None:
     if config.cluster.offload is not True:
         return
     if not config.on_the_actors_gpus():
@@ -297,7 +297,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _external_teacher_has_no_pool,
     _ranges_are_disjoint,
     _colocated_groups_fit_on_their_hosts,
-    _turns_can_be_taken,
+    _offload_is_possible,
     _the_engine_takes_the_weights,
     _the_shards_can_be_sent,
     _the_adapter_can_be_sent_alone,

@@ -106,6 +106,9 @@ class EngineSection(OpenSettings):
 class Served(Pool):
     """Models behind ZeroMQ servers that score what was sampled."""
 
+    rates: ClassVar[bool] = False
+    """Whether a model rates whole responses, in tokens of its own, instead of scoring the student's tokens."""
+
     request_timeout_s: float = Field(120.0, gt=0, description="time one replica has for one request")
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
     heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
@@ -221,6 +224,7 @@ class RewardModel(Served, EngineSection):
         "reward_model.engine", {"classifier": "gkd.inference.classifier:Classifier"}, ENGINE
     )
     ability: ClassVar[str] = "can_rate"
+    rates: ClassVar[bool] = True
 
     engine: Annotated[str, AfterValidator(make_absolute)] = Field(
         "classifier", description=f"what rates: classifier, transformers' sequence classification, or {OWN_CLASS}"

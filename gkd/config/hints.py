@@ -38,7 +38,7 @@ def hint(key: str, known: Iterable[str]) -> str:
             return f" (here: {ELSEWHERE[ending]})"
         if "." in ending and ending in names:
             return _question([ending])
-    return _question(_alike(plain, names))
+    return _question(_find_alike(plain, names))
 
 
 def _where_meant(name: str) -> str:
@@ -64,7 +64,7 @@ def _in_section(key: str, names: Sequence[str], cutoff: float) -> list[str]:
     return []
 
 
-def _alike(key: str, names: Sequence[str]) -> list[str]:
+def _find_alike(key: str, names: Sequence[str]) -> list[str]:
     """Return settings spelt like ``key``: of its section or, where it names none, those whose last part it is."""
     if longer := [name for name in names if name.startswith(key)]:
         return longer[:1]

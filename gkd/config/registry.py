@@ -63,7 +63,7 @@ class Registry:
             self.require(name)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        own = _own(self.setting, name)
+        own = _load_own(self.setting, name)
         config = settings_class(own)
         if config is not None and not hasattr(config, "model_fields"):
             raise ConfigError(f"{self.setting}={name}: its Config is no pydantic model (pydantic.BaseModel)")
@@ -101,7 +101,7 @@ def shorten_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _own(setting: str, name: str) -> Any:
+def _load_own(setting: str, name: str) -> Any:
     given, (module, _, attribute) = file_of(name), name.rpartition(":")
     file = None if given is None else _on_this_machine(given)
     if file is not None and not file.is_file():

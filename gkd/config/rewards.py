@@ -60,7 +60,7 @@ REWARDS = _Rewards(
 )
 
 
-def _absolute(functions: list[str]) -> list[str]:
+def _make_absolute(functions: list[str]) -> list[str]:
     """Return names with absolute paths, as workers have working directories of their own."""
     return [make_absolute(name) for name in functions]
 
@@ -71,7 +71,7 @@ class Reward(OpenSections):
     registry: ClassVar[Registry] = REWARDS
     selects: ClassVar[str] = "functions"
 
-    functions: Annotated[list[str], AfterValidator(_absolute)] = Field(
+    functions: Annotated[list[str], AfterValidator(_make_absolute)] = Field(
         [],
         description=f"any of {', '.join(REWARDS.names())}, or your own as package.module:name or FILE.py:name (TRL's "
         "reward_funcs, verl's custom_reward_function); the settings of each are in reward.NAME",

@@ -27,13 +27,13 @@ from gkd.config.rewards import Reward
 from gkd.config.schedule import Schedule
 
 
-def _rising(band: list[float]) -> list[float]:
+def _check_rising(band: list[float]) -> list[float]:
     if band[0] >= band[1]:
         raise ValueError("a band goes from its lower to its upper end")
     return band
 
 
-Band = Annotated[list[float], AfterValidator(_rising)]
+Band = Annotated[list[float], AfterValidator(_check_rising)]
 
 
 class Watch(Settings):

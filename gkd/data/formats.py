@@ -103,7 +103,7 @@ def _parse(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
-        raise ConfigError(f"{place} is not JSON: {_not_json(error)}") from None
+        raise ConfigError(f"{place} is not JSON: {_explain_json_error(error)}") from None
 
 
 def _is_object(text: str) -> bool:
@@ -113,7 +113,7 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _not_json(error: Exception) -> str:
+def _explain_json_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         line = f"line {error.lineno} " if error.lineno > 1 else ""
         return f"{error.msg} at {line}column {error.colno}"

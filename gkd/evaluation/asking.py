@@ -116,7 +116,7 @@ def answer_all(
     try:
         _to_its_end(run())
     except BaseExceptionGroup as failures:
-        raise next(_flat(failures)) from None
+        raise next(_flatten(failures)) from None
 
 
 def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
@@ -158,9 +158,9 @@ async def _cancel_after(workers: list[asyncio.Task[None]], serving: asyncio.Task
     serving.cancel()
 
 
-def _flat(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+def _flatten(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
-            yield from _flat(error)
+            yield from _flatten(error)
         else:
             yield error

@@ -38,12 +38,12 @@ def read_all(paths: Sequence[Path]) -> list[Results]:
         homes.setdefault((result.set, result.model), set()).add(file.absolute().parent)
     twice = {model for (_, model), directories in homes.items() if len(directories) > 1}
     return [
-        replace(result, model=f"{_above(file)}/{result.model}") if result.model in twice else result
+        replace(result, model=f"{_name_home(file)}/{result.model}") if result.model in twice else result
         for file, result in files
     ]
 
 
-def _above(file: Path) -> str:
+def _name_home(file: Path) -> str:
     """Return the name of the directory that holds a run, or an evaluation, with this file of results."""
     home = file.absolute().parent
     return (home.parent.parent if home.name == "results" else home).name

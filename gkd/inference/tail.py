@@ -66,7 +66,7 @@ def _with_tails(take_apart: Any, normalised: bool) -> Any:
     """Return ``take_apart(scores [N, V], K, token_ids [N])``, which gives LogprobsTensors, with tails."""
 
     @wraps(take_apart)
-    def taken(scores: Tensor, k: int, token_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def take(scores: Tensor, k: int, token_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         import torch
 
         rows = take_apart(scores, k, token_ids, *args, **kwargs)
@@ -74,4 +74,4 @@ def _with_tails(take_apart: Any, normalised: bool) -> Any:
         tails = tail_logprobs(scores, rows.logprob_token_ids[:, 1:].long(), normalised)
         return rows._replace(selected_token_ranks=tails.view(torch.int32))
 
-    return taken
+    return take

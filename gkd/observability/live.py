@@ -127,13 +127,13 @@ def last_sample(file: Path) -> str:
     for line in reversed(whole):
         try:
             row = json.loads(line)
-            return f"step {row['step']}: {_shown(row['prompt'])}\n-> {_shown(row['response'])}"
+            return f"step {row['step']}: {_show(row['prompt'])}\n-> {_show(row['response'])}"
         except (ValueError, KeyError, TypeError):  # the first of those read may not be whole
             continue
     return ""
 
 
-def _shown(text: str, most: int = 240) -> str:
+def _show(text: str, most: int = 240) -> str:
     """Return a text in one line, without characters that would steer a terminal."""
     line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
     return line if len(line) <= most else f"{line[:most]}..."

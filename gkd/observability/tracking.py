@@ -47,15 +47,15 @@ class Trackers:
 
         One that does not return within :data:`CALL_S` is asked nothing more.
         """
-        self._each(step, lambda tracker: tracker.log(step, metrics))
+        self._call_each(step, lambda tracker: tracker.log(step, metrics))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Hand samples of the first step, and of those with a validation, to the trackers that take any; as log."""
         if step == 1 or step % self.run.config.trainer.val_every == 0:
             samples = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
-            self._each(step, lambda tracker: getattr(tracker, "log_samples", lambda *_: None)(step, samples))
+            self._call_each(step, lambda tracker: getattr(tracker, "log_samples", lambda *_: None)(step, samples))
 
-    def _each(self, step: int, call: Callable[[Tracker], object]) -> None:
+    def _call_each(self, step: int, call: Callable[[Tracker], object]) -> None:
         for name, (tracker, caller) in list(self._started.items()):
             try:
                 caller.call(lambda tracker=tracker: call(tracker), CALL_S)  # type: ignore[misc]

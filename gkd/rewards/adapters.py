@@ -39,7 +39,7 @@ class TrainerState:
 
 
 def resolve(name: str, settings: Reward) -> Mark:
-    """Return the reward ``name``: a plain function, or an object of the class with its settings; :func:`adapted`.
+    """Return the reward ``name``: a plain function, or an object of the class with its settings; :func:`adapt`.
 
     Raises ConfigError where there is none.
     """
@@ -75,12 +75,12 @@ def _of(
     def mark(rated: Any) -> Any:
         values = {**arguments(rated), **settings}
         value = reward(**(values if takes_all else {name: value for name, value in values.items() if name in names}))
-        return _later(value, result) if inspect.isawaitable(value) else result(value)
+        return _await(value, result) if inspect.isawaitable(value) else result(value)
 
     return mark
 
 
-async def _later(value: Awaitable[Any], result: Callable[[Any], Any]) -> Any:
+async def _await(value: Awaitable[Any], result: Callable[[Any], Any]) -> Any:
     return result(await value)
 
 

@@ -11,7 +11,7 @@ from gkd.config.base import Settings
 from gkd.rewards.completion import Completion, RewardFunction
 
 
-def _regular(pattern: str) -> str:
+def _check_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -25,7 +25,7 @@ class Format(RewardFunction):
     class Config(Settings):
         """The form that is wanted."""
 
-        pattern: Annotated[str, AfterValidator(_regular)] = Field(
+        pattern: Annotated[str, AfterValidator(_check_pattern)] = Field(
             r"^<think>.+</think>\s*<answer>.+</answer>\s*$",
             description="regular expression; a dot is also a line's end",
         )

@@ -72,7 +72,7 @@ class RewardProcess:
             raise RewardError(f"ChildProcessError: the process that computed it {end}") from None
         if answers is None:
             self._restart()
-            raise RewardError(_late(limit_s))
+            raise RewardError(_describe_delay(limit_s))
         if isinstance(answers, str):
             raise RewardError(answers)
         return answers
@@ -160,7 +160,7 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
             except (EOFError, OSError):
                 return
             if reward.is_async(name):
-                answers = runner.run(_together(functions[name], groups, timeout_s, name in of_groups))
+                answers = runner.run(_gather_answers(functions[name], groups, timeout_s, name in of_groups))
             else:  # outside of the loop, as the function may run one of its own
                 answers = [_evaluate(functions[name], group, name in of_groups) for group in groups]
             connection.send_bytes(json.dumps(list(chain.from_iterable(answers))).encode())
@@ -175,21 +175,21 @@ def _evaluate(function: Mark, group: Group, whole: bool) -> list[Timed | str]:
         return [_describe(error)] * len(group)
 
 
-async def _together(
+async def _gather_answers(
     function: Mark, groups: Sequence[Group], timeout_s: float, whole: bool = False
 ) -> list[list[Timed | str]]:
     """Evaluate an async function for all ``groups`` at the same time, each with a time limit; as :func:`_evaluate`."""
 
-    async def one(group: Group) -> list[Timed | str]:
+    async def ask(group: Group) -> list[Timed | str]:
         started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 result = await function(group if whole else group[0])  # type: ignore[misc]
             return _time_rewards(result, len(group), whole, started)
         except BaseException as error:
-            return [_late(timeout_s) if limit.expired() else _describe(error)] * len(group)
+            return [_describe_delay(timeout_s) if limit.expired() else _describe(error)] * len(group)
 
-    return await asyncio.gather(*map(one, groups))
+    return await asyncio.gather(*map(ask, groups))
 
 
 def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Timed | str]:
@@ -205,13 +205,13 @@ def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Time
         try:
             if value is None:
                 raise ValueError("the reward is None")
-            rewards.append((finite(float(value)), seconds))
+            rewards.append((require_finite(float(value)), seconds))
         except (TypeError, ValueError) as error:
             rewards.append(_describe(error))
     return rewards
 
 
-def _late(timeout_s: float) -> str:
+def _describe_delay(timeout_s: float) -> str:
     return f"TimeoutError: no reward within {timeout_s:g} s (reward.timeout_s)"
 
 
@@ -219,7 +219,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def finite(value: float) -> float:
+def require_finite(value: float) -> float:
     """Return ``value``. Raises ValueError where it is not a finite number."""
     if not math.isfinite(value):
         raise ValueError(f"the reward is {value}")

@@ -190,7 +190,7 @@ class EngineGroup:
             log.info(text, extra={"kind": "restart"})
             self._expect_scorers(self.scorers.absent(), [engine])
 
-    def take_back(self, engine: int) -> None:
+    def readmit(self, engine: int) -> None:
         """Count an engine among those that sample: it has the current weights, whole."""
         self._fleet.change(ENGINES, engine, HealthEvent.READY)
 

@@ -56,7 +56,7 @@ class RolloutGroup:
         self.queue_file: QueueFile | None = None
         """Where the engines' queues are shown; None: nowhere."""
         self.refresh: Callable[[Sequence[int]], None] | None = None
-        """What sends the actor's weights to these engines, by :meth:`updated` the end of it; None: nothing does."""
+        """What sends the actor's weights to these engines, up to :meth:`mark_updated`; None: nothing does."""
         self._next_key = 0
         spill = None if config.has_group_rewards else config.rollout.n
         self._dispatcher = RequestDispatcher(
@@ -124,7 +124,7 @@ class RolloutGroup:
             self._refresh()
             if time.monotonic() > deadline:
                 missing = sum(key not in self._done for key in left)
-                raise RunFailed(self._late(f"{missing} samples were not finished and scored", timeout_s))
+                raise RunFailed(self._describe_delay(f"{missing} samples were not finished and scored", timeout_s))
             self._work(deadline)
 
     def take(self, wait_s: float) -> list[TrainingSample]:
@@ -152,7 +152,7 @@ class RolloutGroup:
         deadline = time.monotonic() + timeout_s
         while self.working and self._dispatcher.n_unsampled:
             if time.monotonic() > deadline:
-                raise RunFailed(self._late("what was requested was not sampled", timeout_s))
+                raise RunFailed(self._describe_delay("what was requested was not sampled", timeout_s))
             self._work(deadline)
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
@@ -189,7 +189,7 @@ class RolloutGroup:
         for engine, requests in self._dispatcher.hand_out(without).items():
             self.engines.submit(engine, requests)
 
-    def _late(self, failure: str, timeout_s: float) -> str:
+    def _describe_delay(self, failure: str, timeout_s: float) -> str:
         """Return the message of a wait that is over: what failed and where the requests are."""
         at_work = self._dispatcher.at_work
         holding = [f"{self.group.reports[i]} with {len(requests)}" for i, requests in at_work.items() if requests]
@@ -226,7 +226,7 @@ class RolloutGroup:
     def mark_updated(self, engines: Iterable[int]) -> None:
         """Note that these engines have the current weights, whole, and may sample."""
         for engine in engines:
-            self.engines.take_back(engine)
+            self.engines.readmit(engine)
             self._dispatcher.join(engine)
         self._hand_out()
 

@@ -17,7 +17,7 @@ from gkd.errors import one_line
 from gkd.inference.requests import Rate, Score
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
-from gkd.rewards.process import RewardError, Timed, finite
+from gkd.rewards.process import RewardError, Timed, require_finite
 from gkd.rewards.reward_model import tokens_of
 from gkd.rollout.outbox import Scored
 from gkd.scoring.client import ScoringClient
@@ -171,7 +171,7 @@ class ScoringPipeline:
 
         def finish(reward: Future[float]) -> None:
             try:
-                timed.set_result((finite(reward.result()), time.monotonic() - started))
+                timed.set_result((require_finite(reward.result()), time.monotonic() - started))
             except Exception as error:
                 timed.set_exception(error)
 

@@ -215,7 +215,7 @@ class Dispatcher:
             call.attempts -= 1
             self._waiting.appendleft(call)
         elif replica.outstanding.pop(body.id, None) is not None and call is not None:
-            self._again(call, f"{body.code}: {body.message}")
+            self._try_again(call, f"{body.code}: {body.message}")
         replica.abandoned.discard(body.id)
 
     def _finish(self, call: Call) -> None:
@@ -232,15 +232,15 @@ class Dispatcher:
         self.counts["lost"] += replica.welcome is not None
         replica.reset(time.monotonic())
         for call in reversed(calls):
-            self._again(call, reason)
+            self._try_again(call, reason)
 
     def _expire(self, replica: Replica, now: float) -> None:
         for call in [c for c in replica.outstanding.values() if c.deadline <= now]:
             del replica.outstanding[call.id]
             replica.abandoned.add(call.id)
-            self._again(call, "no answer")
+            self._try_again(call, "no answer")
 
-    def _again(self, call: Call, reason: str) -> None:
+    def _try_again(self, call: Call, reason: str) -> None:
         assert call.replica is not None, "a call that was never sent cannot fail"
         call.history.append(f"{call.replica.address} {reason} ({time.monotonic() - call.sent:.1f} s)")
         if call.attempts < self._patience.max_attempts:
@@ -309,7 +309,7 @@ class Dispatcher:
     def _send(self, replica: Replica, calls: Sequence[tuple[Call, bytes]], now: float) -> list[Call]:
         """Send what goes to one replica, as few messages as it takes; returns the calls that cannot be sent now."""
         left = deque(call for call, _ in calls)
-        for frames in replica.together([frame for _, frame in calls]):
+        for frames in replica.pack([frame for _, frame in calls]):
             if not replica.send(wire.pack(frames)):
                 break
             for call in [left.popleft() for _ in frames]:

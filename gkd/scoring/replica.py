@@ -126,7 +126,7 @@ class Replica:
         if size > wire.largest_request(self.limits.max_length):
             self.limits.check(request)
 
-    def together(self, frames: Sequence[bytes]) -> Iterator[list[bytes]]:
+    def pack(self, frames: Sequence[bytes]) -> Iterator[list[bytes]]:
         """Yield neighbours among requests' ``frames`` that go together, as the server takes them."""
         return wire.packs(frames, wire.largest_request(self.limits.max_length))
 

@@ -43,7 +43,7 @@ class ShardSource(Protocol):
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what this rank has of each. A collective: what ranks have no equal parts of is gathered."""
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each gathered. A collective."""
 
 

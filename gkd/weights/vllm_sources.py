@@ -48,7 +48,7 @@ class Whole(WeightSource):  # type: ignore[misc]
         return [ParamMeta(part.name, part.dtype, part.shape) for part in self._source.layout()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._source.whole()
+        return self._source.gather()
 
 
 class DeliveryClient:

@@ -13,7 +13,7 @@ from gkd.config.rewards import REWARDS
 from gkd.errors import ConfigError
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion
-from gkd.rewards.process import _evaluate, _together
+from gkd.rewards.process import _evaluate, _gather_answers
 
 HERE = "tests.rewards.functions:"
 ROW = {
@@ -118,6 +118,6 @@ def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> Non
     settings = settings_of("slow")
     assert settings.is_async(HERE + "slow") and not settings_of("words").is_async(HERE + "words")
     slow = resolve(HERE + "slow", settings)
-    (first,), (late,), (other,) = asyncio.run(_together(slow, [[judged("", n=n)] for n in (1, 3, 2)], 1.5))
+    (first,), (late,), (other,) = asyncio.run(_gather_answers(slow, [[judged("", n=n)] for n in (1, 3, 2)], 1.5))
     assert (first[0], other[0]) == (1.0, 2.0)
     assert late == "TimeoutError: no reward within 1.5 s (reward.timeout_s)"

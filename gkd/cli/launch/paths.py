@@ -23,7 +23,7 @@ def settle(config: Config, here: Path, output: Path) -> list[str]:
     for name, value in _paths(config.model_dump(), ""):
         if name == "trainer.output_dir":
             continue
-        absolute = [_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
+        absolute = [_make_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
         if absolute != (value if isinstance(value, list) else [value]):
             overrides.append(_override(name, absolute if isinstance(value, list) else absolute[0]))
     for name, value in _own_code(config.model_dump(), ""):
@@ -77,7 +77,7 @@ def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | li
             yield name, value
 
 
-def _absolute(name: str, value: str, here: Path) -> str:
+def _make_absolute(name: str, value: str, here: Path) -> str:
     path = here / user_path(value)
     if Path(value).is_absolute() or path.exists():
         return str(path)

@@ -148,11 +148,11 @@ def nearest_layout(
     groups keep theirs, because the teacher and the rollout are what an actor of few GPUs waits for.
     """
     capacity = sum(node.free_gpus for node in nodes)
-    options = [_smaller(request, nodes) for request in requests]
+    options = [_list_smaller(request, nodes) for request in requests]
     if math.prod(map(len, options)) > MOST_MIXES:
-        options = [_smaller(request, nodes, few=True) for request in requests]
+        options = [_list_smaller(request, nodes, few=True) for request in requests]
 
-    def given_up(mix: tuple[GroupRequest, ...]) -> tuple[object, ...]:
+    def count_given_up(mix: tuple[GroupRequest, ...]) -> tuple[object, ...]:
         return (
             -sum(new.total for new in mix),
             sum(bool(old.ranges and not new.ranges) for old, new in zip(requests, mix, strict=True)),
@@ -161,13 +161,13 @@ def nearest_layout(
         )
 
     fitting = (mix for mix in itertools.product(*options) if sum(new.total for new in mix) <= capacity)
-    for mix in sorted(fitting, key=given_up):
+    for mix in sorted(fitting, key=count_given_up):
         if solve(mix, nodes, cpus_per_worker, TRIES) is not None:
             return list(mix)
     return None
 
 
-def _smaller(request: GroupRequest, nodes: Sequence[Node], few: bool = False) -> list[GroupRequest]:
+def _list_smaller(request: GroupRequest, nodes: Sequence[Node], few: bool = False) -> list[GroupRequest]:
     """Return the request itself, where it could be met, and smaller ones: all on up to four nodes, a selection on more.
 
     ``few``: a selection in any case, with halves of its GPUs.

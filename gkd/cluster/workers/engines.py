@@ -110,14 +110,14 @@ class Engines:
         own = [list(serving.refs[i : i + each]) for i in range(0, len(serving.refs), each)]
         lives = [life for worker in self.leaders.workers for life in [worker.block_until_end.remote()] * each]
         watching = [
-            self.leaders.pending("watching followers", _each(self.leaders, own)),
-            self.followers.pending("watching leaders", _each(self.followers, [[life] for life in lives])),
+            self.leaders.pending("watching followers", _watch_each(self.leaders, own)),
+            self.followers.pending("watching leaders", _watch_each(self.followers, [[life] for life in lives])),
         ]
         gather(watching, self.timeout_s)
         return serving
 
 
-def _each(group: Group, calls: Sequence[list[Any]]) -> list[Any]:
+def _watch_each(group: Group, calls: Sequence[list[Any]]) -> list[Any]:
     return [worker.end_after_any.remote(own) for worker, own in zip(group.workers, calls, strict=True)]
 
 

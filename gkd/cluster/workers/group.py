@@ -72,14 +72,16 @@ class Group:
     def submit(self, method: str, *args: Any, activity: str | None = None, **kwargs: Any) -> Pending:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
         refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
-        return self.pending(activity or _last(method), refs)
+        return self.pending(activity or _take_last_part(method), refs)
 
     def submit_each(
         self, method: str, args_per_rank: Sequence[Sequence[Any]], *, activity: str | None = None
     ) -> Pending:
         """Start calling ``method`` of every worker's object, rank ``i`` with ``args_per_rank[i]``."""
         pairs = zip(self.workers, args_per_rank, strict=True)
-        return self.pending(activity or _last(method), [worker.call.remote(method, *args) for worker, args in pairs])
+        return self.pending(
+            activity or _take_last_part(method), [worker.call.remote(method, *args) for worker, args in pairs]
+        )
 
     def submit_build(
         self, target: str, args_per_rank: Sequence[Sequence[Any]], *, environment: Mapping[str, str] | None = None
@@ -118,7 +120,7 @@ class Group:
     def submit_control(self, method: str, *args: Any, activity: str | None = None) -> Pending:
         """Start what :meth:`control` does; wait with :func:`gather`."""
         return self.pending(
-            activity or _last(method), [worker.control.remote(method, *args) for worker in self.workers]
+            activity or _take_last_part(method), [worker.control.remote(method, *args) for worker in self.workers]
         )
 
     def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +231,7 @@ def _until_next_look(deadline: float) -> float:
     return min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
 
 
-def _last(method: str) -> str:
+def _take_last_part(method: str) -> str:
     """Return what a call is named after where nothing else is said: ``update`` of ``trainer.update``."""
     return method.rpartition(".")[2]
 

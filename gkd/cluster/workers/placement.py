@@ -50,7 +50,7 @@ class Placement:
 
         Raises NodeLeft where its node has left the cluster.
         """
-        return _beside(self._replace(group, [rank]).select([rank]))
+        return _detach_from_service(self._replace(group, [rank]).select([rank]))
 
     def move_workers(self, group: str, ranks: Sequence[int]) -> Group:
         """Start new workers in place of these of one node, which has left, on another node, and check their GPUs.
@@ -76,7 +76,7 @@ class Placement:
                 reserved = [claim.bundle.placement_group for claim in started]
                 self.session.release([claim.worker for claim in started], reserved)
                 raise RunFailed(f"GPU assignment is wrong: {'; '.join(wrong)}")
-        return _beside(self._take_in(group, ranks, started).select(ranks))
+        return _detach_from_service(self._take_in(group, ranks, started).select(ranks))
 
     def _replace(self, group: str, ranks: Sequence[int]) -> Group:
         started = start_again(self.session, [self.claims[group][rank] for rank in ranks], self.cluster)
@@ -145,7 +145,7 @@ def _group(name: str, claims: list[Claim], names: dict[str, str], session: Sessi
     return Group(name, tuple(claim.worker for claim in claims), tuple(reports), session.control)
 
 
-def _beside(group: Group) -> Group:
+def _detach_from_service(group: Group) -> Group:
     """Return the group for waits beside the run: these must not take the one notice of the control service's loss."""
     return replace(group, service=None)
 

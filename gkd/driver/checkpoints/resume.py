@@ -107,7 +107,7 @@ def differences(saved: Saved, config: Config) -> str:
     here, there = flatten(config.model_dump(mode="json")), flatten(saved.config)
     changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
     changed += [
-        f"{key} {_shown(there.get(key))} -> {_shown(here.get(key))}"
+        f"{key} {_format(there.get(key))} -> {_format(here.get(key))}"
         for key in sorted({*here, *there})
         if not _is_of(key, _OWN) and here.get(key) != there.get(key)
     ]
@@ -145,5 +145,5 @@ def _is_of(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)

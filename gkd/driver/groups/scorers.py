@@ -72,7 +72,7 @@ class Scorers:
     def _build(self, name: str, engines: Engines) -> list[Pending]:
         group = engines.leaders
         args = [self._worker_arguments(name, engine, report) for engine, report in enumerate(group.reports)]
-        if name == "reward_model":
+        if self._rates(name):
             return [group.submit_build(WORKERS[name], args, environment=self._environment(name))]
         follower = "gkd.scoring.worker:token_scorer_follower"
         return engines.submit_build(WORKERS[name], follower, args, self._environment(name))
@@ -99,7 +99,7 @@ class Scorers:
             "127.0.0.1" if self.local else report.ip,
             self.key,
             name in self.sleeping_groups(),
-            () if name == "reward_model" else tuple(self.inputs.model.eos_ids),
+            () if self._rates(name) else tuple(self.inputs.model.eos_ids),
             port,
         )
 
@@ -138,7 +138,7 @@ class Scorers:
         report, limit = worker.reports[0], self.config.cluster.start_timeout_s
         moved = report.node_id != self.groups[name].reports[engine].node_id
         arguments: tuple[Any, ...] = self._worker_arguments(name, engine, report, 0 if moved else port)
-        if name != "reward_model":
+        if not self._rates(name):
             arguments = (*arguments, None)
         building = worker.submit_build(WORKERS[name], [arguments], environment=self._environment(name))
         gather([building], limit)
@@ -165,13 +165,16 @@ class Scorers:
             # One that died is missed where it is to score.
             self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, activity=activity, keep_deaths=True)
 
+    def _rates(self, name: str) -> bool:
+        return _settings(self.config, name).rates
+
     def _models(self, name: str) -> list[str]:
         """Return which of ``inputs.scorers`` the engines of a group serve, dealt out in turn."""
         return sorted(model for model in self.inputs.scorers if model.partition(":")[0] == name)
 
     def _tokenizer(self, name: str) -> str:
         own = self.inputs.tokenizer_hash
-        return tokenizer_hash(self.inputs.scorers[name]) if name == "reward_model" else own
+        return tokenizer_hash(self.inputs.scorers[name]) if self._rates(name) else own
 
     def _by_model(self) -> dict[str, Group]:
         """Return the engines of every model."""
@@ -199,7 +202,7 @@ class Scorers:
     def _arguments(self, model: str, addresses: list[str], n_clients: int) -> dict[str, Any]:
         name = model.partition(":")[0]
         settings = _settings(self.config, name)
-        rates = name == "reward_model"  # in its own tokens
+        rates = settings.rates
         vocabulary = self.inputs.teacher_vocabulary if name == "teacher" else self.inputs.model.vocabulary
         return {
             "addresses": addresses,
@@ -217,9 +220,8 @@ class Scorers:
 
 
 def _settings(config: Config, name: str) -> Scorer | RewardModel:
-    if name == "reward_model":
-        return config.reward_model
-    return config.teacher if name == "teacher" else config.reference
+    settings: Scorer | RewardModel = getattr(config, name)  # their sections have the groups' names
+    return settings
 
 
 def _key(config: Config) -> Key:

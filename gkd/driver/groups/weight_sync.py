@@ -90,7 +90,7 @@ class WeightSync:
         """Those of the push under way that are there."""
         return [engine for engine in self.rollout.present if engine in self._receiving]
 
-    def _left(self) -> float:
+    def _measure_left(self) -> float:
         """Return seconds that the push under way still has."""
         return max(0.0, self._end - time.monotonic())
 
@@ -103,7 +103,7 @@ class WeightSync:
         sending = self.actor.group.submit_each("weights.send", arguments, activity=f"sending {about}")
         if self._transfer.collective:
             receiving = self._submit("weights.receive", push, activity=f"loading {about}")
-            served = self._together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
+            served = self._wait_together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
             return dict(zip(self._engines, served, strict=True))
         known = self._wait_for(sending, about)
         unheard = [engine for engine in self._engines if engine not in known]
@@ -127,7 +127,7 @@ class WeightSync:
         an engine hung. Raises RunFailed where no engine hangs, but the actor does.
         """
         while True:
-            (ranks,) = gather([sending], self._left(), keep_late=True)
+            (ranks,) = gather([sending], self._measure_left(), keep_late=True)
             late = [rank for rank in ranks if isinstance(rank, WorkerHangs)]
             if not late:
                 return {engine: version for served in ranks for engine, version in served.items()}
@@ -165,9 +165,11 @@ class WeightSync:
         The push has the time again that was waited for an engine that was lost.
         """
         began, engines = time.monotonic(), self._engines if engines is None else engines
-        if not self._left():  # the time is over, and no engine hangs
+        if not self._measure_left():  # the time is over, and no engine hangs
             raise RunFailed(f"{activity}: no time is left (weights.timeout_s={self.config.weights.timeout_s:g})")
-        answers = self.rollout.call_engines(method, *args, timeout_s=self._left(), activity=activity, engines=engines)
+        answers = self.rollout.call_engines(
+            method, *args, timeout_s=self._measure_left(), activity=activity, engines=engines
+        )
         if len(answers) < len(engines):
             self._end += time.monotonic() - began
         return answers
@@ -177,10 +179,10 @@ class WeightSync:
         root, engines = self.actor.group.select([0]), self._engines
         self._group = None
         activity = f"joining a group for {about}"
-        address = root.call("weights.new_group", timeout_s=self._left(), activity=activity)[0]
+        address = root.call("weights.new_group", timeout_s=self._measure_left(), activity=activity)[0]
         calls = [root.submit("weights.join_group", address, 1 + self._span * len(engines), activity=activity),
                  self._submit("weights.join_group", address, engines, self._span, activity=activity)]  # fmt: skip
-        self._together(calls, lambda: activity)
+        self._wait_together(calls, lambda: activity)
         self._group = self._members()
 
     def _members(self) -> tuple[int, list[tuple[int, int]]]:
@@ -190,10 +192,10 @@ class WeightSync:
     def _submit(self, method: str, *args: object, activity: str) -> Pending:
         return self.rollout.group.select(self._engines).submit_control(method, *args, activity=activity)
 
-    def _together(self, calls: list[Pending], activity: Callable[[], str]) -> list[list[Any]]:
+    def _wait_together(self, calls: list[Pending], activity: Callable[[], str]) -> list[list[Any]]:
         """Wait for calls whose workers wait for each other, so that the first death ends the run; their results."""
         try:
-            return gather(calls, self._left())
+            return gather(calls, self._measure_left())
         except RunFailed as failure:
             # Whoever lost its partner may say so before Ray has noticed the death that is behind it.
             death = failure if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)

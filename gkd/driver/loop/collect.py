@@ -119,11 +119,11 @@ class Batches:
                 (useful if group in differ else spare).append([sample for _, sample in neighbours])
             n_missing = batch - len(useful)
             if not n_missing or not rounds:
-                return Collected(_flat(spread(useful, spare[:n_missing])), _flat(spare[n_missing:]), requested)
+                return Collected(_flatten(spread(useful, spare[:n_missing])), _flatten(spare[n_missing:]), requested)
             keys = self._submit(self.schedule.replace(step, n_missing))
 
 
-def _flat(groups: Sequence[Sequence[Item]]) -> list[Item]:
+def _flatten(groups: Sequence[Sequence[Item]]) -> list[Item]:
     return [item for group in groups for item in group]
 
 

@@ -105,7 +105,7 @@ class Validation:
         scores = {p.id: self._rewards(s) for p, s in zip(prompts, samples, strict=True)}
         if with_answers := [p for p in self.prompts if p.answer is not None]:
             answers = {s.sample.request.prompt.id: s.sample.sampled_ids for s in self.rollout.fetch(samples)}
-            right = self._right([(p, answers[p.id]) for p in with_answers])
+            right = self._rate([(p, answers[p.id]) for p in with_answers])
             metrics["val/accuracy"] = sum(right) / len(right)
             for prompt, is_right in zip(with_answers, right, strict=True):
                 scores[prompt.id]["accuracy"] = is_right
@@ -136,10 +136,10 @@ class Validation:
                 f"the teacher had not answered {len(late)} of {len(futures)} validation prompts after {limit:g} s "
                 "(rollout.timeout_s)"
             )
-        right = self._right([(p, f.result()) for p, f in zip(prompts, futures, strict=True)])
+        right = self._rate([(p, f.result()) for p, f in zip(prompts, futures, strict=True)])
         return {"val/accuracy": sum(right) / len(right)}
 
-    def _right(self, answers: Sequence[tuple[Prompt, Int32]]) -> list[float]:
+    def _rate(self, answers: Sequence[tuple[Prompt, Int32]]) -> list[float]:
         return [
             any_agreement(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt.answers)
             for prompt, ids in answers

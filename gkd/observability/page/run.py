@@ -78,10 +78,10 @@ def thin_out(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
     """Return each metric's values [rows], null where a row has none, in :data:`DIGITS` digits."""
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
-    return {name: [_short(row.get(name)) for row in rows] for name in names}
+    return {name: [_shorten(row.get(name)) for row in rows] for name in names}
 
 
-def _short(value: Any) -> float | None:
+def _shorten(value: Any) -> float | None:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, int | float) and math.isfinite(value) else None
 
 

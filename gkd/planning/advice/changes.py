@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gkd.config import GROUP_OF, Config, Engine, Pool
+from gkd.config import GROUP_OF, Config, Engine, Pool, RewardModel
 from gkd.planning.layout import Layout, engine_class, with_settings
 from gkd.planning.memory.colocation import memory_of
 from gkd.planning.memory.pools import GroupMemory, slots_of
@@ -39,9 +39,9 @@ def changes_for(layout: Layout, group: str) -> list[Change]:
     if group == "actor":
         more_gpus = None if layout.hardware.is_cpu else _offer_gpus(layout)
         changes = actor_changes(layout.config, layout.workload().longest, more_gpus)
-    elif section == "reward_model":
-        n_seqs = layout.config.reward_model.max_num_seqs
-        changes = [Change("reward_model.max_num_seqs", 1, tuple(n_seqs >> i for i in (1, 2, 3) if n_seqs >> i))]
+    elif isinstance(settings := getattr(layout.config, section), RewardModel):
+        n_seqs = settings.max_num_seqs
+        changes = [Change(f"{section}.max_num_seqs", 1, tuple(n_seqs >> i for i in (1, 2, 3) if n_seqs >> i))]
     else:
         changes = _engine_changes(layout, section)
     if group in ("actor", *layout.config.on_the_actors_gpus()):

@@ -43,11 +43,11 @@ def paces_of(steps: Sequence[Mapping[str, float]]) -> tuple[Pace, ...]:
     last = steps[-MOST_PACES:]
     mean = busy_seconds(last)
 
-    def longer(step: Mapping[str, float], *groups: str) -> float:
+    def compare(step: Mapping[str, float], *groups: str) -> float:
         usual = sum(mean.get(group, 0.0) for group in groups)
         return sum(step.get(group, 0.0) for group in groups) / usual if usual else 1.0
 
-    return tuple(Pace(longer(step, "rollout"), longer(step, *SCORERS), longer(step, "actor")) for step in last)
+    return tuple(Pace(compare(step, "rollout"), compare(step, *SCORERS), compare(step, "actor")) for step in last)
 
 
 def _own_times(

@@ -28,8 +28,8 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
     scorers = sorted((s for name in SCORERS for s in timeline.named(name, WORK[name])), key=lambda span: span.start)
     times = []
     for start, end in timeline.steps():
-        recorded = max((span.end for span in _within(recording, start, end)), default=start)
-        prepared, updated = _within(preparing, start, end), _within(updates, start, end)
+        recorded = max((span.end for span in _select_within(recording, start, end)), default=start)
+        prepared, updated = _select_within(preparing, start, end), _select_within(updates, start, end)
         if not prepared or not updated:
             continue
         update, handed_over = updated[-1], prepared[-1].end
@@ -47,7 +47,7 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
     return DriverTimes(*(fmean(column) for column in zip(*times, strict=True)))
 
 
-def _within(spans: Sequence[TimelineSpan], start: float, end: float) -> list[TimelineSpan]:
+def _select_within(spans: Sequence[TimelineSpan], start: float, end: float) -> list[TimelineSpan]:
     """Return the spans whose middle lies in a step."""
     return [span for span in spans if start <= (span.start + span.end) / 2 < end]
 

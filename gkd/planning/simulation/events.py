@@ -118,7 +118,7 @@ class _Simulation:
         self.number += 1
         heapq.heappush(clock.events, (clock.now + seconds, self.number, action))
 
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+    def _schedule(self, seconds: float, action: Callable[[], None]) -> None:
         """Have ``action`` happen after so many seconds of the driver's, or of a message."""
         if not seconds:
             action()
@@ -144,7 +144,7 @@ class _Simulation:
             self.unsampled[step] = self.unscored[step] = len(batch)
             self.requested[step] = self.time
             self.waiting += batch
-        self._later(self.run.driver.start_s, self._hand_out)
+        self._schedule(self.run.driver.start_s, self._hand_out)
 
     def _hand_out(self) -> None:
         """Fill the engines' free places, as :class:`gkd.rollout.dispatch.RequestDispatcher` does."""
@@ -223,7 +223,7 @@ class _Simulation:
             self.unsampled[sample.step] -= 1
             if not self.unsampled[sample.step]:
                 self.generated[sample.step] = self.time
-            self._later(self.run.driver.score_s, partial(self._begin_scoring, sample))
+            self._schedule(self.run.driver.score_s, partial(self._begin_scoring, sample))
         self._continue(number)
         self._hand_out()
         if self.draining:
@@ -258,7 +258,7 @@ class _Simulation:
         self.unscored[sample.step] -= 1
         if not self.unscored[sample.step]:
             self.all_scored[sample.step] = self.time
-        self._later(self.run.driver.deliver_s, partial(self._deliver, sample))
+        self._schedule(self.run.driver.deliver_s, partial(self._deliver, sample))
 
     def _deliver(self, sample: SimulatedSample) -> None:
         self.delivered[sample.step].add(sample.place)
@@ -282,7 +282,7 @@ class _Simulation:
             self.fed += len(unit)
         if self.fed == len(batch):
             self.chunks.append(self.chunk)
-            self._later(self.run.driver.prepare_s, self._end_preparing)
+            self._schedule(self.run.driver.prepare_s, self._end_preparing)
         self._compute()
 
     def _end_preparing(self) -> None:
@@ -310,7 +310,7 @@ class _Simulation:
         self._at(self.groups["actor"], seconds, done)
 
     def _end_update(self) -> None:
-        self._later(self.run.driver.call_s, self._end_call)
+        self._schedule(self.run.driver.call_s, self._end_call)
 
     def _end_call(self) -> None:
         self.draining = self.run.max_staleness > 0 and not self.run.in_flight
@@ -355,7 +355,7 @@ class _Simulation:
                 self._continue(number)
         self.began, self.prepared, self.recording = False, False, True
         self._dispatch(self.step - 1)
-        self._later(self.run.driver.record_s, self._end_recording)
+        self._schedule(self.run.driver.record_s, self._end_recording)
 
     def _end_recording(self) -> None:
         self.recording = False

@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
+from gkd.config import RewardModel, Scorer
 from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.colocation import needs_offload
 from gkd.planning.memory.pools import concurrent_sequences, largest_micro_batch, slots_of
@@ -125,13 +126,12 @@ def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> SamplingGroup:
 
 def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, ScoringGroup]:
     config, scoring = layout.config, {}
-    for section, _ in config.pools():
-        if section in ("teacher", "reference"):
-            engine = getattr(config, section)
+    for section, engine in config.pools():
+        if isinstance(engine, Scorer):
             n_servers, seconds = engine.n_engines, score_one_s(layout, section, engine)
             n_tokens = engine_class(engine, layout.models.of(section)).pass_tokens[layout.device]
-        elif section == "reward_model":
-            n_servers, seconds = config.reward_model.n_workers, reward_s(layout, config.reward_model)[1]
+        elif isinstance(engine, RewardModel):
+            n_servers, seconds = engine.n_workers, reward_s(layout, engine)[1]
             n_tokens = 0
         else:
             continue
@@ -151,7 +151,7 @@ def response_lengths(layout: Layout, n: int, step: int, seen: Sequence[int] = ()
     """
     workload, config = layout.workload(), layout.config
     lengths = (
-        _like(tuple(seen), n, workload.samples)
+        _draw_like(tuple(seen), n, workload.samples)
         if seen
         else _lognormal(
             workload.response,
@@ -165,7 +165,7 @@ def response_lengths(layout: Layout, n: int, step: int, seen: Sequence[int] = ()
 
 
 @cache
-def _like(seen: tuple[int, ...], n: int, n_real: int) -> tuple[float, ...]:
+def _draw_like(seen: tuple[int, ...], n: int, n_real: int) -> tuple[float, ...]:
     shares = [(i + 0.5) / n for i in range(n - 1)] + [1 - 0.5 / n_real]
     return tuple(float(length) for length in np.quantile(seen, shares, method="inverted_cdf"))
 

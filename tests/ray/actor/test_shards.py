@@ -20,7 +20,7 @@ ODD = 95
 def hand_out(worker: ActorWorker) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Layout, parts and whole tensors of a rank."""
     shards = StudentShards(lambda: worker.trainer.student, torch.bfloat16)
-    parts, whole = ({name: t.clone() for name, t in its} for its in (shards.parts(), shards.whole()))
+    parts, whole = ({name: t.clone() for name, t in its} for its in (shards.parts(), shards.gather()))
     return shards.layout(), parts, whole
 
 
