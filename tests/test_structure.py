@@ -13,12 +13,15 @@ import gkd
 from gkd.actor.publishing import WeightSource
 from gkd.actor.rank_state import RankState
 from gkd.actor.training import RankTrainer
+from gkd.actor.worker import ActorWorker
 from gkd.config import Rollout as RolloutSettings
 from gkd.config import Teacher
 from gkd.config.cluster import TRANSFERS
 from gkd.config.learning import ADVANTAGES, ALGORITHMS, DIVERGENCES, SURROGATES
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.rollout.receiving import WeightLoader
+from gkd.rollout.worker import RolloutWorker
+from gkd.scoring.worker import ScoringWorker
 
 PACKAGE = Path(gkd.__file__).parent
 LEVELS = (
@@ -165,16 +168,63 @@ def test_nobody_asks_for_an_entry_by_its_name() -> None:
     assert asked == []
 
 
+Worker = tuple[type, dict[str, type]]
+ACTOR: Worker = (ActorWorker, {"trainer": RankTrainer, "state": RankState, "weights": WeightSource})
+ROLLOUT: Worker = (RolloutWorker, {"weights": WeightLoader, "pipeline": ScoringPipeline})
+SCORER: Worker = (ScoringWorker, {})
+CALLED: dict[str, dict[str, tuple[Worker, ...]]] = {
+    "actor/group.py": {"": (ACTOR,)},
+    "cluster/health/heartbeat.py": {"": (ROLLOUT, SCORER)},
+    "cluster/workers/group.py": {"": (ACTOR, ROLLOUT, SCORER)},
+    "driver/groups/engines.py": {"": (ROLLOUT,)},
+    "driver/groups/scorers.py": {"": (SCORER,)},
+    "driver/groups/weight_sync.py": {
+        "self.actor.group": (ACTOR,),
+        "root": (ACTOR,),
+        "self._submit": (ROLLOUT,),
+        "self._call_engines": (ROLLOUT,),
+    },
+    "driver/startup.py": {"rollout": (ROLLOUT,)},
+    "evaluation/reloading.py": {"rollout": (ROLLOUT,)},
+    "rollout/engine_group.py": {"": (ROLLOUT,)},
+    "rollout/group.py": {"": (ROLLOUT,)},
+    "scoring/watch.py": {"": (SCORER,)},
+}
+"""By files that call workers' methods by name: whose they are, by how what they are called on begins."""
+ELSEWHERE = (
+    "cluster/workers/engines.py",  # the parts of engines on further nodes, of vLLM's
+    "weights/vllm_sources.py",  # vLLM's own interface
+)
+HOW = re.compile(
+    r"call(_\w+)?|submit(_each|_control)?|control|remote|stream|_submit|_call(_\w+)?|_run|_of_one_step|_all_do"
+)
+
+
+def called_by_name() -> Iterator[tuple[str, str, str]]:
+    """Yield the methods that are called by their names: file, what they are called on, and name."""
+    for file, node in definitions(ast.Call):
+        on = node.func
+        if not (isinstance(on, ast.Attribute) and HOW.fullmatch(on.attr) and node.args):
+            continue
+        for name in node.args[1:2] if on.attr == "stream" else node.args[:1]:  # a stream is of one worker
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and file not in ELSEWHERE:
+                yield file, ast.unparse(on), name.value
+
+
+def has_method(worker: Worker, name: str) -> bool:
+    """Return whether a worker, or the part of it that a dotted name begins with, has a method."""
+    cls, parts = worker
+    part, _, method = name.rpartition(".")
+    return hasattr(parts[part], method) if part in parts else not part and hasattr(cls, method)
+
+
 def test_methods_that_the_driver_calls_by_name_exist() -> None:
-    """As ``trainer.update``: of a part of an actor's or a rollout's worker."""
-    parts: dict[str, tuple[type, ...]] = {
-        "trainer": (RankTrainer,),
-        "state": (RankState,),
-        "weights": (WeightSource, WeightLoader),
-        "pipeline": (ScoringPipeline,),
-    }
-    how = r"(?:call\w*|submit\w*|control|remote|_submit|_call\w*|_run|_of_one_step)"
-    called = re.compile(rf"{how}\(\s*\"({'|'.join(parts)})\.(\w+)\"")
-    names = {name for file in PACKAGE.rglob("*.py") for name in called.findall(file.read_text(encoding="utf-8"))}
-    assert len(names) > 15
-    assert [f"{part}.{name}" for part, name in names if not any(hasattr(cls, name) for cls in parts[part])] == []
+    """As ``trainer.update``, of a part of an actor's worker, or ``cache_bytes``, of a rollout's own."""
+    names, lacking = set(), []
+    for file, on, name in called_by_name():
+        (workers,) = [those for begin, those in CALLED[file].items() if on.startswith(begin)]
+        names.add(name)
+        lacking += [f"{file}: {on}({name!r})" for worker in workers if not has_method(worker, name)]
+    assert lacking == []
+    assert names >= {"open_store", "progress", "cache_bytes", "submit", "stream_samples", "weights.send"}
+    assert len(names) > 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import redirect_stdout
 from functools import cache
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -41,6 +42,32 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert target.exists(), path
         assert page.parent != site or site in target.parents, f"{path} is not on the site"
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+PATHS = re.compile(r"(?<![\w/.-])(?:gkd|tests|conf|launch|recipes)/[\w/.-]*\w")
+NAMES = re.compile(r"(?<![\w/.-])(?:gkd|tests)(?:\.[A-Za-z_]\w*)+\b(?![/-])")
+
+
+def has(owner: object, names: list[str]) -> bool:
+    return not names or (hasattr(owner, names[0]) and has(getattr(owner, names[0]), names[1:]))
+
+
+def is_there(name: str) -> bool:
+    """Return whether a dotted name is a module, or an attribute of one or of its class."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        file = ROOT.joinpath(*parts[:end])
+        if file.is_dir() or file.with_suffix(".py").is_file():
+            return end == len(parts) or has(import_module(".".join(parts[:end])), parts[end:])
+    return False
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    paths = [path for path in PATHS.findall(text) if not re.search(r"\b(NAME|DATE)\b", path)]
+    lacking = [path for path in paths if not (ROOT / path).exists()]
+    assert lacking + [name for name in NAMES.findall(text) if not is_there(name)] == []
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
