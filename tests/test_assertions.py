@@ -13,6 +13,7 @@ WORD = r"(?:a|[A-Z]?[a-z]{2,})"
 SENTENCE = re.compile(rf"(?<![\w./=\\-]){WORD}(?: {WORD}){{{MOST},}}(?![\w./=\[-])")
 
 TOLD = re.compile(r"\bstr\(|\.(out|err|stdout|stderr|text)\b|\bmessages\b|getMessage")  # what a user reads
+ERROR = re.compile(r"\bstr\(\w+(\.value)?\)|\.(err|stderr)\b|\.exception\(|getMessage")  # the text of an error
 
 
 def text_of(node: ast.AST) -> str:
@@ -38,20 +39,59 @@ def parametrized(function: ast.FunctionDef, name: str) -> Iterator[ast.AST]:
             yield values[columns.index(name)] if len(columns) > 1 else values[0] if isinstance(row, ast.Call) else row
 
 
+def mentions(node: ast.AST, names: set[str], text: re.Pattern[str] = ERROR) -> bool:
+    """Return whether an expression has such a text: by itself, or as one of ``names``."""
+    used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return bool(used & names or text.search(ast.unparse(node)))
+
+
+def held(function: ast.FunctionDef, names: set[str]) -> set[str]:
+    """Return ``names`` with those that a function gives to the text of an error."""
+    names = set(names)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and mentions(node.value, names):
+            targets = [part for target in node.targets for part in ast.walk(target)]
+            names |= {part.id for part in targets if isinstance(part, ast.Name)}
+    return names
+
+
+def told_by(tree: ast.AST) -> set[str]:
+    """Return the file's own functions that return the text of an error."""
+    names: set[str] = set()
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and not function.name.startswith("test_"):
+            returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
+            if any(mentions(value, held(function, set())) for value in returned):
+                names.add(function.name)
+    return names
+
+
+def literals(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the strings of an expectation, which may be one of several, or put together."""
+    if isinstance(node, ast.BinOp | ast.Tuple | ast.List | ast.Set | ast.IfExp | ast.Dict):
+        for part in ast.iter_child_nodes(node):
+            yield from literals(part)
+    else:
+        yield node
+
+
 def expected(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield what tests expect of a message: in ``match=``, ``"..." in str(error.value)`` and of what is printed."""
+    """Yield what tests expect of a message: in ``match=``, beside it in a comparison, and how it begins."""
+    by_functions = told_by(tree)
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
+        told = held(function, by_functions)
         for node in ast.walk(function):
             found: list[ast.AST] = []
             if isinstance(node, ast.Call):
                 found = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
                 if isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
-                    found += node.args if TOLD.search(ast.unparse(node.func.value)) else []
-            elif isinstance(node, ast.Compare) and TOLD.search(" ".join(map(ast.unparse, node.comparators))):
-                found = [node.left]
-            for value in found:
+                    found += node.args if mentions(node.func.value, told, TOLD) else []
+            elif isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                found = sides if any(mentions(side, told, TOLD) for side in sides) else []
+            for value in (literal for one in found for literal in literals(one)):
                 yield from parametrized(function, value.id) if isinstance(value, ast.Name) else [value]
 
 

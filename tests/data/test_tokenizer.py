@@ -12,6 +12,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, resolve_model, tokenizer_hash
 from gkd.errors import ConfigError
 from tests.data.models import WORDS, save_model, word_tokenizer
+from tests.told import tells
 
 
 @pytest.fixture(scope="session")
@@ -46,10 +47,8 @@ def test_a_good_model_is_given_as_an_absolute_directory(good_model: Path, monkey
 
 @pytest.mark.parametrize("path", ["no/such", "/no/such/directory", "nobody/no-such-model", "a b"])
 def test_no_directory_and_not_cached(path: str) -> None:
-    command = {"no/such", "nobody/no-such-model"} & {path}
-    assert complaint(path) == "no such directory, and no model of that name in the local Hugging Face cache" + (
-        f"; this gets it: hf download {path}" if command else ""
-    )
+    could_be_had = path in {"no/such", "nobody/no-such-model"}
+    assert tells(complaint(path), f"hf download {path}") == could_be_had
 
 
 def test_a_cached_hub_name_resolves_without_a_network(
@@ -67,12 +66,12 @@ def test_a_cached_hub_name_resolves_without_a_network(
 
 
 def test_a_file(good_model: Path) -> None:
-    assert complaint(good_model / "config.json") == "is a file, not a directory with a model"
+    assert tells(complaint(good_model / "config.json"), "file", "directory")
 
 
 def test_no_config(model: Path) -> None:
     (model / "config.json").unlink()
-    assert complaint(model) == "has no config.json, so it is no Hugging Face model directory"
+    assert tells(complaint(model), "config.json")
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
@@ -83,9 +82,9 @@ def test_broken_config(model: Path, content: str) -> None:
 
 def test_no_causal_language_model(model: Path) -> None:
     edit_config(model, architectures=["BertForMaskedLM"], model_type="bert")
-    assert complaint(model) == "is no causal language model but BertForMaskedLM"
+    assert tells(complaint(model), "BertForMaskedLM")
     edit_config(model, architectures=None, model_type="vit")
-    assert complaint(model) == "is no causal language model but model_type 'vit'"
+    assert tells(complaint(model), "model_type 'vit'")
 
 
 def test_other_names_of_causal_language_models(model: Path) -> None:
@@ -97,13 +96,13 @@ def test_other_names_of_causal_language_models(model: Path) -> None:
 
 def test_no_weights(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    assert complaint(model) == "has no safetensors weights"
+    assert tells(complaint(model), "safetensors")
 
 
 def test_a_missing_shard(model: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert complaint(model) == "its index names model-2.safetensors, which is not there"
+    assert tells(complaint(model), "model-2.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -111,12 +110,12 @@ def test_a_missing_shard(model: Path) -> None:
 )
 def test_an_index_that_is_none(model: Path, index: object) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert complaint(model) == "its model.safetensors.index.json has no weight_map from names of weights to files"
+    assert tells(complaint(model), "model.safetensors.index.json", "weight_map")
 
 
 def test_an_index_to_files_elsewhere(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
-    assert complaint(model) == "its index names ../../etc/passwd, which is not there"
+    assert tells(complaint(model), "../../etc/passwd")
 
 
 @pytest.mark.parametrize(
@@ -158,10 +157,7 @@ def test_a_model_with_code_of_its_own_is_refused_and_nobody_is_asked(
     edit_config(model, model_type="own", architectures=["OwnForCausalLM"], **OWN_CODE)
     for file in ("configuration_own.py", "modeling_own.py"):
         (model / file).write_text("raise SystemExit('it ran')")
-    assert complaint(model) == (
-        "comes with code of its own (auto_map in config.json), which is not run here; a model of a type that "
-        "transformers has would work"
-    )
+    assert tells(complaint(model), "auto_map", "config.json")
     with pytest.raises(ConfigError, match=r"^model\.path="):
         ModelInfo.read(str(model), "model.path")
 
@@ -184,7 +180,7 @@ def test_a_tokenizer_with_code_of_its_own(model: Path, monkeypatch: pytest.Monke
 
 def test_no_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
-    assert "has no tokenizer" in complaint(model)
+    assert tells(complaint(model), "no tokenizer")
 
 
 def test_a_broken_tokenizer(model: Path) -> None:
@@ -202,20 +198,20 @@ def test_padded_vocabularies_are_the_same_tokenizer(good_model: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "difference"),
     [
-        ((*WORDS[:6], "x", "c", "d"), "id 6 is 'b' in the student, 'x' in the teacher"),
-        ((*WORDS, "e"), "id 9, 'e', is only in the teacher"),
-        (WORDS[:-1], "id 8, 'd', is only in the student"),
+        ((*WORDS[:6], "x", "c", "d"), ("id 6", "'b'", "student", "'x'", "teacher")),
+        ((*WORDS, "e"), ("id 9", "'e'", "teacher")),
+        (WORDS[:-1], ("id 8", "'d'", "student")),
     ],
 )
-def test_different_tokenizers(good_model: Path, tmp_path: Path, words: tuple[str, ...], difference: str) -> None:
+def test_different_tokenizers(
+    good_model: Path, tmp_path: Path, words: tuple[str, ...], difference: tuple[str, ...]
+) -> None:
     other = tmp_path / "other"
     word_tokenizer(words).save_pretrained(other)
     assert tokenizer_hash(str(other)) != tokenizer_hash(str(good_model))
     with pytest.raises(ConfigError) as caught:
         check_same_tokenizer(str(good_model), str(other))
-    assert str(caught.value) == (
-        f"the tokenizers of model.path={good_model} and teacher.model.path={other} differ: {difference}"
-    )
+    assert tells(str(caught.value), f"model.path={good_model}", f"teacher.model.path={other}", *difference)
 
 
 def test_another_end_token_is_no_difference(good_model: Path, tmp_path: Path) -> None:
@@ -228,7 +224,7 @@ def test_another_end_token_is_no_difference(good_model: Path, tmp_path: Path) ->
 def test_broken_weights(kept: int, model: Path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    assert complaint(model).startswith("model.safetensors cannot be read: ")
+    assert complaint(model).startswith("model.safetensors ")
 
 
 def test_broken_generation_settings(model: Path) -> None:
