@@ -86,6 +86,7 @@ def expected(tree: ast.AST) -> Iterator[ast.AST]:
             found: list[ast.AST] = []
             if isinstance(node, ast.Call):
                 found = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
+                found += node.args[1:] if ast.unparse(node.func) == "tells" else []
                 if isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
                     found += node.args if mentions(node.func.value, told, TOLD) else []
             elif isinstance(node, ast.Compare):
@@ -96,9 +97,32 @@ def expected(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def sentences(file: Path) -> Iterator[str]:
+    """Yield the sentences that the tests of a file expect, and where."""
     for node in expected(ast.parse(file.read_text(encoding="utf-8"))):
         if found := SENTENCE.search(text_of(node)):
             yield f"{file.relative_to(HERE)}:{node.lineno}: {found[0]}"  # type: ignore[attr-defined]
+
+
+SEEN = """
+def complaint():
+    text = str(caught.value)
+    return text.strip()
+
+def test():
+    with raises(match="one of these words"): pass
+    assert "two of these words" in str(caught.value)
+    assert str(caught.value) == f"three of these words, {number}"
+    text = capsys.readouterr().err
+    assert text == ("four of these words" if more else "five of these words")
+    assert complaint().startswith("six of these words")
+    assert tells(text, "seven of these words")
+    assert prompt == "eight of these words"
+"""
+
+
+def test_whatever_an_error_is_compared_with_is_seen() -> None:
+    found = {text_of(node).split()[0] for node in expected(ast.parse(SEEN)) if SENTENCE.search(text_of(node))}
+    assert found == {"one", "two", "three", "four", "five", "six", "seven"}
 
 
 def test_errors_are_known_by_type_and_setting() -> None:

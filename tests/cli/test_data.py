@@ -9,6 +9,7 @@ import pytest
 
 from gkd.cli.command import main
 from tests.data.models import TEMPLATE, save_model, word_tokenizer
+from tests.told import tells
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,10 @@ def test_prompts_are_shown_as_student_and_teacher_see_them(files: Path, capsys: 
     assert main([*arguments(files), "teacher.chat_template=own", "--rows", "1"]) == 0
     train, val = capsys.readouterr().out.split("=== data.val_files")
     lines = [line.rstrip() for line in train.splitlines()]
-    assert lines[1:6] == [
-        "row 1: 1 messages, 3 tokens",
-        "<user> a <assistant>",
-        "as the teacher sees it, 4 tokens:",
-        "<user> a <assistant> d",
-        "answer: 'b' | '1'",
-    ]
+    first, seen, teachers, teacher_sees, answers = lines[1:6]
+    assert (seen, teacher_sees) == ("<user> a <assistant>", "<user> a <assistant> d")
+    assert tells(first, "row 1", "3 tokens") and tells(teachers, "teacher", "4 tokens")
+    assert tells(answers, "'b'", "'1'")
     assert "row 2" not in train
     assert [line for line in lines if " are " in line] == [
         "2 prompts are used, 2 with an answer",

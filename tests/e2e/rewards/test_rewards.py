@@ -18,6 +18,7 @@ from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring
 from tests.data.models import word_tokenizer
 from tests.e2e.conftest import ROOT
 from tests.rewards.test_rewards import MODULE, judged
+from tests.told import tells
 
 
 def test_a_reward_that_raises_or_hangs_costs_its_own_sample_only() -> None:
@@ -31,7 +32,7 @@ def test_a_reward_that_raises_or_hangs_costs_its_own_sample_only() -> None:
     assert all(0 <= row["words"][1] < 1 for row in found)  # seconds
     assert [str(row["raises"]) for row in found[::2]] == ["KeyError: 'odd'"] * 2
     assert [row["raises"][0] for row in found[1::2]] == [1.0] * 2
-    assert str(found[0]["hangs"]) == "TimeoutError: no reward within 2 s (reward.timeout_s)"
+    assert tells(str(found[0]["hangs"]), "TimeoutError: ", "2 s (reward.timeout_s)")
     assert [row["hangs"][0] for row in found[1:]] == [0.5] * 3
     assert all("is nan" in str(row["not_a_number"]) for row in found)
 
@@ -47,10 +48,10 @@ def test_a_reward_process_that_is_killed_costs_its_own_sample_only() -> None:
             return futures[own].exception(60) or futures[own].result()[0], int(futures[other].result(60)[0])
 
         first, pid = evaluated(1)
-        assert str(first) == "ChildProcessError: the process that computed it was ended by SIGKILL"
+        assert tells(str(first), "ChildProcessError: ", "SIGKILL")
         second, pid = evaluated(2)
-        assert str(second) == "ChildProcessError: the process that computed it ended with exit code 7"
-        assert str(evaluated(3)[0]) == "Unpicklable: one and other"
+        assert tells(str(second), "ChildProcessError: ", "exit code 7")
+        assert tells(str(evaluated(3)[0]), "Unpicklable: ", "one", "other")
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
         value_, started = evaluated(4)

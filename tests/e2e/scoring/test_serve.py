@@ -15,6 +15,7 @@ import pytest
 
 from gkd.cli.serve_teacher import compose_server
 from tests.scoring.conftest import ROOT
+from tests.told import tells
 
 
 def serve(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
@@ -32,7 +33,7 @@ def test_ctrl_c_while_the_model_loads(model: Path) -> None:
     slow = "teacher.engine=vllm"  # the other one has loaded this model within a second
     process = serve(f"teacher.model.path={model}", f"teacher.server_port={free_port()}", slow)
     assert process.stderr is not None
-    assert process.stderr.readline() == f"loading the teacher in {model} ...\n"
+    assert tells(process.stderr.readline(), "teacher", model)
     time.sleep(1.0)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)

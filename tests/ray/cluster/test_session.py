@@ -20,6 +20,7 @@ from gkd.cluster.session.connect import connect
 from gkd.cluster.session.control_service import VARIABLE
 from gkd.errors import ConfigError, RunFailed
 from tests.ray.cluster.conftest import alive, configuration, eventually
+from tests.told import tells
 
 ROOT = Path(__file__).parents[3]
 
@@ -85,12 +86,11 @@ def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_
     assert (done.wait(timeout=60), done.stderr.read()) == (0, "")
     assert hanging.wait(timeout=60) == 143
     first, last = hanging.stderr.read().splitlines()
-    assert first == "giving workers and GPUs back: not done after 2 s; the program ends without it"
+    assert tells(first, "GPUs", "2 s")
     assert last == "stopped by SIGTERM"
     assert waiting.wait(timeout=60) == 1
     *_, last = waiting.stderr.read().splitlines()
-    assert last.startswith("failed: Ray's control service (GCS) at ")
-    assert last.endswith(" is gone: without it Ray ends every process of the run")
+    assert tells(last, "failed: ", "(GCS)")
     shutil.rmtree(third)  # the logs of a run that failed
     assert not Path(directory).exists()
     assert not Path(other).exists()

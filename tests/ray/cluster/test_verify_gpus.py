@@ -106,7 +106,7 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
     assert "rollout rank 0" in line
     assert "teacher rank 0" in line
     assert line.endswith(f"share GPU {gpus[1]}")
-    (logs,) = [line.partition(": ")[2] for line in err.splitlines() if line.startswith("logs of the workers: ")]
+    (logs,) = [line.partition(": ")[2] for line in err.splitlines() if line.startswith("logs ")]
     assert Path(logs).is_dir()
     shutil.rmtree(Path(logs).parents[1])
 

@@ -30,6 +30,7 @@ from gkd.scoring.watch import Expected, ScorerModel, ScorerWatch
 from gkd.types import Prompt, SampleRequest, Sampling, TrainingSample
 from tests.ray.cluster.conftest import alive, eventually
 from tests.samples import training_sample
+from tests.told import tells
 from tests.weights.reports import reports
 
 TIMEOUT_S = 5.0
@@ -203,7 +204,7 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
     assert texts[0].startswith("rollout rank 0 (pid ") and texts[0].endswith(
         f"{waits} (1 of cluster.worker_restarts=2)"
     )
-    assert f"has done nothing for 3 s (teacher.request_timeout_s); {waits} (2 of" in texts[1]
+    assert tells(texts[1], "3 s (teacher.request_timeout_s)", "(2 of cluster.worker_restarts=2)")
     os.kill(watch.groups[0].reports[0].pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"^rollout rank 0 \(.* died: "):
         lose()
