@@ -17,7 +17,7 @@ from gkd.planning.layout import GB, Layout
 from gkd.planning.memory.colocation import all_memory, needs_offload
 from gkd.planning.memory.pools import GroupMemory
 from gkd.planning.shapes import ModelShape
-from gkd.planning.simulation.run import Step
+from gkd.planning.simulation.run import DriverTimes, Step
 from gkd.planning.simulation.stages import Factors, Stages, stages_of
 from gkd.planning.simulation.steps import simulate_layout
 
@@ -52,6 +52,8 @@ class PlanReport:
         notes = list(dict.fromkeys(shape.note for shape in shapes if shape is not None and shape.note))
         if self.factors is None:
             notes.append("times are estimates from operations, bytes and links; --from RUN_DIR takes measured ones")
+        else:
+            notes += _notes_of_run(self.factors, config.schedule.max_staleness)
         plan = config.plan
         if needs_offload(self.layout):
             engines = ", ".join(config.on_the_actors_gpus())
@@ -89,6 +91,17 @@ class PlanReport:
             ],
             "notes": self.notes(),
         }
+
+
+def _notes_of_run(factors: Factors, staleness: int) -> list[str]:
+    """List what a run's times leave out, or are only an estimate of."""
+    notes = []
+    if factors.driver == DriverTimes():
+        notes.append("that run's timeline.json has no times of the driver, which are not counted")
+    elif factors.staleness is not None and factors.staleness != staleness:
+        ran = f"schedule.max_staleness={factors.staleness}"
+        notes.append(f"that run had {ran}: what the driver and messages take beside other work may differ here")
+    return notes
 
 
 def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: bool) -> PlanReport:

@@ -1,7 +1,8 @@
 """What the driver itself and its messages take of a step, by a run's timeline.json.
 
-Measured is what the simulation lets pass while nobody it waits for works (:class:`DriverTimes`), each by itself, so
-that what is hidden behind other groups' work in one schedule can show in another.
+Measured is what the simulation lets pass while nobody it waits for works (:class:`DriverTimes`), each by itself. What
+is hidden behind other groups' work in one schedule can show in another, but was measured beside that work: of another
+schedule than the run's it is an estimate.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
     scorers = sorted((s for name in SCORERS for s in timeline.named(name, WORK[name])), key=lambda span: span.start)
     times = []
     for start, end in timeline.steps():
-        recorded = max((span.end for span in _select_within(recording, start, end)), default=start)
         prepared, updated = _select_within(preparing, start, end), _select_within(updates, start, end)
         if not prepared or not updated:
             continue
         update, handed_over = updated[-1], prepared[-1].end
+        recordings = _select_within(recording, start, end)
+        recorded = max((span.end for span in recordings if span.start < handed_over), default=start)
+        # With cluster.offload a step is logged before the next one begins and requests its samples.
+        before = end - min((span.start for span in recordings if span.start >= handed_over), default=end)
         sampled = any(span.end > start and span.start < end for span in sampling)
         own = DriverTimes(
-            start_s=_until_begun(sampling, start, end),
+            start_s=before + _until_begun(sampling, start, end),
             score_s=sum(_idle(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
-            record_s=recorded - start,
+            record_s=before + recorded - start,
             # Answers of the data are the driver's own work; it waits for nobody else then.
             deliver_s=max(0.0, prepared[-1].start - (max(recorded, update.start) if sampled else recorded)),
             prepare_s=handed_over - prepared[-1].start,

@@ -19,7 +19,7 @@ from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.measured.busy import busy_by_step, busy_seconds, paces_of
 from gkd.planning.measured.driver import driver_times
-from gkd.planning.measured.timeline import RunTimeline
+from gkd.planning.measured.timeline import RunTimeline, disturbed_steps, read_rows
 from gkd.planning.simulation.run import Step
 from gkd.planning.simulation.stages import Factors, stages_of
 from gkd.planning.simulation.steps import simulate_layout
@@ -53,7 +53,7 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     busy = busy_seconds(by_step)
     simulated = simulate_layout(ran, config.schedule.max_staleness)
     sync = _ratio(fmean(row.get("timing_s/sync", 0.0) for row in rows), stages_of(ran).sync)
-    factors = replace(lengths, sync=sync, driver=driver_times(timeline))
+    factors = replace(lengths, sync=sync, driver=driver_times(timeline), staleness=config.schedule.max_staleness)
     if set(simulated.busy) <= set(busy):
         paces = () if config.schedule.in_flight else paces_of(by_step)  # in flight, a step has no samples of its own
         return replace(_by_busy(busy, ran, factors), paces=paces)
@@ -124,17 +124,14 @@ def _read_config(path: Path) -> Config:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of every step with timings but the first, which warms up."""
-    try:
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [row for row in map(json.loads, lines) if isinstance(row, dict) and "timing_s/update" in row]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--from {path}: metrics.jsonl cannot be read: {error}") from None
+    """Return the metrics of every step with timings but the first, which warms up, and those in which workers ended."""
+    rows = [row for row in read_rows(path, "metrics.jsonl") if "timing_s/update" in row]
     if not rows:
         raise ConfigError(f"--from {path}: metrics.jsonl has no step with timings yet")
     if odd := [name for row in rows for name, value in row.items() if not isinstance(value, int | float)]:
         raise ConfigError(f"--from {path}: metrics.jsonl has a {odd[0]} that is no number")
-    return rows[1:] or rows
+    rows, disturbed = rows[1:] or rows, disturbed_steps(path)
+    return [row for row in rows if row.get("step") not in disturbed] or rows
 
 
 def _median(rows: list[dict[str, Any]], stage: str) -> float:
@@ -162,9 +159,10 @@ def _seen_lengths(path: Path) -> tuple[int, ...]:
     """Return the tokens of the newest logged responses; none where they are few, or the run logged none."""
     try:
         with (path / "samples.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - SAMPLES_READ))
-            lines = file.read().splitlines()[1:]
-        lengths = [int(json.loads(line)["length"]) for line in lines]
+            skipped = max(0, file.seek(0, os.SEEK_END) - SAMPLES_READ)
+            file.seek(skipped)
+            *lines, _ = file.read().split(b"\n")  # the last one may be torn, and the first one where some was skipped
+        lengths = [int(json.loads(line)["length"]) for line in (lines[1:] if skipped else lines)]
     except (OSError, ValueError, KeyError, TypeError):  # a run without them is planned all the same
         return ()
     return tuple(sorted(lengths)) if len(lengths) >= FEWEST_SAMPLES else ()

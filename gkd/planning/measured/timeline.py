@@ -11,11 +11,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from gkd.errors import ConfigError
 
 STAGES, VALIDATION = "driver", "validation"
+DISTURBANCES = ("death", "restart", "resume")
+"""Events whose steps have waits that others do not: for workers that ended and are started anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,14 @@ class TimelineSpan:
 
 @dataclass(frozen=True, slots=True)
 class RunTimeline:
-    """Holds all lanes of a run and what was done in them, without the waits."""
+    """Holds all lanes of a run and what was done in them, without the waits.
+
+    ``disturbed`` are the steps in which workers ended.
+    """
 
     lanes: tuple[str, ...]
     spans: tuple[TimelineSpan, ...]
+    disturbed: frozenset[int] = frozenset()
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -54,14 +60,16 @@ class RunTimeline:
                 for e in events
                 if e["ph"] == "X" and e["cat"] == "busy"
             ]
-            return cls(tuple(lanes.values()), tuple(spans))
+            return cls(tuple(lanes.values()), tuple(spans), disturbed_steps(path))
         except FileNotFoundError:
             return cls((), ())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--from {path}: timeline.json cannot be read: {error}") from None
 
     def steps(self) -> list[tuple[float, float]]:
-        """Return start and end of all steps but those with a validation beside them, and the first, which warms up."""
+        """Return start and end of all steps but the first, which warms up, and those with a validation beside
+        them or in which workers ended.
+        """
         starts: dict[int, float] = {}
         for span in self.spans:
             if span.lane == STAGES:
@@ -70,7 +78,9 @@ class RunTimeline:
         steps = [
             (start, end)
             for (step, start), (following, end) in pairwise(sorted(starts.items()))
-            if following == step + 1 and not any(a < end and b > start for a, b in validations)
+            if following == step + 1
+            and step not in self.disturbed
+            and not any(a < end and b > start for a, b in validations)
         ]
         return steps[1:] or steps
 
@@ -78,3 +88,20 @@ class RunTimeline:
         """Return the spans of these names of a group's workers, in the order in which they began."""
         spans = [span for span in self.spans if span.group == group and span.name in names]
         return sorted(spans, key=lambda span: span.start)
+
+
+def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
+    """Return the objects of a run's file without a last line that is not whole. Raises ConfigError for a broken one."""
+    try:
+        *lines, _ = (path / name).read_text(encoding="utf-8").split("\n")
+        return [row for row in map(json.loads, lines) if isinstance(row, dict)]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--from {path}: {name} cannot be read: {error}") from None
+
+
+def disturbed_steps(path: Path) -> frozenset[int]:
+    """Return the steps in which workers ended or began anew, by events.jsonl; none without the file."""
+    if not (path / "events.jsonl").exists():
+        return frozenset()
+    events = read_rows(path, "events.jsonl")
+    return frozenset(int(event["step"]) for event in events if event.get("kind") in DISTURBANCES and "step" in event)

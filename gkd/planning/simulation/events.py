@@ -22,6 +22,7 @@ from gkd.schedule import TicketSchedule
 
 ENDLESS = 1 << 40
 EVEN = Pace()
+LEAST_PACE = 1e-3  # of a step in which the run's engines had nothing to do
 WARM_UP, MEASURED = 2, 4  # steps, of which the first ones begin with idle engines
 LEAD = 3  # further ones of a run, by the updates that it samples ahead
 
@@ -197,7 +198,7 @@ class _Simulation:
         engine.at = max(engine.at, now)
 
     def _token_s(self, engine: EngineClock) -> float:
-        return self.run.sampling.token_s(len(engine.running)) * self.pace.sample
+        return self.run.sampling.token_s(len(engine.running)) * max(self.pace.sample, LEAST_PACE)
 
     def _recompute(self, number: int) -> None:
         """Have an engine compute what its sequences have cached under the new weights."""

@@ -51,7 +51,7 @@ class Factors:
     """Holds measured over planned seconds of each stage, and the run's lengths (None: not measured).
 
     ``spread`` is the standard deviation of the logarithms of responses' lengths, ``seen`` are some of these. ``driver``
-    is in seconds as measured.
+    is in seconds as measured, at ``staleness``.
     """
 
     generate: float = 1.0
@@ -64,6 +64,7 @@ class Factors:
     seen: tuple[int, ...] = ()
     driver: DriverTimes = field(default_factory=DriverTimes)
     paces: tuple[Pace, ...] = ()
+    staleness: int | None = None
 
     def lengths(self, config: Config) -> Config:
         """Return the configuration with the run's lengths, where it has none of its own."""

@@ -147,11 +147,11 @@ def response_lengths(layout: Layout, n: int, step: int, seen: Sequence[int] = ()
 
     Lognormal around ``plan.response_length``, cut at the limit, the longest as long as that of a whole batch; the same
     ones in every step, in another order. All as long as the limit where ``plan.response_length`` is not given.
-    Distributed as those ``seen``, where there are any.
+    Distributed as those ``seen``, where there are any, and cut at the limit, too.
     """
     workload, config = layout.workload(), layout.config
     lengths = (
-        _draw_like(tuple(seen), n, workload.samples)
+        _draw_like(tuple(seen), config.rollout.max_response_length, n, workload.samples)
         if seen
         else _lognormal(
             workload.response,
@@ -165,9 +165,10 @@ def response_lengths(layout: Layout, n: int, step: int, seen: Sequence[int] = ()
 
 
 @cache
-def _draw_like(seen: tuple[int, ...], n: int, n_real: int) -> tuple[float, ...]:
+def _draw_like(seen: tuple[int, ...], limit: float, n: int, n_real: int) -> tuple[float, ...]:
     shares = [(i + 0.5) / n for i in range(n - 1)] + [1 - 0.5 / n_real]
-    return tuple(float(length) for length in np.quantile(seen, shares, method="inverted_cdf"))
+    drawn = np.quantile(seen, shares, method="inverted_cdf")
+    return tuple(float(length) for length in np.minimum(drawn, limit))
 
 
 @cache

@@ -11,7 +11,10 @@ from omegaconf import OmegaConf
 
 from gkd.cluster.workers.activity import ActivitySpan
 from gkd.cluster.workers.group import WorkerReport
+from gkd.errors import ConfigError
 from gkd.observability.timeline import StepStages, Timeline
+from gkd.planning.advice.report import plan
+from gkd.planning.layout import Layout, with_settings
 from gkd.planning.measured.driver import driver_times
 from gkd.planning.measured.factors import factors_of
 from gkd.planning.measured.timeline import RunTimeline
@@ -29,7 +32,15 @@ WORKERS: dict[str, list[Done]] = {
     "rollout": [("sample", 1.0, 7.0), ("load weights", 16.0, 17.0)],
     "actor": [("update", 9.25, 15.25), ("send weights", 16.0, 17.0)],
 }
+ROW = {"response/length_mean": 55.0, "response/length_max": 100.0, "timing_s/update": 8.0}
 AT_0 = DriverTimes(start_s=1.0, record_s=2.0, deliver_s=0.5, prepare_s=1.5, call_s=0.25 + 0.75)
+
+
+def write_run(folder: Path, layout: Layout, *rows: dict[str, float]) -> None:
+    """Write settings and metrics of a run of ``layout``."""
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
+    lines = (json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, 1))
+    (folder / "metrics.jsonl").write_text("".join(lines))
 
 
 def write_timeline(folder: Path, driver: list[Done], workers: dict[str, list[Done]], scored: float) -> None:
@@ -51,6 +62,58 @@ def write_timeline(folder: Path, driver: list[Done], workers: dict[str, list[Don
 def test_each_is_what_passes_while_nobody_the_driver_waits_for_works(tmp_path: Path) -> None:
     write_timeline(tmp_path, DRIVER, WORKERS, scored=7.0)
     assert driver_times(RunTimeline.read(tmp_path)) == AT_0
+
+
+def test_with_offload_a_step_is_logged_before_the_next_one_begins(tmp_path: Path) -> None:
+    """Engines are woken after the log, so that all of it passes before they begin."""
+    driver: list[Done] = [("prepare", 6.5, 8.0), ("request", 15.0, 15.5), ("log", 15.5, LENGTH)]
+    workers: dict[str, list[Done]] = {
+        "rollout": [("sample", 1.0, 6.0), ("load weights", 14.0, 15.0)],
+        "actor": [("update", 8.25, 13.25), ("send weights", 14.0, 15.0)],
+    }
+    write_timeline(tmp_path, driver, workers, scored=6.0)
+    found = driver_times(RunTimeline.read(tmp_path))
+    assert (found.start_s, found.record_s, found.prepare_s) == (2.0 + 1.0, 2.0, 1.5)
+    assert found.deliver_s <= 0.5
+
+
+def test_steps_in_which_workers_ended_are_left_out(tmp_path: Path) -> None:
+    write_timeline(tmp_path, DRIVER, WORKERS, scored=7.0)
+    assert len(RunTimeline.read(tmp_path).steps()) == 2  # of four: the first warms up, and the last has no end
+    events = [{"kind": "death", "step": 2}, {"kind": "checkpoint", "step": 3}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"kind": "dea')
+    assert RunTimeline.read(tmp_path).steps() == [(1000 + 2 * LENGTH, 1000 + 3 * LENGTH)]
+
+
+def test_metrics_of_steps_in_which_workers_ended_are_left_out(tmp_path: Path) -> None:
+    layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200")
+    write_run(tmp_path, layout, *({**ROW, "timing_s/sync": seconds} for seconds in (1.0, 1.0, 12.0, 1.0)))
+    slow = factors_of(str(tmp_path), layout).sync
+    (tmp_path / "events.jsonl").write_text('{"kind": "restart", "step": 3}\n')
+    assert factors_of(str(tmp_path), layout).sync == pytest.approx(slow * 3 / 14)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200")
+    write_run(tmp_path, layout, ROW, ROW)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "timing')
+    (tmp_path / "samples.jsonl").write_text('{"length": 7}\n' * 64 + '{"leng')
+    assert factors_of(str(tmp_path), layout).seen == (7,) * 64
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing\n{}\n')
+    with pytest.raises(ConfigError):
+        factors_of(str(tmp_path), layout)
+
+
+def test_what_a_runs_times_leave_out_is_noted() -> None:
+    layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "schedule.max_staleness=1")
+
+    def noted(factors: Factors, text: str) -> bool:
+        return any(text in note for note in plan(layout, factors, None, False).notes())
+
+    assert noted(Factors(staleness=1), "timeline.json has no times of the driver")
+    assert not noted(Factors(staleness=1, driver=AT_0), "that run")
+    assert noted(Factors(staleness=0, driver=AT_0), "that run had schedule.max_staleness=0")
 
 
 def test_what_was_ahead_and_chunks_that_were_begun_are_waited_for_no_more(tmp_path: Path) -> None:
@@ -84,9 +147,8 @@ def test_a_timeline_without_the_driver_has_none(tmp_path: Path) -> None:
 )
 def test_the_simulation_of_a_run_has_its_drivers_times(tmp_path: Path, staleness: int, seconds: float) -> None:
     layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "schedule.streaming=false")
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
     row = {"response/length_mean": 100.0, "response/length_max": 100.0, "timing_s/update": 8.0, "timing_s/sync": SYNC}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **row}) + "\n" for s in (1, 2, 3)))
+    write_run(tmp_path, layout, row, row, row)
     write_timeline(tmp_path, DRIVER, WORKERS, scored=7.0)
     factors = factors_of(str(tmp_path), layout)
     assert factors.driver == AT_0
@@ -98,15 +160,15 @@ def test_the_simulation_of_a_run_has_its_drivers_times(tmp_path: Path, staleness
 def test_responses_are_as_long_as_those_that_the_run_logged(tmp_path: Path) -> None:
     """A lognormal distribution, which is what the metrics alone say, has few as long as the longest."""
     layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "trainer.batch_size=16", "rollout.n=4")
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
-    row = {"response/length_mean": 55.0, "response/length_max": 100.0, "timing_s/update": 8.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **row}) + "\n" for s in (1, 2)))
+    write_run(tmp_path, layout, ROW, ROW)
     lengths = [10, 100] * 64
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"length": length}) + "\n" for length in [7, *lengths]))
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"length": length}) + "\n" for length in lengths))
     factors = factors_of(str(tmp_path), layout)
     ran = replace(layout, config=factors.lengths(layout.config))
     assert sorted(run_of(ran, 0, factors).lengths(1)) == [10.0] * 32 + [100.0] * 32
     assert max(run_of(ran, 0, replace(factors, seen=())).lengths(1)) == pytest.approx(100, rel=0.2)
+    short = replace(ran, config=with_settings(ran.config, {"rollout.max_response_length": 60}))
+    assert sorted(run_of(short, 0, factors).lengths(1)) == [10.0] * 32 + [60.0] * 32
     given = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "plan.response_length=500")
     assert min(run_of(given, 0, factors).lengths(1)) > 100  # what is asked for goes before what was
 

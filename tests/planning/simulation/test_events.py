@@ -39,6 +39,13 @@ def test_the_update_waits_for_the_last_scored_sample() -> None:
     assert step.bound == "rollout"
 
 
+def test_a_step_in_which_engines_had_nothing_to_do_is_simulated() -> None:
+    """What is computed anew in flight takes time even where tokens take none."""
+    static = SamplingGroup(1, 4, 2, lambda n: 1.0, recompute_s=0.1, continuous=False)
+    run = replace(RUN, sampling=static, lengths=lambda step: [5.0, 20.0, 10.0, 7.0], max_staleness=2, in_flight=True)
+    assert simulate(replace(run, paces=(Pace(0.0, 0.0, 0.0), Pace()))).seconds > 0
+
+
 def test_streaming_leaves_the_last_chunks_and_the_optimizer_step() -> None:
     """The last but one is closed by the sample that does not fit into it any more, which is the last one."""
     assert simulate(STREAMED).seconds == pytest.approx(20 + 3 + 3 + 2 + 0.5 + 0.25)
