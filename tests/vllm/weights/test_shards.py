@@ -32,7 +32,7 @@ class Source(ShardSource):
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((part.name, torch.zeros(4 if part.dim is None else 2, 6)) for part in self.layout())
 
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, torch.full(SHAPE, float(i))) for i, name in enumerate(NAMES))
 
 
