@@ -170,7 +170,7 @@ class Worker:
         try:
             return attrgetter(name)(self._object)
         except AttributeError:  # such as a rank's state, which comes with the student
-            raise RunFailed(f"{name} was called before the worker was loaded") from None
+            raise RunFailed(f"{name} was called, which the worker has not, or not before it is loaded") from None
 
     def _require_unbuilt(self, activity: str) -> None:
         if self._object is not None:

@@ -156,15 +156,21 @@ def _mean_prompt(config: Config, rows: list[dict[str, Any]]) -> int | None:
 
 
 def _seen_lengths(path: Path) -> tuple[int, ...]:
-    """Return the tokens of the newest logged responses; none where they are few, or the run logged none."""
+    """Return the tokens of the newest logged responses; none where they are few, or the run logged none.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    samples = path / "samples.jsonl"
     try:
-        with (path / "samples.jsonl").open("rb") as file:
+        with samples.open("rb") as file:
             skipped = max(0, file.seek(0, os.SEEK_END) - SAMPLES_READ)
             file.seek(skipped)
             *lines, _ = file.read().split(b"\n")  # the last one may be torn, and the first one where some was skipped
         lengths = [int(json.loads(line)["length"]) for line in (lines[1:] if skipped else lines)]
-    except (OSError, ValueError, KeyError, TypeError):  # a run without them is planned all the same
+    except FileNotFoundError:  # a run without them is planned all the same
         return ()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{samples} cannot be read: {error}") from None
     return tuple(sorted(lengths)) if len(lengths) >= FEWEST_SAMPLES else ()
 
 

@@ -100,6 +100,10 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
         file.write('{"step": 3, "timing')
     (tmp_path / "samples.jsonl").write_text('{"length": 7}\n' * 64 + '{"leng')
     assert factors_of(str(tmp_path), layout).seen == (7,) * 64
+    (tmp_path / "samples.jsonl").write_text('{"leng\n' + '{"length": 7}\n' * 64)
+    with pytest.raises(ConfigError, match=r"samples\.jsonl"):  # in the middle it is no run's file
+        factors_of(str(tmp_path), layout)
+    (tmp_path / "samples.jsonl").unlink()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing\n{}\n')
     with pytest.raises(ConfigError):
         factors_of(str(tmp_path), layout)

@@ -28,6 +28,7 @@ from gkd.errors import OutOfMemory
 from gkd.weights.transfer import Piece
 from tests.actor import models
 from tests.ray.actor.ranks import Ranks, put
+from tests.told import tells
 from tests.weights.received import received
 
 SETTINGS = {"lr": 1e-6, "max_tokens_per_micro_batch": 30_000, "loss_chunk": 256}
@@ -110,7 +111,7 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
     found = two.update(batch, 2)
     told = [record.getMessage() for record in caplog.records if "done again" in record.getMessage()]
     again = two.update(batch, 3)
-    assert "step 2: " in "".join(told)
+    assert tells("".join(told), "step 2: ", "actor.max_tokens_per_micro_batch=")
     assert len(told) == sum("done again" in record.getMessage() for record in caplog.records)  # said once
     assert pids(two).isdisjoint(started)  # what waits for another rank is ended
     assert two.version == 3
