@@ -13,8 +13,9 @@ from gkd.planning.memory.pools import GroupMemory, slots_of
 Value = int | float | bool
 LEVEL_NAMES = {
     1: "the same training, slower",
-    2: "memory elsewhere, or shorter texts",
-    3: "adapters instead of the model",
+    2: "more GPUs",
+    3: "memory elsewhere, or shorter texts",
+    4: "adapters instead of the model",
 }
 """What a change costs. Changes of a level go with those of the levels before it, where these are not enough."""
 
@@ -63,22 +64,22 @@ def actor_changes(config: Config, longest: int, more_gpus: Change | None) -> lis
         Change("actor.gradient_checkpointing", 1, () if actor.gradient_checkpointing else (True,)),
     ]
     if more_gpus is not None:
-        changes.append(Change("actor.offload_optimizer", 2, () if actor.offload_optimizer else (True,)))
+        changes.append(Change("actor.offload_optimizer", 3, () if actor.offload_optimizer else (True,)))
         changes.append(more_gpus)
     ranks = () if config.reference.model.path is not None else (16, 8, 4)  # with adapters it is the student
     r = actor.lora.r
     return [
         *changes,
         *_shorten_texts(config),
-        Change("actor.lora.r", 3, tuple(v for v in ranks if r is None or v < r)),
+        Change("actor.lora.r", 4, tuple(v for v in ranks if r is None or v < r)),
     ]
 
 
 def _shorten_texts(config: Config) -> list[Change]:
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     return [
-        Change("rollout.max_response_length", 2, tuple(v for v in (response * 3 // 4, response // 2) if v >= 16)),
-        Change("data.max_prompt_length", 2, tuple(v for v in (prompt * 7 // 8, prompt * 3 // 4) if v >= 16)),
+        Change("rollout.max_response_length", 3, tuple(v for v in (response * 3 // 4, response // 2) if v >= 16)),
+        Change("data.max_prompt_length", 3, tuple(v for v in (prompt * 7 // 8, prompt * 3 // 4) if v >= 16)),
     ]
 
 

@@ -172,7 +172,7 @@ def test_a_reference_of_its_own_excludes_adapters(tmp_path: Path) -> None:
     }))  # fmt: skip
     case = (*GRPO, "plan.gpu_type=a100-40gb", "algorithm.kl.coef=0.1", f"reference.model.path={tmp_path}")
     found = advise(layout_of(*case), "actor")
-    assert [one.level for one in found] == [1, 2]
+    assert [one.level for one in found] == [1, 2, 3]
     for one in found:
         assert _memory(layout_of(*case, *one.overrides().split()), "actor").fits
 
@@ -194,9 +194,9 @@ def test_a_run_is_told_what_groups_that_share_gpus_can_do_together() -> None:
 
 def test_smaller_micro_batches_come_before_anything_that_trains_less() -> None:
     found = advise(layout_of(*CASES["actor"]), "actor")
-    assert [one.level for one in found] == [1, 2, 3]
+    assert [one.level for one in found] == [1, 2, 3, 4]
     assert list(found[0].settings) == ["actor.max_tokens_per_micro_batch"]
-    assert "actor.lora.r" in found[2].settings
+    assert "actor.lora.r" in found[3].settings
     assert found[0].saves > 0
 
 
@@ -239,6 +239,15 @@ def test_a_run_is_advised_no_more_gpus_than_there_are(gpus: tuple[int, ...], mor
     with pytest.raises(ConfigError, match=r"this fits: ") as caught:
         require_memory(s.config, s.models, {"actor": 12e9}, gpus)
     assert ("trainer.n_gpus_per_node=" in str(caught.value)) == more
+
+
+def test_gpus_that_no_group_has_are_advised_before_the_hosts_memory() -> None:
+    """Of eight GPUs the engines have three and no teacher takes the others."""
+    s = layout_of("+recipe=grpo", "model.size=7b", "placement=8gpu", "plan.gpu_type=h100-80gb")
+    gpus, host = advise(s, "actor")[:2]
+    assert (gpus.settings["trainer.n_gpus_per_node"], gpus.host) == (5, 0)
+    assert gpus.slower < 1 < host.slower
+    assert host.host > 0
 
 
 def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
