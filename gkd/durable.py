@@ -67,7 +67,7 @@ def hold(descriptor: int, shared: bool = False) -> bool:
 
 def replace_directory(new: Path, path: Path) -> None:
     """Put the directory ``new`` in the place of ``path``, flushed, with the permissions that new files have."""
-    _open_to_others(new)
+    _apply_umask(new)
     for file in (*new.rglob("*"), new):
         flush(file)
     if path.exists():
@@ -76,7 +76,7 @@ def replace_directory(new: Path, path: Path) -> None:
     flush(path.parent)
 
 
-def _open_to_others(directory: Path) -> None:
+def _apply_umask(directory: Path) -> None:
     """Give files the permissions that the umask says, where a library made them for their owner alone."""
     probe = directory / ".permissions"
     probe.touch()

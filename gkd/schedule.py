@@ -65,7 +65,7 @@ class TicketSchedule:
         self._places[step] = first + self.batch_size
         return [Ticket(step, place, prompt) for place, prompt in enumerate(prompts, first)]
 
-    def ahead(self, step: int) -> dict[int, list[int]]:
+    def steps_ahead(self, step: int) -> dict[int, list[int]]:
         """Return the steps after ``step`` that have prompts, with these, for a checkpoint; forgets those up to it."""
         for by_step in (self._prompts, self._places):
             for done in [known for known in by_step if known <= step]:

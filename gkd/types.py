@@ -262,7 +262,7 @@ class TrainingSample:
     in_loss: bool = True
 
     @staticmethod
-    def of(sample: Sample, worker: int, generated_s: float) -> TrainingSample:
+    def from_sample(sample: Sample, worker: int, generated_s: float) -> TrainingSample:
         """Describe ``sample``, whose scoring ends now."""
         return TrainingSample(
             key=sample.request.key,

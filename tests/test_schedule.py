@@ -45,7 +45,7 @@ def test_every_step_trains_its_tickets_within_the_bound_however_often_a_run_is_k
             if next(killed, False):
                 break
             trained[step] = tickets[step]
-            after = schedule.ahead(step)
+            after = schedule.steps_ahead(step)
             assert len(after) == min(staleness, total - step)
             if data.draw(st.booleans()):
                 checkpoint = step, prompts.drawn, after
@@ -70,7 +70,7 @@ def test_replacements_are_for_the_same_step_and_no_prompt_is_another_ones(
         assert all(ticket.step == step and batch <= ticket.place < 2 * batch for ticket in further)
         seen.update(ticket.prompt for ticket in further)
         if step == resumed_after:  # what was admitted and not trained is admitted again, with the same prompts
-            schedule = TicketSchedule(batch, staleness, len(wanted), prompts.draw, step, schedule.ahead(step))
+            schedule = TicketSchedule(batch, staleness, len(wanted), prompts.draw, step, schedule.steps_ahead(step))
     assert set(seen.values()) == {1}
     assert sorted(seen) == list(range(prompts.drawn))
 

@@ -16,7 +16,7 @@ class Applied:
     rows: tuple[Metrics, ...] = ()
 
 
-def over_mini_batches(rows: Sequence[Metrics]) -> Metrics:
+def combine_mini_batches(rows: Sequence[Metrics]) -> Metrics:
     """Combine the metrics of a step's mini-batches, none without any: means, of names that end in ``max`` the largest.
 
     A mean of what each mini-batch had at most would hide the one token that the metric is for.

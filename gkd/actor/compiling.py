@@ -72,7 +72,7 @@ def compile_layers(
         return None
     layers = decoder_layers(lm)
     reason = None if layers else "transformers does not say which of its layers are alike"
-    if (reason := reason or why_unavailable(device)) is not None:
+    if (reason := reason or find_obstacle(device)) is not None:
         if strict:
             raise ConfigError(f"actor.compile=true: {reason}; {REMEDY}")
         log.warning("the actor's layers are not compiled (actor.compile=auto): %s", reason)
@@ -87,7 +87,7 @@ def compile_layers(
     return Compilation(budget, not packed, strict)
 
 
-def why_unavailable(device: torch.device) -> str | None:
+def find_obstacle(device: torch.device) -> str | None:
     """Return why torch cannot compile for ``device``, found by compiling a line; None where it can."""
     from torch._dynamo import config
 

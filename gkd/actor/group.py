@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gkd.actor.batches import Applied, over_mini_batches, share
+from gkd.actor.batches import Applied, combine_mini_batches, share
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.group import Group, Pending, any_done, gather, is_done, settle
+from gkd.cluster.workers.group import Group, Pending, gather, is_any_done, is_done, settle
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_environment import environment
@@ -118,7 +118,7 @@ class ActorGroup:
             self._chunks, self._accumulating = [], []
         lengths, in_loss = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
         computed = sum(max(seconds or 0.0 for seconds in ranks) for ranks in chunks)
-        totals = Totals.of(lengths, in_loss, self.config.algorithm.aggregation)
+        totals = Totals.from_lengths(lengths, in_loss, self.config.algorithm.aggregation)
         began = time.monotonic()
         row: dict[str, float] = self._gather(
             [self.group.submit("trainer.apply", totals, step, activity=f"update {step}")]
@@ -139,7 +139,7 @@ class ActorGroup:
     @property
     def _is_own_reference(self) -> bool:
         """Whether the reference is the actor without its adapter."""
-        return self.config.algorithm.kl.coef > 0 and not self.config.asks_reference
+        return self.config.algorithm.kl.coef > 0 and not self.config.has_reference_group
 
     def update(self, samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train on a batch: ``actor.epochs`` times over its mini-batches, one optimizer step each.
@@ -159,7 +159,7 @@ class ActorGroup:
         rows = [self._run("trainer.update", part, step, i == len(parts)) for i, part in enumerate(parts, 1)]
         self.version = step
         self._warn_of_memory(step)
-        return over_mini_batches(rows)
+        return combine_mini_batches(rows)
 
     def _warn_of_memory(self, step: int) -> None:
         if self._budget < self._budget_warned_of:
@@ -220,7 +220,7 @@ class ActorGroup:
             del beside  # what it holds
         for call in calls:
             # The first rank that is done, or has failed, is enough: the others are with it or wait for it.
-            while self.meanwhile is not None and not any_done(call) and time.monotonic() < deadline:
+            while self.meanwhile is not None and not is_any_done(call) and time.monotonic() < deadline:
                 self.meanwhile(call.refs)
         return gather(calls, max(0.0, deadline - time.monotonic()))
 
@@ -283,7 +283,7 @@ class ActorGroup:
         Raises RunFailed when one does not answer, or they are in the middle of a step for longer than an optimizer step
         takes.
         """
-        return self._of_one_step("state.read_applied", ANSWERS_S, "saying which step it is at")
+        return self._call_in_one_step("state.read_applied", ANSWERS_S, "saying which step it is at")
 
     def stage(self) -> Applied:
         """Have every rank copy its weights and optimizer state, for :meth:`write_staged`; returns their step.
@@ -291,9 +291,9 @@ class ActorGroup:
         Raises what :meth:`read_applied` raises.
         """
         self.read_applied()  # a rank that is hung is found out here
-        return self._of_one_step("state.stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
+        return self._call_in_one_step("state.stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
 
-    def _of_one_step(self, method: str, timeout_s: float, activity: str) -> Applied:
+    def _call_in_one_step(self, method: str, timeout_s: float, activity: str) -> Applied:
         end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
         while True:
             results: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, activity=activity)

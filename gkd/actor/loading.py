@@ -85,7 +85,7 @@ def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: tor
         dist.broadcast(full, 0, group=group)
         assert isinstance(value, DTensor), "every parameter is sharded"
         value.to_local().copy_(distribute_tensor(full, mesh, value.placements, src_data_rank=None).to_local())
-    for holder, name, value in list(_beside_parameters(student.lm)):
+    for holder, name, value in list(_computed_tensors(student.lm)):
         own = torch.empty_like(value, device=device)
         if whole is not None:
             own.copy_(getattr(whole.lm.get_submodule(holder), name))
@@ -94,7 +94,7 @@ def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: tor
     student.head = Head(student.lm)  # which holds what the model held before
 
 
-def _beside_parameters(lm: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+def _computed_tensors(lm: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield module, name and value of every tensor that a model has computed for itself, as frequencies are."""
     for holder, module in lm.named_modules():
         for name, value in (*module._buffers.items(), *vars(module).items()):
@@ -130,8 +130,8 @@ def load(
     )
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _without_dropout(lm)
-    as_in_files = empty(AutoConfig.from_pretrained(path, local_files_only=True))
+    _remove_dropout(lm)
+    as_in_files = build_empty(AutoConfig.from_pretrained(path, local_files_only=True))
     files = FileNames(lm, {name: tuple(value.shape) for name, value in named_tensors(as_in_files)})
     if lora is not None and adapted:
         from gkd.actor.lora import add_adapter  # imports peft, a second of every start
@@ -145,14 +145,14 @@ def load(
     return student
 
 
-def empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build_empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a model of that kind without weights."""
     with META:
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return lm
 
 
-def _without_dropout(lm: nn.Module) -> None:
+def _remove_dropout(lm: nn.Module) -> None:
     """Take the model's own dropout away, also from layers that gradient checkpointing wants in training mode."""
     for module in lm.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -45,17 +45,17 @@ class Student(nn.Module):
 
     def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
         """Evaluate ``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
-        hidden = self.hidden(micro)[micro.rows]
+        hidden = self.compute_hidden(micro)[micro.rows]
         return objective(hidden, self.head.linear(hidden) or self.head)
 
-    def hidden(self, micro: MicroBatch) -> Tensor:
+    def compute_hidden(self, micro: MicroBatch) -> Tensor:
         """Return final hidden states [L, D] of every token of a micro-batch."""
         if self.compilation is None:
-            return self._hidden(micro)
+            return self._run_backbone(micro)
         with self.compilation.allow_compiling():
-            return self._hidden(self.compilation.pad(micro))[: len(micro.token_ids)]
+            return self._run_backbone(self.compilation.pad(micro))[: len(micro.token_ids)]
 
-    def _hidden(self, micro: MicroBatch) -> Tensor:
+    def _run_backbone(self, micro: MicroBatch) -> Tensor:
         return hidden_states(self.lm, micro.token_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
 
     def train(self, mode: bool = True) -> Student:

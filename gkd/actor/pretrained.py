@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from gkd.actor.loading import empty
+from gkd.actor.loading import build_empty
 from gkd.actor.model import Student
 from gkd.config import Lora
 from gkd.data.answers import template_end
@@ -92,7 +92,7 @@ def write_weights(tensors: Iterator[tuple[str, Tensor]], directory: Path, shard_
 
 def write_config(path: str, dtype: torch.dtype, directory: Path) -> None:
     """Write configuration and generation settings of a model of ``dtype`` of the kind that is in ``path``."""
-    lm = empty(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
+    lm = build_empty(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
     lm.config.dtype, lm.config.architectures = dtype, [type(lm).__name__]
     lm.config.save_pretrained(directory)
     settings_file = Path(path, "generation_config.json")

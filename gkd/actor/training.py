@@ -268,7 +268,7 @@ class RankTrainer:
         # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
         n_parts, top_k, known = self._agree(len(parts), widest, int(any(values is not None for values in old)))
         has_old = bool(known) and train
-        losses, sums = (defaultdict[str, Tensor](self._zero) for _ in range(2))
+        losses, sums = (defaultdict[str, Tensor](self._make_zero) for _ in range(2))
         largest: dict[str, Tensor] = {}
         for part in [*parts, *[[]] * (n_parts - len(parts))]:
             micro = collate(
@@ -298,7 +298,7 @@ class RankTrainer:
                 largest[name] = torch.maximum(largest.get(name, value), value)
         return Sums(dict(losses), dict(sums), largest)
 
-    def _zero(self) -> Tensor:
+    def _make_zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _with_reference(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:

@@ -20,8 +20,8 @@ Float64 = NDArray[np.float64]
 class AdvantageEstimator(ABC):
     """Base of what ``algorithm.advantage.name`` may name: how rewards become advantages, with its own settings.
 
-    A class has its settings in a pydantic model ``Config`` and its code in :meth:`of_group`; one that looks at several
-    groups at once overrides :meth:`__call__`.
+    A class has its settings in a pydantic model ``Config`` and its code in :meth:`compute_advantages`; one that looks
+    at several groups at once overrides :meth:`__call__`.
     """
 
     class Config(Settings):
@@ -38,7 +38,7 @@ class AdvantageEstimator(ABC):
         self.config = config
 
     @abstractmethod
-    def of_group(self, rewards: Float64) -> Float64:
+    def compute_advantages(self, rewards: Float64) -> Float64:
         """Return the advantages [n] of one prompt's samples, n >= 1, from their rewards [n], which are all known."""
 
     def __call__(self, rewards: Sequence[float], groups: Sequence[int]) -> Float64:
@@ -52,7 +52,7 @@ class AdvantageEstimator(ABC):
         for label in np.unique(labels):
             known = (labels == label) & ~np.isnan(values)
             if known.any():
-                advantages[known] = self.of_group(values[known])
+                advantages[known] = self.compute_advantages(values[known])
         return advantages
 
 

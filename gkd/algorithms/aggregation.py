@@ -65,7 +65,7 @@ class Totals:
     n_positions: int = 1
 
     @staticmethod
-    def of(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation) -> Totals:
+    def from_lengths(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation) -> Totals:
         """Return the totals of a batch whose chunks were weighted by :func:`chunk_weights`; arguments are its [S]."""
         counted = [length for length, keep in zip(lengths, kept, strict=True) if keep]
         divisor = sum(counted) if how == "token_mean" else len(lengths)

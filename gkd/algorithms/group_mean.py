@@ -30,7 +30,7 @@ class GroupMean(AdvantageEstimator):
 
     config: Config
 
-    def of_group(self, rewards: Float64) -> Float64:
+    def compute_advantages(self, rewards: Float64) -> Float64:
         """Return the advantages [n] of rewards [n]."""
         if (rewards == rewards[0]).all():
             return np.zeros_like(rewards)  # exactly 0, where the mean of equal numbers may be off by rounding

@@ -14,7 +14,7 @@ class LeaveOneOut(AdvantageEstimator):
     the distance from the mean of all n. Where all rewards are equal, as in a group of one, advantages are 0.
     """
 
-    def of_group(self, rewards: Float64) -> Float64:
+    def compute_advantages(self, rewards: Float64) -> Float64:
         """Return the advantages [n] of rewards [n]."""
         if (rewards == rewards[0]).all():
             return np.zeros_like(rewards)

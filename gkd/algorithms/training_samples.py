@@ -49,7 +49,7 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
     """
     if not config.algorithm.policy_weight:
         return settle(config, samples), {}
-    metrics = _by_function(config, samples)
+    metrics = _function_metrics(config, samples)
     batch, rewards = settle(config, samples), np.array(rewards_of(config, samples))
     groups, advantages, known = groups_of(config, samples), np.array([s.advantage for s in batch]), ~np.isnan(rewards)
     if known.any():
@@ -105,7 +105,7 @@ def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Floa
     return advantages
 
 
-def _by_function(config: Config, samples: Sequence[TrainingSample]) -> dict[str, float]:
+def _function_metrics(config: Config, samples: Sequence[TrainingSample]) -> dict[str, float]:
     """Return reward/NAME/mean, /failed (a share), /seconds a sample and, with a reference, /kl.
 
     A user's function goes by its own name, where another has the same by its module's as well.
@@ -171,7 +171,7 @@ def validation_rewards(config: Config, samples: Sequence[TrainingSample]) -> dic
     A response to which a function that counts gave none is no part of the latter; val/reward/NAME/failed is the share
     of those, where there are any. Raises RunFailed as :func:`require_rewards`.
     """
-    by_function = _by_function(config, samples)
+    by_function = _function_metrics(config, samples)
     metrics = {f"val/{name.removesuffix('/mean')}": v for name, v in by_function.items() if name.endswith("/mean")}
     metrics |= {f"val/{name}": share for name, share in by_function.items() if name.endswith("/failed") and share}
     counting = [name for name, weight in config.reward.weight_of().items() if weight]

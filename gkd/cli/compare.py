@@ -52,9 +52,9 @@ def show_each_score(results: Sequence[Results], out: Console) -> None:
 
     What cannot be compared is said so: it is measured and written all the same.
     """
-    from gkd.evaluation.comparison import by_score, compare_all
+    from gkd.evaluation.comparison import compare_all, group_by_score
 
-    for score, measured in by_score(results).items():
+    for score, measured in group_by_score(results).items():
         out.print()
         try:
             show(compare_all(measured, score, report=out.print), out)

@@ -66,7 +66,7 @@ def configure(overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, .
         return compose_evaluation(overrides), ()
     if len(runs) > 1:
         raise ConfigError(f"{' and '.join(runs)}: one run at a time; of several name the models: models.NAME=RUN/model")
-    return _of_run(runs[0], [override for override in overrides if override != runs[0]])
+    return _compose_for_run(runs[0], [override for override in overrides if override != runs[0]])
 
 
 def _names_a_run(override: str) -> bool:
@@ -78,7 +78,7 @@ def _names_a_run(override: str) -> bool:
     return "/" in override and (user_path(override) / "config.yaml").exists()
 
 
-def _of_run(named: str, overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:
+def _compose_for_run(named: str, overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:
     from gkd.config import user_path
     from gkd.config.compose import compose
     from gkd.config.overrides import overrides_of

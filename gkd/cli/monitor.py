@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     out = console()
     live = rewrites(out)
     every = options.every or (LIVE_EVERY_S if live and run is not None else None)
-    if options.once or every is None or (run is not None and run.ended):
+    if options.once or every is None or (run is not None and run.has_ended):
         out.print(view(run))
     elif live:
         _follow(run, every, out)
@@ -61,7 +61,7 @@ def _follow(run: RunFiles | None, every: float, out: Console) -> None:
 
     # On a screen of its own, so that a view which is higher than the window leaves no copies of itself behind.
     with Live(view(run), console=out, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
-        while run is None or not run.ended:
+        while run is None or not run.has_ended:
             time.sleep(every)
             live.update(view(run), refresh=True)
     out.print(view(run))
@@ -71,7 +71,7 @@ def _print_again(run: RunFiles | None, every: float, out: Console) -> None:
     """Print the whole view again and again, where lines cannot be rewritten."""
     ended = False
     while not ended:
-        ended = run is not None and run.ended  # before the view, so that the last one is of the end
+        ended = run is not None and run.has_ended  # before the view, so that the last one is of the end
         out.print(view(run))
         if not ended:
             time.sleep(every)
@@ -101,7 +101,7 @@ def _gpus(present: Sequence[Gpu], run: RunFiles | None) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("GPU", "name", "capability", "total", "free", "group", *FIGURES, "advice"):
         table.add_column(title.removesuffix("_gb"), justify="right" if title in FIGURES else "left", no_wrap=True)
-    last = {} if run is None else run.last
+    last = {} if run is None else run.last_metrics
     for gpu in present:
         groups = [] if run is None else run.groups_on(gpu.uuid)
         reported = [{figure: last.get(f"memory/{group}/{figure}") for figure in FIGURES} for group in groups]
@@ -138,7 +138,7 @@ def _processes(run: RunFiles) -> Table:
         table.add_column(title, justify="left" if title == "group" else "right")
     for group, pids in run.pids().items():
         held = [gb for pid in pids if (gb := resident_gb(pid)) is not None]
-        largest = run.last.get(f"memory/{group}/process_gb")
+        largest = run.last_metrics.get(f"memory/{group}/process_gb")
         shown = f"{sum(held):.2f} GB" if held else "ended"
         table.add_row(group, f"{len(held)} of {len(pids)}", shown, "" if largest is None else f"{largest:.2f} GB")
     table.add_row("", "", f"{host_free_gb():.2f} GB free", "")
@@ -149,21 +149,21 @@ def progress_line(run: RunFiles) -> str:
     """Format step, time left, and the figures a user looks at."""
     from gkd.observability.progress import clock
 
-    if run.finished:
+    if run.is_finished:
         return f"{run.path}: finished, {run.step} steps"
     if (failure := run.failure) is not None:
         return f"{run.path}: step {run.step}/{run.total_steps}  {failure}"
-    if run.killed:
+    if run.was_killed:
         return f"{run.path}: step {run.step}/{run.total_steps}  killed"
     parts = [f"{run.path}: step {run.step}/{run.total_steps}"]
-    if "timing_s/step" in run.last:
-        parts.append(f"{run.last['timing_s/step']:.2f} s/step")
-        parts.append(f"{clock(run.last['timing_s/step'] * (run.total_steps - run.step))} left")
+    if "timing_s/step" in run.last_metrics:
+        parts.append(f"{run.last_metrics['timing_s/step']:.2f} s/step")
+        parts.append(f"{clock(run.last_metrics['timing_s/step'] * (run.total_steps - run.step))} left")
     shown = (
         "reward/mean", "distill/loss", "actor/supervised_loss", "val/accuracy", "val/reverse_kl", "val/loss",
         "response/clip_ratio",
     )  # fmt: skip
-    parts += [f"{name} {run.last[name]:.4g}" for name in shown if name in run.last]
+    parts += [f"{name} {run.last_metrics[name]:.4g}" for name in shown if name in run.last_metrics]
     return "  ".join(parts)
 
 

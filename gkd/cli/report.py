@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         if not run.rows:
             raise ConfigError(f"{run.path}: there is no step to show yet (metrics.jsonl is empty or missing)")
     try:
-        while options.watch and not all(run.ended for run in runs):
+        while options.watch and not all(run.has_ended for run in runs):
             write_page(runs, file, options.every)
             print(f"\r{file}: step {max(run.step for run in runs)}", end="", flush=True)
             time.sleep(options.every)

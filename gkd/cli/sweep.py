@@ -78,7 +78,7 @@ def _require_files(configs: Sequence[Config]) -> None:
     checked: set[tuple[str, bool, bool]] = set()
     for config in configs:
         require_trackers(config)
-        inputs = config.model_dump_json(include=INPUTS), config.asks_reference, config.asks_reward_model
+        inputs = config.model_dump_json(include=INPUTS), config.has_reference_group, config.has_reward_model_group
         if inputs not in checked:
             require_files(config)
         checked.add(inputs)

@@ -177,7 +177,7 @@ class Devices:
     indices: list[int]
 
 
-def devices_seen(visible: str, node_id: str) -> Devices:
+def visible_devices(visible: str, node_id: str) -> Devices:
     """Return devices of a process on Ray node ``node_id`` (hex) whose CUDA_VISIBLE_DEVICES is ``visible``.
 
     An entry that names no device counts for nothing, so that it shows as a fault later.

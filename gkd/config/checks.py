@@ -25,8 +25,8 @@ def _own_models_and_data_go_together(config: Config) -> None:
         raise ValueError(f"given {have} but not {lack}: name all of them, or none for the built-in task")
 
 
-def _a_reference_is_asked(config: Config) -> None:
-    if config.reference.model.path is None or config.asks_reference:
+def _a_reference_is_used(config: Config) -> None:
+    if config.reference.model.path is None or config.has_reference_group:
         return
     why = (
         "algorithm.kl.coef=0 asks none"
@@ -36,7 +36,7 @@ def _a_reference_is_asked(config: Config) -> None:
     raise ValueError(f"reference.model.path is set, but {why}")
 
 
-def _several_teachers_are_told_apart(config: Config) -> None:
+def _several_teachers_have_keys(config: Config) -> None:
     teacher = config.teacher
     if bool(teacher.models) != bool(config.data.teacher_key):
         raise ValueError("teacher.models and data.teacher_key go together: which teacher is a prompt for?")
@@ -91,7 +91,7 @@ def _colocated_groups_fit_on_their_hosts(config: Config) -> None:
 def _offload_is_possible(config: Config) -> None:
     if config.cluster.offload is not True:
         return
-    if not config.on_the_actors_gpus():
+    if not config.groups_on_actor_gpus():
         raise ValueError("cluster.offload=true: no group shares GPUs with the actor (colocate_with)")
     if config.actor.lora.quantize is not None:
         raise ValueError(f"cluster.offload=true: actor.lora.quantize={config.actor.lora.quantize} stays on its GPU")
@@ -184,7 +184,7 @@ def _rewards_can_be_learned_from(config: Config) -> None:
         raise ValueError(f"rollout.n={config.rollout.n}: {why} of one prompt's samples; at least 2")
     if not config.reward.functions and not config.uses_task:
         raise ValueError(f"reward.functions is empty: {why}")
-    if config.asks_reward_model and config.reward_model.model.path is None:
+    if config.has_reward_model_group and config.reward_model.model.path is None:
         raise ValueError("reward.functions names reward_model, and reward_model.model.path is not set")
 
 
@@ -282,7 +282,7 @@ def _bands_are_of_rewards(config: Config) -> None:
             raise ValueError(
                 f"watch.reward_kl.{name}: the run has no such reward; it has {', '.join(rewards) or 'none'}"
             )
-        if not config.asks_reference:
+        if not config.has_reference_group:
             raise ValueError(
                 f"watch.reward_kl.{name}: no reference scores samples, which takes algorithm.kl.coef above 0 and a "
                 "reference of its own (no actor.lora.r)"
@@ -291,8 +291,8 @@ def _bands_are_of_rewards(config: Config) -> None:
 
 _CHECKS: tuple[Callable[[Config], None], ...] = (
     _own_models_and_data_go_together,
-    _a_reference_is_asked,
-    _several_teachers_are_told_apart,
+    _a_reference_is_used,
+    _several_teachers_have_keys,
     _a_chat_template_is_for_a_teacher,
     _external_teacher_has_no_pool,
     _ranges_are_disjoint,

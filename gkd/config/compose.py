@@ -141,12 +141,12 @@ def _defaults() -> dict[str, Any]:
 
 def _drop_own(tree: Mapping[str, Any], section: str) -> None:
     """Leave of ``section`` in ``tree`` the settings that it has whatever class it names."""
-    node = _at(tree, section)
+    node = _get_value(tree, section)
     for key in set(node or {}) - set(open_sections()[section].model_fields):
         del node[key]
 
 
-def _at(tree: Any, name: str) -> Any:
+def _get_value(tree: Any, name: str) -> Any:
     """Return what ``tree`` has by a dotted name, None where there is nothing."""
     for part in name.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None
@@ -162,7 +162,7 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Overrid
             continue
         before, after = (
             {make_absolute(str(name)) for name in ([named] if isinstance(named, str) else named or [])}
-            for named in (_at(values, setting), replaced[setting])
+            for named in (_get_value(values, setting), replaced[setting])
         )
         if not issubclass(kind, OpenSections):
             if before and before != after:
@@ -170,7 +170,7 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Overrid
             continue
         for name in before - after:
             if ":" in name:  # sections of built-in classes may stand there unused
-                _at(values, section).pop(shorten_name(name), None)
+                _get_value(values, section).pop(shorten_name(name), None)
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:

@@ -88,7 +88,7 @@ class Data(OpenSections):
     )
 
     @property
-    def asks_in_chat(self) -> bool:
+    def uses_chat_format(self) -> bool:
         """Whether text is asked as a user's message."""
         return bool(self.apply_chat_template) or self.system_prompt is not None
 

@@ -94,7 +94,7 @@ def _fields_of_entries(section: type[OpenSettings], prefix: str) -> dict[str, Fi
 
 def _setting(name: str, field: FieldInfo, meaning: str) -> Setting:
     kind = " or ".join(_kinds(field.annotation)).replace("number", f"number{_bounds(field.metadata)}", 1)
-    default = "" if field.is_required() else _yaml(field.get_default(call_default_factory=True))
+    default = "" if field.is_required() else _format_yaml(field.get_default(call_default_factory=True))
     return Setting(name, kind, default, meaning)
 
 
@@ -105,7 +105,7 @@ def _kinds(annotation: Any) -> list[str]:
         bounds = _bounds(part for item in metadata for part in getattr(item, "metadata", [item]))
         return [kind.replace("number", f"number{bounds}", 1) for kind in _kinds(base)]
     if get_origin(annotation) is Literal:
-        return [_yaml(value) for value in get_args(annotation)]
+        return [_format_yaml(value) for value in get_args(annotation)]
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [kind for part in get_args(annotation) for kind in _kinds(part)]
         return sorted(dict.fromkeys(kinds), key=lambda kind: kind == "null")
@@ -121,9 +121,9 @@ def _bounds(metadata: Iterable[Any]) -> str:
     return " and".join(f" {sign} {bound:g}" for sign, bound in bounds)
 
 
-def _yaml(value: Any) -> str:
+def _format_yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{', '.join(map(_yaml, value))}]"
+        return f"[{', '.join(map(_format_yaml, value))}]"
     return repr(value) if isinstance(value, str) and (not value or "\n" in value) else str(value)

@@ -25,13 +25,13 @@ def hint(key: str, known: Iterable[str]) -> str:
     section that is named: what is spelt alike in another section means something else there.
     """
     plain = key.lstrip("-").replace("-", "_")
-    names = [name for name in known if plain.startswith(_where_meant(name))]
+    names = [name for name in known if plain.startswith(_key_prefix(name))]
     if plain in ELSEWHERE:
         return f" (here: {ELSEWHERE[plain]})"
     for section, meaning in SECTIONS.items():
         if f"{plain}.".startswith(f"{section}.") or plain.startswith(f"{section}_"):
             return f" (here: {meaning})"
-    if misspelt := _in_section(plain, names, TYPING_ERROR):
+    if misspelt := _find_in_section(plain, names, TYPING_ERROR):
         return _question(misspelt)
     for ending in _endings(plain):
         if ending in ELSEWHERE:
@@ -41,7 +41,7 @@ def hint(key: str, known: Iterable[str]) -> str:
     return _question(_find_alike(plain, names))
 
 
-def _where_meant(name: str) -> str:
+def _key_prefix(name: str) -> str:
     """Return how a key has to begin that may mean ``name``: settings of sets and of evaluations do where one is."""
     begins, of_sets, _ = name.partition("NAME.")
     return begins if of_sets else "evaluate." if name.startswith("evaluate.") else ""
@@ -54,7 +54,7 @@ def _endings(key: str) -> Iterator[str]:
         key = key.partition(".")[2]
 
 
-def _in_section(key: str, names: Sequence[str], cutoff: float) -> list[str]:
+def _find_in_section(key: str, names: Sequence[str], cutoff: float) -> list[str]:
     """Return the setting of the section ``key`` names, perhaps misspelt, that its other parts are most like."""
     section, _, rest = key.partition(".")
     sections = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
@@ -71,12 +71,12 @@ def _find_alike(key: str, names: Sequence[str]) -> list[str]:
     if "." in key:
         section, _, rest = key.partition(".")
         ours = any(name.startswith(f"{section}.") for name in names)
-        return _in_section(key, names, ALIKE) or (_owners(rest.rpartition(".")[2], names) if ours else [])
+        return _find_in_section(key, names, ALIKE) or (_owners(rest.rpartition(".")[2], names) if ours else [])
     tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
     return (
         _owners(key, names)
         or difflib.get_close_matches(key, tops, n=1, cutoff=SECTION_ALIKE)
-        or _leaf_alike(key, names)
+        or _find_leaves_alike(key, names)
     )
 
 
@@ -86,7 +86,7 @@ def _owners(leaf: str, names: Sequence[str]) -> list[str]:
     return owners if len(owners) <= MOST_OWNERS else []
 
 
-def _leaf_alike(leaf: str, names: Sequence[str]) -> list[str]:
+def _find_leaves_alike(leaf: str, names: Sequence[str]) -> list[str]:
     leaves = {name.rpartition(".")[2] for name in names}
     close = difflib.get_close_matches(leaf, sorted(leaves), n=1, cutoff=0.75)
     return _owners(close[0], names) if close else []

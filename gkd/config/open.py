@@ -40,7 +40,7 @@ class OpenSettings(Settings):
         for own, classes in meanings.items():
             yield f"{prefix}{own}", "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
 
-    def own(self, section: str = "") -> Any:
+    def own_settings(self, section: str = "") -> Any:
         """Return the settings of the class that is named, as its ``Config``."""
         kind = settings_class(self.owners()[section])
         return None if kind is None else kind.model_validate(self._select_values(section))
@@ -52,7 +52,7 @@ class OpenSettings(Settings):
 
     def build(self, *arguments: Any) -> Any:
         """Make one of the class that is named, from its settings and then ``arguments``."""
-        return self.selected_class(self.own(), *arguments)
+        return self.selected_class(self.own_settings(), *arguments)
 
     def _select_values(self, section: str) -> dict[str, Any]:
         extra = self.model_extra or {}
@@ -94,7 +94,7 @@ class OpenSettings(Settings):
     @model_validator(mode="after")
     def _own_settings_are_complete(self) -> OpenSettings:
         """Add defaults of settings that stand beside the class' name, so that what is written of a run says them."""
-        if "" in self.owners() and self.model_extra is not None and (own := self.own()) is not None:
+        if "" in self.owners() and self.model_extra is not None and (own := self.own_settings()) is not None:
             self.model_extra.update(own.model_dump(mode="json"))
         return self
 
@@ -116,7 +116,7 @@ class OpenSections(OpenSettings):
     their defaults.
     """
 
-    def chosen(self) -> list[str]:
+    def selected_names(self) -> list[str]:
         """Return names in the setting ``selects``, which may be one, several or none."""
         value = getattr(self, self.selects)
         return [value] if isinstance(value, str) else list(value or [])
@@ -125,7 +125,7 @@ class OpenSections(OpenSettings):
         """Return classes with settings, by the section below this one. Raises ValueError where two have one section."""
         classes: dict[str, Any] = {}
         configured = [name for name in self.registry.names() if name in (self.model_extra or {})]
-        for name in [*configured, *self.chosen()]:
+        for name in [*configured, *self.selected_names()]:
             owner, section = self.registry.load(name), shorten_name(name)
             if settings_class(owner) is None:
                 continue
@@ -147,7 +147,7 @@ class OpenSections(OpenSettings):
 
     @model_validator(mode="after")
     def _settings_of_named_classes_are_complete(self) -> OpenSections:
-        for name in self.chosen():
+        for name in self.selected_names():
             own = self.settings_of(name)
             complete = {} if own is None else own.model_dump(mode="json")
             if complete and self.model_extra is not None:

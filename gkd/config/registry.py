@@ -103,7 +103,7 @@ def shorten_name(name: str) -> str:
 
 def _load_own(setting: str, name: str) -> Any:
     given, (module, _, attribute) = file_of(name), name.rpartition(":")
-    file = None if given is None else _on_this_machine(given)
+    file = None if given is None else _local_copy(given)
     if file is not None and not file.is_file():
         raise ConfigError(f"{setting}: {name}: there is no file {file}")
     try:
@@ -120,7 +120,7 @@ def file_of(name: str) -> Path | None:
     return user_path(file).absolute() if file.endswith(".py") else None
 
 
-def _on_this_machine(file: Path) -> Path:
+def _local_copy(file: Path) -> Path:
     """Return ``file``, or this node's copy of it where it came with a job.
 
     Ray unpacks a job's files into a directory that is named after their content, on each node where that node keeps

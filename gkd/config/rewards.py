@@ -90,11 +90,11 @@ class Reward(OpenSections):
     workers: int = Field(2, ge=1, description="processes beside each rollout engine that compute rewards")
     max_failed_share: float = Field(0.2, ge=0, le=1, description="share of a step's samples beyond which the run ends")
     # What the classes say, kept so that a worker imports no user's code beside its engine.
-    _needing_answers: list[str] = PrivateAttr(default_factory=list)
+    _functions_needing_answers: list[str] = PrivateAttr(default_factory=list)
     _group_of: dict[str, str | None] = PrivateAttr(default_factory=dict)
     _asynchronous: set[str] = PrivateAttr(default_factory=set)
     _of_groups: list[str] = PrivateAttr(default_factory=list)
-    _needing_columns: list[str] = PrivateAttr(default_factory=list)
+    _functions_needing_columns: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
     def _functions_and_weights_go_together(self) -> Reward:
@@ -108,21 +108,21 @@ class Reward(OpenSections):
                 raise ValueError(f"functions: {name} is no function but {type(reward).__name__}")
             self._group_of[name] = getattr(reward, "group", None)
             if getattr(reward, "needs_answer", False):
-                self._needing_answers.append(name)
+                self._functions_needing_answers.append(name)
             if getattr(reward, "needs_columns", name not in REWARDS.names()):
-                self._needing_columns.append(name)
+                self._functions_needing_columns.append(name)
             call = getattr(reward, "__call__", reward) if isinstance(reward, type) else reward  # noqa: B004
             if inspect.iscoroutinefunction(call):
                 self._asynchronous.add(name)
-            if not GROUP_PARAMETERS.isdisjoint(required_of(call)):  # with a default it is a setting
+            if not GROUP_PARAMETERS.isdisjoint(required_parameters(call)):  # with a default it is a setting
                 self._of_groups.append(name)
         return self
 
-    def chosen(self) -> list[str]:
+    def selected_names(self) -> list[str]:
         """Return every function that has its settings here."""
         return list(dict.fromkeys([*self.functions, *self.of_sets]))
 
-    def of_functions(self, functions: list[str]) -> dict[str, Any]:
+    def with_functions(self, functions: list[str]) -> dict[str, Any]:
         """Return the section with other functions, and the settings of these alone."""
         names = {*type(self).model_fields, *REWARDS.names(), *map(shorten_name, functions)}
         section = {name: value for name, value in self.model_dump().items() if name in names}
@@ -141,15 +141,15 @@ class Reward(OpenSections):
             for name, own in zip(self.functions, last, strict=True)
         }
 
-    def needing_answers(self) -> list[str]:
+    def functions_needing_answers(self) -> list[str]:
         """Return functions that compare with a reference answer: their ``needs_answer`` is true."""
-        return list(self._needing_answers)
+        return list(self._functions_needing_answers)
 
-    def needing_columns(self) -> list[str]:
+    def functions_needing_columns(self) -> list[str]:
         """Return functions that look at the columns of a row: those that say so, and users' own that say nothing."""
-        return list(self._needing_columns)
+        return list(self._functions_needing_columns)
 
-    def of_users(self) -> list[str]:
+    def own_functions(self) -> list[str]:
         """Return functions that are no built-in ones, and so may look at all that there is of a completion."""
         return [name for name in self.functions if name not in REWARDS.names()]
 
@@ -157,11 +157,11 @@ class Reward(OpenSections):
         """Return whether a function is asked about several samples at the same time."""
         return name in self._asynchronous
 
-    def of_groups(self) -> list[str]:
+    def group_functions(self) -> list[str]:
         """Return functions that are given all samples of a prompt together (:data:`GROUP_PARAMETERS`)."""
         return list(self._of_groups)
 
-    def scored_by(self, group: str | None) -> list[str]:
+    def functions_scored_by(self, group: str | None) -> list[str]:
         """Return the functions that the group of workers ``group`` gives; None: those computed beside the engines."""
         return [name for name in self.functions if self._group_of[name] == group]
 
@@ -192,7 +192,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def required_of(function: Any) -> set[str]:
+def required_parameters(function: Any) -> set[str]:
     """Return the parameters of a callable that have no defaults."""
     return {name for name, one in parameters_of(function).items() if one.default is inspect.Parameter.empty}
 

@@ -90,9 +90,9 @@ class Config(Settings):
         yield "rollout", self.rollout
         if self.algorithm.needs_teacher and self.teacher.server_ip is None:
             yield "teacher", self.teacher
-        if self.asks_reference:
+        if self.has_reference_group:
             yield "reference", self.reference
-        if self.asks_reward_model:
+        if self.has_reward_model_group:
             yield "reward_model", self.reward_model
 
     def groups(self) -> dict[str, Pool]:
@@ -125,7 +125,7 @@ class Config(Settings):
         colocated = [{host, *(group for group, its in hosts.items() if its == host)} for host in set(hosts.values())]
         return {frozenset(pair) for groups in colocated for pair in combinations(sorted(groups), 2)}
 
-    def on_the_actors_gpus(self) -> list[str]:
+    def groups_on_actor_gpus(self) -> list[str]:
         """Return groups besides the actor that work on its GPUs, in the order of :meth:`pools`."""
         shared = self.may_share()
         return [group for group in self.groups() if frozenset(("actor", group)) in shared]
@@ -164,7 +164,7 @@ class Config(Settings):
         """Whether the actor adds up gradients while a batch is being sampled; ``cluster.offload`` is decided."""
         if self.schedule.streaming == "auto":
             samples = not self.algorithm.is_supervised  # otherwise a whole batch is there at once
-            return samples and self.streaming_obstacle is None and not self.on_the_actors_gpus()
+            return samples and self.streaming_obstacle is None and not self.groups_on_actor_gpus()
         return self.schedule.streaming
 
     @property
@@ -173,19 +173,19 @@ class Config(Settings):
         return bool(self.models or self.evaluate.endpoints)
 
     @property
-    def asks_reference(self) -> bool:
+    def has_reference_group(self) -> bool:
         """Whether a group of its own says what the reference thinks; with LoRA it is the actor without its adapter."""
         return self.algorithm.needs_reference and self.actor.lora.r is None
 
     @property
-    def asks_reward_model(self) -> bool:
+    def has_reward_model_group(self) -> bool:
         """Whether one of the rewards is a model's, in a group of its own."""
-        return self.algorithm.policy_weight > 0 and bool(self.reward.scored_by("reward_model"))
+        return self.algorithm.policy_weight > 0 and bool(self.reward.functions_scored_by("reward_model"))
 
     @property
     def has_group_rewards(self) -> bool:
         """Whether a reward is given all samples of a prompt together."""
-        return self.algorithm.policy_weight > 0 and bool(self.reward.of_groups())
+        return self.algorithm.policy_weight > 0 and bool(self.reward.group_functions())
 
     @property
     def uses_task(self) -> bool:

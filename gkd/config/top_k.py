@@ -6,7 +6,7 @@ from gkd.config import Config
 from gkd.errors import ConfigError
 
 
-def top_k_wanted(config: Config, vocab_size: int) -> int:
+def required_top_k(config: Config, vocab_size: int) -> int:
     """Return the teacher's K in training: 0 where only the tokens' log-probabilities count, ``vocab_size`` for all.
 
     Raises ConfigError when that is more than the teacher sends.

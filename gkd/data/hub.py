@@ -66,7 +66,7 @@ def _load(source: str, part: str, what: str) -> Any:
     """Return the one split of ``source`` that ``part`` names, a ``datasets.Dataset``."""
     import datasets
 
-    with _offline(), _failures(f"{what} cannot be read", source, part):
+    with _keep_offline(), _failures(f"{what} cannot be read", source, part):
         subsets = datasets.get_dataset_config_names(source)
         subset, split = _subset_and_split(part, subsets, what)
         if split is None:
@@ -117,7 +117,7 @@ def _failures(what: str, source: str = "", part: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
+def _keep_offline() -> Iterator[None]:
     """Keep ``datasets`` from the network, and from writing progress over the run's own."""
     from datasets import are_progress_bars_disabled, config, disable_progress_bars, enable_progress_bars
 

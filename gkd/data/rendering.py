@@ -31,7 +31,7 @@ class Rendering:
     after: list[int]
 
     @staticmethod
-    def of(tokenizer: Any) -> Rendering:
+    def from_tokenizer(tokenizer: Any) -> Rendering:
         """Return the rendering of a transformers tokenizer."""
         template = chat_template_of(tokenizer)
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -100,7 +100,7 @@ def check_same_prompts(prompts: Sequence[Prompt], teachers: Mapping[str, Rendere
         chosen = [prompt for prompt in prompts if teacher_of(prompt) == name][:COMPARED]
         for prompt, ids in zip(chosen, teacher.token_ids(chosen), strict=True):
             if not np.array_equal(prompt.token_ids, ids):
-                ours, theirs = _where_they_differ(prompt, ids, teacher)
+                ours, theirs = _differing_texts(prompt, ids, teacher)
                 raise ConfigError(
                     f"the student and {teacher.setting} are prompted differently: of prompt {prompt.id} the student "
                     f"sees {ours}, the teacher would see {theirs}; say which is meant: teacher.chat_template=own, "
@@ -131,7 +131,7 @@ def with_teacher_ids(prompts: PromptSet, teachers: Mapping[str, Renderer], longe
     return PromptSet(short_enough, prompts.n_too_long + len(prompts.prompts) - len(short_enough))
 
 
-def _where_they_differ(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:
+def _differing_texts(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:
     """Return both texts from shortly before their first difference; token ids where only those differ."""
     decode = teacher.tokenizer.decode
     texts = [decode(ids.tolist(), skip_special_tokens=False) for ids in (prompt.token_ids, theirs)]

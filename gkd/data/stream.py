@@ -50,13 +50,13 @@ class PromptStream:
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts."""
-        return [self.at(index) for index in self.draw(n)]
+        return [self.prompt_at(index) for index in self.draw(n)]
 
     def draw(self, n: int) -> list[int]:
-        """Take the next ``n`` prompts; returns their indices, for :meth:`at`."""
+        """Take the next ``n`` prompts; returns their indices, for :meth:`prompt_at`."""
         return [self._next() for _ in range(n)]
 
-    def at(self, index: int) -> Prompt:
+    def prompt_at(self, index: int) -> Prompt:
         """Return the prompt of an index, the same for every stream over the same prompts."""
         return self._prompts[index]
 

@@ -21,7 +21,7 @@ def question_of(row: Row, key: str, data: Data) -> Any:
     names what the row has not.
     """
     value = prompt_of(row, key) if data.prompt_template is None else _fill(row, data.prompt_template)
-    if isinstance(value, str) and data.asks_in_chat:
+    if isinstance(value, str) and data.uses_chat_format:
         value = [{"role": "user", "content": value}]
     if data.system_prompt is not None and isinstance(value, list) and value and value[0].get("role") != "system":
         value = [{"role": "system", "content": data.system_prompt}, *value]

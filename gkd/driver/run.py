@@ -33,7 +33,7 @@ from gkd.durable import replace
 from gkd.errors import ConfigError
 from gkd.observability import report
 from gkd.observability.events import Events, note
-from gkd.observability.metrics import JsonLines, finite
+from gkd.observability.metrics import JsonLines, keep_finite
 from gkd.observability.page.write import write_at_end
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
@@ -120,7 +120,7 @@ def _drive(
             if stop.reason is not None:
                 progress.print_line(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
-        write_scores([("val", 1, system.parts.validation.scores), *system.parts.val_sets.last()], output)
+        write_scores([("val", 1, system.parts.validation.scores), *system.parts.val_sets.last_scores()], output)
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s
@@ -214,8 +214,8 @@ def _comment(config: Config, placement: Placement) -> None:
 def _validate_before(parts: Parts, log: RunLog) -> State:
     """Validate the student as it comes."""
     log.progress.show_status("validating")
-    before, teacher = finite(parts.validation.run()), finite(parts.validation.teacher())
-    before |= finite(parts.val_sets.run(parts.val_sets.due(0)))
+    before, teacher = keep_finite(parts.validation.run()), keep_finite(parts.validation.teacher())
+    before |= keep_finite(parts.val_sets.run(parts.val_sets.due_sets(0)))
     if log.best is not None:
         log.best.require(before)
     if log.stop is not None:
@@ -261,7 +261,7 @@ def _with_offload(config: Config, placement: Placement) -> Config:
     offload, sampler = _check_memory(config, placement)
     slots, cache_gb = sampler["rollout.max_num_seqs"], sampler["rollout.kv_cache_gb"]
     if offload:
-        engines = ", ".join(config.on_the_actors_gpus())
+        engines = ", ".join(config.groups_on_actor_gpus())
         log.info(
             "colocated: the actor is offloaded while %s work, which sleep while it does (cluster.offload=%s)",
             engines,

@@ -46,11 +46,11 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     """
     limit, groups = config.cluster.start_timeout_s, placement.groups
     _require_engines_run(config, groups)
-    engines = Engines.of(groups["rollout"], config.rollout.tensor_parallel_size, limit)
+    engines = Engines.from_group(groups["rollout"], config.rollout.tensor_parallel_size, limit)
     rollout, own = engines.leaders, RolloutEngines(config, inputs, placement, engines)
     colocation = Colocation()
     actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), colocation)
-    scorers = Scorers.of(config, inputs, groups, rollout)
+    scorers = Scorers.from_groups(config, inputs, groups, rollout)
     builds: dict[str, Callable[[], list[Pending]]] = {
         "actor": lambda: [actor.submit_build()],
         "rollout": own.build,
@@ -69,7 +69,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     rollout_group = RolloutGroup(rollout, config, scorer_watch, colocation, followers, require, again, teachers)
     if config.cluster.offload is True:
         colocation.actor, colocation.scorers = actor, [scorers]
-        colocation.samplers = [rollout_group] if "rollout" in config.on_the_actors_gpus() else []
+        colocation.samplers = [rollout_group] if "rollout" in config.groups_on_actor_gpus() else []
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
     rollout_group.refresh = sync.refresh
     actor.load()

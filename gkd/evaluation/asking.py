@@ -114,12 +114,12 @@ def answer_all(
             group.create_task(_cancel_after(workers, serving))
 
     try:
-        _to_its_end(run())
+        _run_to_end(run())
     except BaseExceptionGroup as failures:
         raise next(_flatten(failures)) from None
 
 
-def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
     """Run ``work`` in a loop of its own; on another thread where this one has a loop already, as in a notebook."""
     try:
         asyncio.get_running_loop()

@@ -67,7 +67,7 @@ def _sort_by_name(files: Iterable[Path]) -> list[Path]:
     return sorted(files, key=lambda file: str(file).replace(".", "~"))
 
 
-def by_score(results: Sequence[Results]) -> dict[str, list[Results]]:
+def group_by_score(results: Sequence[Results]) -> dict[str, list[Results]]:
     """Return the results of sets that several models have, by what they are compared by.
 
     That is accuracy, or, of a set without reference answers, the first score that its models have in common.

@@ -77,7 +77,7 @@ class EndpointReplies:
         assert self._client is not None, "work() runs before anything is asked"
         settings, client = self.model.settings, await self._client
         wanted: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
-        wanted |= _beyond_defaults(sampling)
+        wanted |= _extra_parameters(sampling)
         try:
             answer = await client.chat.completions.create(
                 model=settings.model,
@@ -112,7 +112,7 @@ class EndpointReplies:
             await asyncio.Event().wait()
 
 
-def _beyond_defaults(sampling: Sampling) -> dict[str, Any]:
+def _extra_parameters(sampling: Sampling) -> dict[str, Any]:
     """Return what a set says of sampling beside temperature and nucleus; top_k and min_p as vLLM's server has them."""
     standard = {"presence_penalty": sampling.presence_penalty, "stop": list(sampling.stop)}
     own = {name: value for name, value in (("top_k", sampling.top_k), ("min_p", sampling.min_p)) if value}

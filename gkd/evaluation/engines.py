@@ -52,7 +52,7 @@ def start_engines(config: Config, placement: Placement, model: LocalModel, max_l
     if config.rollout.engine_class.needs_vllm:
         for report in group.reports:
             require_device(report.device, str(report))
-    engines = Engines.of(group, config.rollout.tensor_parallel_size, limit)
+    engines = Engines.from_group(group, config.rollout.tensor_parallel_size, limit)
     arguments = [
         (config, EngineSpec.for_rollout(config, model.path, model.info, max_length, rank, report.device))
         for rank, report in enumerate(engines.leaders.reports)
@@ -78,7 +78,7 @@ class EngineReplies:
     @property
     def in_flight(self) -> int:
         """Twice what all engines work on at the same time, so that none waits for a strategy."""
-        return 2 * self._capacity * len(self.rollout.working)
+        return 2 * self._capacity * len(self.rollout.working_engines)
 
     async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
         """Have the engines sample a reply. Raises RunFailed for a prompt that is too long or that no template takes."""

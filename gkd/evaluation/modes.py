@@ -119,7 +119,7 @@ def choose_width(name: str, tried: Sequence[tuple[int, GroupMemory]], fits: Call
     )
 
 
-def same_pool(first: Config, second: Config) -> bool:
+def have_same_pool(first: Config, second: Config) -> bool:
     """Return whether two configurations have their engines on the same GPUs."""
     fields = ("n_gpus_per_node", "nnodes", "gpus", "gpus_by_node", "tensor_parallel_size")
     return all(getattr(first.rollout, field) == getattr(second.rollout, field) for field in fields)

@@ -68,7 +68,7 @@ class Measurement:
             self.identity,
         )
 
-    def missing(self, log: AnswerLog, seed: int) -> list[Job]:
+    def missing_jobs(self, log: AnswerLog, seed: int) -> list[Job]:
         """Return the jobs whose answers are not in the log."""
         return [job for job in self.jobs if self.key(job, seed) not in log.answers]
 
@@ -127,15 +127,15 @@ def measurements(
         became = [replace(model, name=w.name, fingerprint=w.fingerprint, weights=w) for w in further if name == START]
         for own in (model, *became):
             for questions in sets:
-                measurements += _of_strategies(config, own, questions)
+                measurements += _plan_strategies(config, own, questions)
     for name, endpoint in config.evaluate.endpoints.items():
         for one, settings in config.evaluate.sets.items():
             questions = load_questions(one, settings, Bytes(), LONGEST, QUICK if quick else None)
-            measurements += _of_strategies(config, EndpointModel(name, endpoint), questions)
+            measurements += _plan_strategies(config, EndpointModel(name, endpoint), questions)
     return measurements
 
 
-def _of_strategies(config: Config, model: LocalModel | EndpointModel, questions: Questions) -> list[Measurement]:
+def _plan_strategies(config: Config, model: LocalModel | EndpointModel, questions: Questions) -> list[Measurement]:
     reward_settings(config, questions)
     sampling = sampling_of(config.rollout, questions.settings)
     return [

@@ -41,15 +41,15 @@ def reward_settings(config: Config, questions: Questions) -> Reward | None:
     if len(set(names)) < len(names):
         raise ConfigError(f"{setting} names one twice: {', '.join(names)}")
     try:
-        settings = Reward.model_validate(config.reward.of_functions(names))
+        settings = Reward.model_validate(config.reward.with_functions(names))
     except ValueError as error:
         text = str(error.errors()[0]["msg"]) if hasattr(error, "errors") else str(error)
         raise ConfigError(f"{setting}: {text.removeprefix('Value error, ')}") from None
-    if not questions.questions[0].prompt.answers and (needing := settings.needing_answers()):
+    if not questions.questions[0].prompt.answers and (needing := settings.functions_needing_answers()):
         raise ConfigError(
             f"{setting}: {needing[0]} needs reference answers, and there are none ({questions.section}.answer_key)"
         )
-    if len(settings.scored_by(None)) < len(names):
+    if len(settings.functions_scored_by(None)) < len(names):
         raise ConfigError(f"{setting}: a reward model's reward is given in training alone")
     return settings
 

@@ -37,7 +37,7 @@ def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weigh
 
     from gkd.weights.publishing import Publisher
 
-    engines, limit = rollout.present, settings.timeout_s
+    engines, limit = rollout.present_engines, settings.timeout_s
     push = Push(version, version, limit)
     delivery = Delivery(push, [Destination(engine, rollout.group.workers[engine], 1) for engine in engines])
     Publisher(settings, torch.device("cpu"), weights.read).send(delivery)

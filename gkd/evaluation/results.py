@@ -48,7 +48,7 @@ class Results:
     def file_name(self) -> str:
         """``MODEL_SET_N.json``, or ``MODEL.STRATEGY_SET_N.json``; characters that paths do not take become a dash."""
         model = self.model if self.strategy == PLAIN else f"{self.model}.{self.strategy}"
-        return f"{safe(model)}_{safe(self.set)}_{self.n}.json"
+        return f"{file_safe(model)}_{file_safe(self.set)}_{self.n}.json"
 
     def write(self, directory: Path) -> Path:
         """Write the file into ``directory``, whole or not at all; returns its path. Raises OSError."""
@@ -57,7 +57,7 @@ class Results:
         return path
 
 
-def safe(name: str) -> str:
+def file_safe(name: str) -> str:
     """Return a name as part of a file's name."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-") or "unnamed"
 

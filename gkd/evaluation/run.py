@@ -22,12 +22,12 @@ from gkd.evaluation.answers import Answered, AnswerLog
 from gkd.evaluation.asking import JobAnswer, Source, answer_all
 from gkd.evaluation.endpoint import EndpointModel, EndpointReplies
 from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
-from gkd.evaluation.modes import gpus_here, same_pool, with_engines
+from gkd.evaluation.modes import gpus_here, have_same_pool, with_engines
 from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.reloading import FurtherWeights, load_weights
 from gkd.evaluation.results import PLAIN, Results
-from gkd.evaluation.scores import Sampled, by_difficulty, means, scores_of_question
+from gkd.evaluation.scores import Sampled, group_by_difficulty, means, scores_of_question
 from gkd.inference.vllm_environment import installed_device
 from gkd.observability.progress import LINE_EVERY_S, clock
 from gkd.version import __version__
@@ -71,7 +71,7 @@ def _directory(path: str) -> Path:
 
 def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, out: Console) -> None:
     seed = config.trainer.seed
-    missing = {m: jobs for m in range(len(wanted)) if (jobs := wanted[m].missing(log, seed))}
+    missing = {m: jobs for m in range(len(wanted)) if (jobs := wanted[m].missing_jobs(log, seed))}
     n_jobs = sum(len(own.jobs) for own in wanted)
     n_missing = sum(map(len, missing.values()))
     if n_missing < n_jobs:
@@ -126,7 +126,7 @@ class _Engines:
         return self._last
 
     def _start(self, config: Config, model: LocalModel, max_length: int) -> EngineReplies:
-        if self._placement is not None and self._config is not None and same_pool(self._config, config):
+        if self._placement is not None and self._config is not None and have_same_pool(self._config, config):
             self._placement.restart("rollout")
         else:
             self._session.release(list(self._session.workers), list(self._session.placement_groups))
@@ -174,7 +174,7 @@ class _Lines:
 
 def _ask(config: Config, source: Source, measurement: Measurement, log: AnswerLog, out: Console) -> None:
     seed = config.trainer.seed
-    jobs = measurement.missing(log, seed)
+    jobs = measurement.missing_jobs(log, seed)
     name = measurement.model.name + (f" {measurement.label}" if measurement.label != PLAIN else "")
     lines = _Lines(out, f"{name} on {measurement.questions.name}", len(jobs))
 
@@ -217,7 +217,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         scores=means(list(values.values())),
         questions=values,
         strategy=measurement.label,
-        groups=by_difficulty(questions.questions, values),
+        groups=group_by_difficulty(questions.questions, values),
         settings={
             **settings.model_dump(),
             "max_response_length": sampling.max_tokens,

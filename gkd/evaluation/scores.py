@@ -12,7 +12,7 @@ from gkd.evaluation.questions import Question
 from gkd.evaluation.statistics import Estimate, estimate, majority_score, pass_at_k
 from gkd.rewards.accuracy import any_agreement
 from gkd.rewards.answers import last_line, last_number, stated_answer
-from gkd.rewards.comparison import same_answer
+from gkd.rewards.comparison import is_same_answer
 
 _WORD = re.compile(r"[^\W\d_]{2,}")
 
@@ -42,7 +42,7 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
                 if k <= n:
                     values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
             stated = [final_answer(answer.text) for answer in answers]
-            values[f"maj@{n}"] = majority_score(right, stated, same_answer)
+            values[f"maj@{n}"] = majority_score(right, stated, is_same_answer)
     for name in answers[0].rewards:
         values[f"reward/{name}"] = sum(answer.rewards[name] for answer in answers) / n
     values["cost"] = sum(answer.cost for answer in answers) / n
@@ -70,7 +70,7 @@ def means(values: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
     return {name: estimate([own[name] for own in values]) for name in values[0]}
 
 
-def by_difficulty(
+def group_by_difficulty(
     questions: Sequence[Question], values: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
     """Return, by difficulty in alphabetical order, the number of its questions and their scores; nothing without."""

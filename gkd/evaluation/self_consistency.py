@@ -10,7 +10,7 @@ from gkd.config.base import Settings
 from gkd.evaluation.scores import final_answer
 from gkd.evaluation.statistics import majority
 from gkd.evaluation.strategies import Answer, Ask, Columns
-from gkd.rewards.comparison import same_answer
+from gkd.rewards.comparison import is_same_answer
 
 
 class SelfConsistency:
@@ -29,6 +29,6 @@ class SelfConsistency:
         """Answer one question; its samples are drawn beside each other."""
         wanted = [ask(temperature=self.config.temperature) for _ in range(self.config.k)]
         replies = await asyncio.gather(*wanted)
-        chosen = majority([final_answer(reply.text) for reply in replies], same_answer)
+        chosen = majority([final_answer(reply.text) for reply in replies], is_same_answer)
         text = replies[chosen[0] if chosen else 0].text
         return Answer(text, sum(reply.n_tokens for reply in replies), self.config.k)

@@ -40,7 +40,7 @@ class Classifier(ModuleEngine[Rate, float]):
         """Queue a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Return whether requests are unfinished."""
         return bool(self._waiting)
 

@@ -45,9 +45,9 @@ class EngineSpec:
     """Everything an engine is built from.
 
     ``model`` describes the model in ``model_path``. ``settings`` is the section of the engine's pool, and
-    ``settings.own()`` the settings of the engine's class. ``max_length`` is the longest sequence in tokens, None for
-    the model's own. ``rank`` is the engine's place in its group. ``sleeps``: the engine frees its memory at times.
-    ``weights`` is the section of that name, None for an engine whose weights never change. ``span``: which part
+    ``settings.own_settings()`` the settings of the engine's class. ``max_length`` is the longest sequence in tokens,
+    None for the model's own. ``rank`` is the engine's place in its group. ``sleeps``: the engine frees its memory at
+    times. ``weights`` is the section of that name, None for an engine whose weights never change. ``span``: which part
     of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
     engine's own rule. ``keeps_cache``: requests that weights are changed under go on with what older ones cached.
     ``lora``: pushes bring an adapter of this kind alone, None for whole weights. ``cache_bytes``: the size of the
@@ -84,7 +84,7 @@ class EngineSpec:
             max_length,
             rank,
             seed=config.trainer.seed + rank,
-            sleeps=config.cluster.offload is True and "rollout" in config.on_the_actors_gpus(),
+            sleeps=config.cluster.offload is True and "rollout" in config.groups_on_actor_gpus(),
             weights=config.weights,
             keeps_cache=config.schedule.in_flight and not config.schedule.recompute_cache,
             lora=config.actor.lora if config.weights.adapter_only else None,
@@ -166,7 +166,7 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
         """Queue a request. Raises ValueError when the engine cannot serve it."""
 
     @abstractmethod
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Return whether requests are unfinished."""
 
     @abstractmethod

@@ -138,7 +138,7 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
             raise ValueError(f"prompt and response of {length} tokens exceed the model's {limit} positions")
         self.waiting.append((key, request))
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Return whether requests are queued."""
         return bool(self.waiting)
 
@@ -236,7 +236,7 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
 
     def _convert(self, piece: Piece, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return weights as transformers reads them from files with ``state``. Raises RuntimeError unless they fit."""
-        with _without_messages():
+        with _silence():
             loaded, report = type(self.model).from_pretrained(
                 None, config=self.model.config, state_dict=state, dtype=self.model.dtype, output_loading_info=True
             )
@@ -258,7 +258,7 @@ def _covers(state: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
 
 
 @contextmanager
-def _without_messages() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Silence transformers' bar of progress and its report of keys, which are for a person who loads a model once."""
     from transformers.utils.logging import (
         disable_progress_bar,

@@ -34,7 +34,7 @@ class ScoredRows:
     tails: Tensor | None
 
     @staticmethod
-    def on_host(n: int, shape: RowShape, pinned: bool) -> ScoredRows:
+    def allocate(n: int, shape: RowShape, pinned: bool) -> ScoredRows:
         """Allocate the host's memory for ``n`` positions, ``pinned`` so that a GPU writes beside other work."""
         k, has_tails = shape.top_k, 0 < shape.top_k < shape.rows
         return ScoredRows(
@@ -63,7 +63,7 @@ def score_rows(
     the device has come so far.
     """
     n_rows = max(1, logit_bytes // (4 * shape.rows))
-    scored = ScoredRows.on_host(len(token_ids), shape, hidden.is_cuda)
+    scored = ScoredRows.allocate(len(token_ids), shape, hidden.is_cuda)
     for start in range(0, len(token_ids), n_rows):
         some = slice(start, start + n_rows)
         scored.put(start, _score(head(hidden[some]), token_ids[some], shape))

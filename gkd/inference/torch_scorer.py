@@ -102,7 +102,7 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         """Queue a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Return whether requests are unfinished."""
         return bool(self._waiting or self._flying.scored)
 
@@ -161,12 +161,12 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         requests = [request for _, request in chosen]
         lengths = [len(request.token_ids) for request in requests]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        ids = self._on_device(np.concatenate([request.token_ids for request in requests]).astype(np.int64))
+        ids = self._to_device(np.concatenate([request.token_ids for request in requests]).astype(np.int64))
         hidden = hidden_states(
             self.model,
             ids,
-            self._on_device(np.concatenate([np.arange(n) for n in lengths])),
-            self._on_device(starts),
+            self._to_device(np.concatenate([np.arange(n) for n in lengths])),
+            self._to_device(starts),
             max(lengths) if self.device == "cuda" else max(map(self._padded_length, requests)),
         )
         by_shape: dict[RowShape, list[int]] = {}
@@ -176,14 +176,14 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         scored: list[_Scored] = []
         for shape, members in by_shape.items():
             places = [np.concatenate([np.arange(*span) for span in requests[i].spans]) + starts[i] for i in members]
-            at = self._on_device(np.concatenate(places))
+            at = self._to_device(np.concatenate(places))
             rows = score_rows(self._head, hidden[at - 1], ids[at], shape, self.logit_bytes[self.device])
             ends = np.cumsum([len(own) for own in places]).tolist()
             for i, own, end in zip(members, places, ends, strict=True):
                 scored.append(_Scored(*chosen[i], rows, end - len(own), end))
         return scored
 
-    def _on_device(self, array: Any) -> Tensor:
+    def _to_device(self, array: Any) -> Tensor:
         import torch
 
         return torch.from_numpy(array).to(self.device, non_blocking=True)

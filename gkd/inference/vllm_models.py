@@ -69,7 +69,7 @@ def scoring_engine(settings: Scorer, path: str) -> str:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        return _is_dense(config) or why_not_here(config) is not None
+        return _is_dense(config) or find_obstacle_here(config) is not None
 
     return settings.engine_for(torch_is_better)
 
@@ -87,7 +87,7 @@ def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
 
     whole = AutoConfig.from_pretrained(path, local_files_only=True)
     text = whole.get_text_config()
-    reason = why_not_here(whole)
+    reason = find_obstacle_here(whole)
     if reason is not None:
         raise ConfigError(f"{setting}={path}: {reason}; {remedy}")
     if installed_device() == "cpu" and (apart := DIFFERING.get(text.model_type)) is not None:
@@ -123,13 +123,13 @@ def _source(path: str) -> str:
     return ""
 
 
-def why_not_here(config: Any) -> str | None:
+def find_obstacle_here(config: Any) -> str | None:
     """Return why the installed vLLM cannot run a model of that configuration on its device; None where it can."""
     on_cpu = installed_device() == "cpu"
-    return why_not_at_all(config) or (why_not_on_a_cpu(config.get_text_config()) if on_cpu else None)
+    return find_obstacle(config) or (find_cpu_obstacle(config.get_text_config()) if on_cpu else None)
 
 
-def why_not_at_all(config: Any) -> str | None:
+def find_obstacle(config: Any) -> str | None:
     """Return why the installed vLLM cannot run a model of that configuration on any device; None where it can.
 
     vLLM runs an architecture that its registry lacks by transformers' own layers, if their attention can be replaced.
@@ -169,7 +169,7 @@ def _keys(source: str) -> list[str]:
     return [str(key) for name in _TABLES for key in tables[name]]
 
 
-def why_not_on_a_cpu(config: Any) -> str | None:
+def find_cpu_obstacle(config: Any) -> str | None:
     """Return what of the model with that configuration vLLM's kernels for a CPU lack; None where nothing."""
     kind = config.model_type
     if kind in FAILING:

@@ -105,7 +105,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         lora = None if self._adapter is None else self._adapter.request
         self.engine.add_request(name, prompt, params, lora_request=lora)
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Return whether requests are unfinished."""
         return bool(self._finished) or bool(self.engine.has_unfinished_requests())
 

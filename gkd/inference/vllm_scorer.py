@@ -134,7 +134,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
         """Queue a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Return whether requests are unfinished."""
         return bool(self._waiting or self._running)
 

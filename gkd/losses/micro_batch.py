@@ -95,7 +95,7 @@ def collate(
     prompt, nor what stands between turns, nor the position after the end.
     """
     if not scored:
-        return _empty(top_k, old is not None)
+        return _make_empty(top_k, old is not None)
     samples = [s.sample for s in scored]
     lengths = [len(sample.token_ids) for sample in samples]
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -142,7 +142,7 @@ def _targets(scored: Sequence[ScoredSample], response_ids: Tensor) -> PositionTa
     )
 
 
-def _empty(top_k: int | None, has_old: bool) -> MicroBatch:
+def _make_empty(top_k: int | None, has_old: bool) -> MicroBatch:
     none = torch.zeros(0)
     targets = None
     if top_k is not None:

@@ -20,15 +20,15 @@ LARGEST_LOG_RATIO = 20.0  # exp of more would be meaningless; vLLM and a trainer
 
 def sequence_mean(values: Tensor, bounds: Tensor) -> Tensor:
     """Replace every token's value by the mean over its sequence; differentiable. ``bounds`` [S + 1]."""
-    return _over_sequences(values, bounds, mean=True)
+    return _reduce_sequences(values, bounds, mean=True)
 
 
 def sequence_sum(values: Tensor, bounds: Tensor) -> Tensor:
     """Replace every token's value by the sum over its sequence; differentiable. ``bounds`` [S + 1]."""
-    return _over_sequences(values, bounds, mean=False)
+    return _reduce_sequences(values, bounds, mean=False)
 
 
-def _over_sequences(values: Tensor, bounds: Tensor, mean: bool) -> Tensor:
+def _reduce_sequences(values: Tensor, bounds: Tensor, mean: bool) -> Tensor:
     lengths = bounds.diff().long()
     sequences = torch.arange(len(lengths), device=values.device)
     # Without the size the host would wait for the GPU to add it up.

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gkd.modeling import attention
 from gkd.modeling.architecture import can_pack, exact_attention
-from gkd.modeling.head import below_head
+from gkd.modeling.head import get_backbone
 
 
 def choose_attention(config: PretrainedConfig) -> str:
@@ -110,7 +110,7 @@ def _run_packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bo
 
 
 def _run_below(lm: PreTrainedModel, token_ids: Tensor, **kwargs: Any) -> Tensor:
-    hidden: Tensor = below_head(lm)(token_ids, use_cache=False, **kwargs).last_hidden_state
+    hidden: Tensor = get_backbone(lm)(token_ids, use_cache=False, **kwargs).last_hidden_state
     return hidden
 
 

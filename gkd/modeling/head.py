@@ -21,7 +21,7 @@ class Head:
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
-        below = below_head(lm)
+        below = get_backbone(lm)
         self._below = _Below(below)
         # A view of the model: another table of submodules, the submodules themselves the same.
         self._view: Any = copy.copy(lm)
@@ -61,7 +61,7 @@ class Head:
         return logits[0]
 
 
-def below_head(lm: PreTrainedModel) -> PreTrainedModel:
+def get_backbone(lm: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a language model that gives its final hidden states.
 
     ``lm.base_model`` is the model itself, head included, in families whose ``base_model_prefix`` names the part of

@@ -42,7 +42,7 @@ def view(run: RunFiles) -> list[RenderableType]:
         parts += ["", curves(rows)]
         if text := stages(rows[-1]):
             parts += ["", text]
-    if not run.finished and (queues := run.queues()) is not None:
+    if not run.is_finished and (queues := run.queues()) is not None:
         parts += ["", engines(queues)]
     if text := warnings(run.events):
         parts += ["", text]

@@ -52,7 +52,7 @@ class JsonLines:
             self._file.close()
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+def keep_finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics without those that are not numbers: what could not be measured is left out."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
@@ -64,7 +64,7 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
 
 
-def of_batch(samples: Iterable[TrainingSample], version: int) -> dict[str, float]:
+def batch_metrics(samples: Iterable[TrainingSample], version: int) -> dict[str, float]:
     """Return response/* and staleness/* of a batch sampled for weights ``version``."""
     samples = list(samples)
     lengths = np.array([sample.n_sampled for sample in samples])
@@ -79,7 +79,7 @@ def of_batch(samples: Iterable[TrainingSample], version: int) -> dict[str, float
     }
 
 
-def of_stages(requested_s: float, samples: Iterable[TrainingSample]) -> dict[str, float]:
+def stage_metrics(requested_s: float, samples: Iterable[TrainingSample]) -> dict[str, float]:
     """Return timing_s/{generate,score} of a batch requested at ``requested_s`` (``time.time``).
 
     ``generate`` lasts until the last sample was finished, ``score`` is what scoring took beyond that (it runs beside
@@ -91,7 +91,7 @@ def of_stages(requested_s: float, samples: Iterable[TrainingSample]) -> dict[str
     return {"timing_s/generate": generated - requested_s, "timing_s/score": max(0.0, scored - generated)}
 
 
-def of_memory(reports: Iterable[WorkerReport]) -> dict[str, float]:
+def memory_metrics(reports: Iterable[WorkerReport]) -> dict[str, float]:
     """Return memory/GROUP/*: the largest over a group's workers, without what nobody could measure."""
     rows: dict[str, float] = {}
     for report in reports:

@@ -37,25 +37,25 @@ class RunFiles:
             raise ConfigError(f"{path / 'config.yaml'} is no run's: it lacks trainer.total_steps") from None
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether the run has come to its end."""
         return (self.path / "summary.json").exists()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether the run has finished, was killed, or has failed and has had time to begin again by itself."""
-        if self.finished or self.failure is None:
-            return self.finished or self.killed
+        if self.is_finished or self.failure is None:
+            return self.is_finished or self.was_killed
         return time.time() - self.events[-1]["time"] > AGAIN_S and not self._is_held()
 
     @property
-    def killed(self) -> bool:
+    def was_killed(self) -> bool:
         """Return whether the run was ended before it could say so, as by kill -9.
 
         That is seen where its workers were on this machine: they are gone, nobody holds the directory, and nothing has
         been written for a minute.
         """
-        if self.finished or self.failure is not None:
+        if self.is_finished or self.failure is not None:
             return False
         here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
         pids = [row["pid"] for row in self.placement() if row["node"] in here]
@@ -76,7 +76,7 @@ class RunFiles:
     def failure(self) -> str | None:
         """Return how the run failed; None of one that goes on, has finished, or was killed before it could say it."""
         events = self.events
-        if self.finished or not events or events[-1]["kind"] != "end" or not events[-1].get("failed", False):
+        if self.is_finished or not events or events[-1]["kind"] != "end" or not events[-1].get("failed", False):
             return None
         return str(events[-1]["text"])
 
@@ -92,13 +92,13 @@ class RunFiles:
 
     def summary(self) -> dict[str, Any] | None:
         """Return summary.json, None before the end. Raises ConfigError where it cannot be read."""
-        if not self.finished:
+        if not self.is_finished:
             return None
         content: dict[str, Any] = _read(self.path / "summary.json", dict)
         return content
 
     @property
-    def last(self) -> dict[str, Any]:
+    def last_metrics(self) -> dict[str, Any]:
         """Return the newest step's metrics, with the newest validation's; empty before there is any."""
         metrics: dict[str, Any] = {}
         for row in self.rows:
@@ -108,7 +108,7 @@ class RunFiles:
     @property
     def step(self) -> int:
         """Return steps done."""
-        return int(self.last.get("step", 0))
+        return int(self.last_metrics.get("step", 0))
 
     def queues(self) -> Queues | None:
         """Return engines.json, None where there is none. Raises ConfigError where it cannot be read."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from gkd.cluster.workers.group import fetch_samples
 from gkd.config.groups import Trainer
-from gkd.observability.metrics import JsonLines, finite
+from gkd.observability.metrics import JsonLines, keep_finite
 from gkd.observability.tracking import Trackers
 from gkd.types import ScoredSample, TrainingSample
 
@@ -63,7 +63,7 @@ class SampleLog:
             means["logprob_mean"] = float(sample.sampled_logprobs.mean())
         if scored.teacher is not None:
             means["teacher_logprob_mean"] = float(scored.teacher.token_logprobs.mean())
-        row |= finite(means)
+        row |= keep_finite(means)
         if self.n_tokens:
             row["tokens"] = self._tokens(scored)
         return row

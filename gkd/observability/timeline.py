@@ -50,7 +50,9 @@ class StepStages:
     """When the validation of the step before was over, where the optimizer step waited for one."""
 
     @classmethod
-    def of_batch(cls, batch: Sequence[TrainingSample], started: float) -> Callable[[float | None, float, float], Self]:
+    def from_batch(
+        cls, batch: Sequence[TrainingSample], started: float
+    ) -> Callable[[float | None, float, float], Self]:
         """Return what makes those of a step that trained ``batch``, of when a validation was over, it updated and done.
 
         These times are by ``time.monotonic``; None: nothing was validated beside it.
@@ -111,10 +113,10 @@ class Timeline:
         for lane, its in spans.items():
             group = lane.rpartition(" ")[0]
             events += [self._event(lane, s.name, s.start, s.end, stages.step_of(s, step), s.version) for s in new[lane]]
-            idle = list(_idle(its, stages))
+            idle = list(_find_idle(its, stages))
             busy[group].append(1.0 - sum(b - a for _, a, b in idle) / length)
             for stage, start, end in idle:
-                waited[_responsible(stage, pace)] += (end - start) / length
+                waited[_find_cause(stage, pace)] += (end - start) / length
                 if end - start > SHORTEST_S:
                     cause = "tickets" if (stage, group) == ("generate", "rollout") else CAUSES[stage]
                     events.append(self._event(lane, f"waits-for-{cause}", start, end, step, cause=cause))
@@ -199,7 +201,7 @@ class Timeline:
         self._steps.extend(by_step[number] for number in sorted(by_step))
 
 
-def _idle(spans: Iterable[ActivitySpan], stages: StepStages) -> Iterable[tuple[str, float, float]]:
+def _find_idle(spans: Iterable[ActivitySpan], stages: StepStages) -> Iterable[tuple[str, float, float]]:
     """Yield stage, start and end of every time in which none of ``spans`` was."""
     busy = sorted((span.start, span.end) for span in spans)
     for stage, begin, until in stages.spans():
@@ -224,5 +226,5 @@ def _slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepSta
     return max(last, key=lambda group: last[group], default="rewards")
 
 
-def _responsible(stage: str, scorer: str) -> str:
+def _find_cause(stage: str, scorer: str) -> str:
     return {"generate": "rollout", "score": scorer, "validate": "rollout"}.get(stage, "actor")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from gkd.cluster.gpu import read_gpus
 from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
 from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
-from gkd.config.top_k import top_k_wanted
+from gkd.config.top_k import required_top_k
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
 from gkd.inference.vllm_environment import threads_for
@@ -129,7 +129,7 @@ class Models:
     reward_model: ModelShape | None = None
     reference: ModelShape | None = None
 
-    def of(self, group: str) -> ModelShape:
+    def shape_of(self, group: str) -> ModelShape:
         """Return the shape that a group loads."""
         if group == "reference":
             return self.reference or self.student
@@ -212,7 +212,7 @@ class Layout:
         longest = min([longest, *(limit for limit in limits if limit is not None)])
         response = config.plan.response_length or config.rollout.max_response_length
         prompt = config.plan.prompt_length or max(1, longest - config.rollout.max_response_length)
-        top_k = top_k_wanted(config, self.models.student.vocabulary) if config.algorithm.distils else 0
+        top_k = required_top_k(config, self.models.student.vocabulary) if config.algorithm.distils else 0
         prompts = config.trainer.batch_size
         return Workload(prompts * config.rollout.n, prompts, prompt, response, longest, top_k)
 
@@ -242,7 +242,7 @@ def has_room(config: Config, nodes: Sequence[int]) -> bool:
 
 def models_of(config: Config) -> Models:
     """Return shapes by path, by size, or of a task's own models. Raises ConfigError where a model cannot be found."""
-    reward_model = config.reward_model.model.path if config.asks_reward_model else None
+    reward_model = config.reward_model.model.path if config.has_reward_model_group else None
     scores = None if reward_model is None else read_shape(reward_model, "reward_model.model.path")
     if config.uses_task:
         made = task_of(config).model_configs()
@@ -283,12 +283,12 @@ def _shape(path: str | None, size: str | None, setting: str) -> ModelShape:
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return the configuration with dotted settings replaced. Values are not checked again."""
     for key, value in settings.items():
-        config = _with(config, key.split("."), value)
+        config = _replace_setting(config, key.split("."), value)
     return config
 
 
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    inner = value if len(path) == 1 else _with(getattr(section, path[0]), path[1:], value)
+def _replace_setting(section: Any, path: list[str], value: Any) -> Any:
+    inner = value if len(path) == 1 else _replace_setting(getattr(section, path[0]), path[1:], value)
     return section.model_copy(update={path[0]: inner})
 
 

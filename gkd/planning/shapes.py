@@ -125,7 +125,7 @@ class ModelShape:
         return max(w.size for w in self.weights())
 
     @cached_property
-    def widest(self) -> int:
+    def widest_mlp(self) -> int:
         """Count the activations inside the widest feed-forward part."""
         return max(kind.width for kind in self.layers)
 

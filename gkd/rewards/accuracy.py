@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from gkd.rewards.answers import Numeral, last_formula, last_line, last_number, only_number, readings, stated_answer
-from gkd.rewards.comparison import choice, is_formula, normalize_text, same_answer, strip_markup
+from gkd.rewards.comparison import choice, is_formula, is_same_answer, normalize_text, strip_markup
 from gkd.rewards.completion import Completion, RewardFunction
 from gkd.rewards.quantity import SCALES, Quantity, quantity
 
@@ -55,14 +55,14 @@ def agreement(response: str, answer: str) -> float:
     expected = answer if stated is None else stated
     if not normalize_text(expected):
         return 0.0
-    stated = stated_answer(response, lambda content: _plausible(content, expected))
+    stated = stated_answer(response, lambda content: _is_plausible(content, expected))
     candidates = (
-        _guess_answers(response, expected) if stated is None else [*readings(stated), *_in_prose(stated, expected)]
+        _guess_answers(response, expected) if stated is None else [*readings(stated), *_find_number(stated, expected)]
     )
-    return float(any(same_answer(candidate, expected) for candidate in candidates))
+    return float(any(is_same_answer(candidate, expected) for candidate in candidates))
 
 
-def _plausible(content: str, expected: str) -> bool:
+def _is_plausible(content: str, expected: str) -> bool:
     """Return whether a sentence's end may be the answer: a letter, number or formula does not begin with a word."""
     wanted = normalize_text(expected)
     option = choice(wanted)
@@ -79,7 +79,7 @@ def _guess_answers(response: str, expected: str) -> list[str]:
     return [last_line(response)] if formula is None else [last_line(response), formula]
 
 
-def _in_prose(stated: str, expected: str) -> list[str]:
+def _find_number(stated: str, expected: str) -> list[str]:
     """Return the number in an answer such as "she sold 72 clips", which holds no other."""
     number = quantity(normalize_text(expected))
     return [] if number is None else _with_unit(only_number(stated), number)

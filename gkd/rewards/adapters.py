@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gkd.config.rewards import REWARDS, TRL_PARAMETERS, Reward, parameters_of, required_of
+from gkd.config.rewards import REWARDS, TRL_PARAMETERS, Reward, parameters_of, required_parameters
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.row import Row
 from gkd.rewards.completion import Completion, Mark
@@ -56,18 +56,20 @@ def adapt(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
     ``settings`` are its further parameters.
     """
     names = parameters_of(reward)
-    if not required_of(reward).isdisjoint(TRL_PARAMETERS):
-        return _of(reward, settings, _trl_arguments, list)
+    if not required_parameters(reward).isdisjoint(TRL_PARAMETERS):
+        return _make_mark(reward, settings, _trl_arguments, list)
     if "solution_strs" in names:
-        return _of(reward, settings, _verl_arguments_of_group, lambda results: [_score(result) for result in results])
+        return _make_mark(
+            reward, settings, _verl_arguments_of_group, lambda results: [_score(result) for result in results]
+        )
     if "solution_str" in names:
-        return _of(reward, settings, _verl_arguments, _score)
+        return _make_mark(reward, settings, _verl_arguments, _score)
     if not settings:
         return reward
     return lambda rated: reward(rated, **settings)
 
 
-def _of(
+def _make_mark(
     reward: Callable[..., Any], settings: Mapping[str, Any], arguments: Arguments, result: Callable[[Any], Any]
 ) -> Mark:
     names, takes_all = parameters_of(reward), _takes_all(reward)

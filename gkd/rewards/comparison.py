@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gkd.rewards.math_equality import math_equal
+from gkd.rewards.math_equality import are_math_equal
 from gkd.rewards.quantity import LONGEST, SCALES, quantity, units_agree
 
 _LETTER = r"(?:(?:option|choice|answer)\s+)?[(\[]?(?P<letter>[A-Ja-j])"
@@ -44,26 +44,26 @@ def normalize_text(text: str) -> str:
     )
 
 
-def same_answer(response: str, expected: str) -> bool:
+def is_same_answer(response: str, expected: str) -> bool:
     """Return whether two answers, without what marks them, are the same."""
     own, wanted = normalize_text(response), normalize_text(expected)
-    if same_text(own, wanted) or not own or max(len(own), len(wanted)) > LONGEST:
-        return same_text(own, wanted)
+    if is_same_text(own, wanted) or not own or max(len(own), len(wanted)) > LONGEST:
+        return is_same_text(own, wanted)
     if (options := choice(wanted)) is not None:
-        return _same_choice(own, *options)
+        return _is_same_choice(own, *options)
     numbers = quantity(own), quantity(wanted)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].agrees(numbers[1])
     lists = _items(own), _items(wanted)
     if lists[0] is not None and lists[1] is not None:
-        return _same_list(*lists[0], *lists[1])
+        return _is_same_list(*lists[0], *lists[1])
     left, equals, right = strip_markup(response).rpartition("=")
     if equals and "=" not in wanted and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
-        return same_answer(right, expected)
-    return _same_formula(strip_markup(response), strip_markup(expected))
+        return is_same_answer(right, expected)
+    return _is_same_formula(strip_markup(response), strip_markup(expected))
 
 
-def same_text(own: str, wanted: str) -> bool:
+def is_same_text(own: str, wanted: str) -> bool:
     """Return whether texts are equal, of words also without regard to capitals."""
     words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in (own, wanted))
     return own == wanted or (words and own.casefold() == wanted.casefold())
@@ -75,7 +75,7 @@ def choice(text: str) -> tuple[str, str] | None:
     return match and (match[1] or match[2], match[3] or "")
 
 
-def _same_choice(own: str, letter: str, text: str) -> bool:
+def _is_same_choice(own: str, letter: str, text: str) -> bool:
     if text and own.casefold() == text.casefold():
         return True
     match = _CHOICE.match(own)
@@ -104,15 +104,15 @@ def _items(text: str) -> tuple[str, list[str]] | None:
     return (brackets, [item.strip() for item in items]) if len(items) > 1 else None
 
 
-def _same_list(own_brackets: str, own: list[str], brackets: str, wanted: list[str]) -> bool:
+def _is_same_list(own_brackets: str, own: list[str], brackets: str, wanted: list[str]) -> bool:
     """Return whether lists are equal in order, within braces in any; brackets count where the reference has them."""
     if len(own) != len(wanted) or own_brackets not in ({brackets} if brackets else {"", "()", "[]", "{}"}):
         return False
     if brackets != "{}":
-        return all(map(same_answer, own, wanted))
+        return all(map(is_same_answer, own, wanted))
     left = list(wanted)
     for item in own:
-        match = next((i for i, other in enumerate(left) if same_answer(item, other)), None)
+        match = next((i for i, other in enumerate(left) if is_same_answer(item, other)), None)
         if match is None:
             return False
         del left[match]
@@ -126,7 +126,7 @@ def is_formula(text: str) -> bool:
     return not words and bool(re.search(r"[\d\\^+*/=<>]", text)) and not re.search(r"\d\s+[\d.]", text)
 
 
-def _same_formula(own: str, wanted: str) -> bool:
+def _is_same_formula(own: str, wanted: str) -> bool:
     if not (is_formula(own) and is_formula(wanted)):
         return False
     texts = [" ".join(_TEXT.findall(text)).lower() for text in (own, wanted)]
@@ -134,4 +134,4 @@ def _same_formula(own: str, wanted: str) -> bool:
     based = [re.search(r"\d\s*_", text) is not None for text in (own, wanted)]  # 25 in base 8 is not 25
     if not units_agree(*texts) or scales[0] != scales[1] or based[0] != based[1]:
         return False
-    return math_equal(own, wanted)
+    return are_math_equal(own, wanted)

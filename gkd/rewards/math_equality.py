@@ -33,7 +33,7 @@ class MathJudge:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
 
-    def equal(self, response: str, answer: str) -> bool:
+    def are_equal(self, response: str, answer: str) -> bool:
         """Return whether two expressions, in LaTeX or plain, are equal. False when in doubt."""
         question = json.dumps([response[-MAX_LENGTH:], answer[-MAX_LENGTH:]])
         with self._lock:
@@ -83,9 +83,9 @@ _judge = MathJudge()
 atexit.register(_judge.close)
 
 
-def math_equal(response: str, answer: str) -> bool:
+def are_math_equal(response: str, answer: str) -> bool:
     """Return whether two answers are mathematically equal, by this process's :class:`MathJudge`."""
-    return _judge.equal(response, answer)
+    return _judge.are_equal(response, answer)
 
 
 def _verdict(response: str, answer: str) -> bool:

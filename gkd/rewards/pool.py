@@ -23,7 +23,7 @@ class RewardPool:
     Those that a group of workers gives are left to it."""
 
     def __init__(self, settings: Reward) -> None:
-        self._names, self._of_groups = settings.scored_by(None), settings.of_groups()
+        self._names, self._of_groups = settings.functions_scored_by(None), settings.group_functions()
         self._settings = settings
         self._waiting: deque[_Item] = deque()
         self._changed = threading.Condition()

@@ -59,9 +59,9 @@ class RewardProcess:
         limit_s = timeout_s * max(map(len, groups))
         if self._ending:
             raise RewardError("CancelledError: the rewards are no longer computed")
-        if not self._ready():  # ended while it had nothing to do, which costs nobody anything
+        if not self._is_ready():  # ended while it had nothing to do, which costs nobody anything
             self._restart()
-            if not self._ready():
+            if not self._is_ready():
                 raise RewardError(f"ChildProcessError: the process of the rewards does not start: {self._end()}")
         try:
             self._connection.send((name, groups, limit_s))
@@ -106,7 +106,7 @@ class RewardProcess:
         if self._ending:
             self._process.kill()
 
-    def _ready(self) -> bool:
+    def _is_ready(self) -> bool:
         """Return whether the process takes a completion now. Raises RewardError when it cannot import its functions."""
         if not self._process.is_alive():
             return False
@@ -147,8 +147,8 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
     functions: dict[str, Mark] = {}
     try:
         reward = Reward.model_validate(settings)
-        of_groups = reward.of_groups()
-        functions |= {name: resolve(name, reward) for name in reward.scored_by(None)}
+        of_groups = reward.group_functions()
+        functions |= {name: resolve(name, reward) for name in reward.functions_scored_by(None)}
     except BaseException as error:
         connection.send_bytes(json.dumps(_describe(error)).encode())
         return

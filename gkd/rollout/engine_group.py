@@ -59,7 +59,7 @@ class EngineGroup:
             ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
         }
         self._streams: dict[int, SampleStream] = {}
-        for engine in self.working:
+        for engine in self.working_engines:
             self._serve(engine)
         self.heartbeat = Heartbeat(group, timeout_s)
 
@@ -69,22 +69,22 @@ class EngineGroup:
         self._streams[engine] = SampleStream(self.group.stream(engine, "stream_samples"))
 
     @property
-    def working(self) -> list[int]:
+    def working_engines(self) -> list[int]:
         """The engines that sample."""
         return self._fleet.members(ENGINES, *WORKING)
 
     @property
-    def present(self) -> list[int]:
+    def present_engines(self) -> list[int]:
         """The engines whose process is there, those included that have yet to get weights."""
         return self._fleet.members(ENGINES, *PRESENT)
 
     @property
-    def suspect(self) -> list[int]:
+    def suspect_engines(self) -> list[int]:
         """The engines that have done nothing for half of the time after which they hang."""
         return self._fleet.members(ENGINES, Health.SUSPECT)
 
     @property
-    def stale(self) -> list[int]:
+    def stale_engines(self) -> list[int]:
         """The engines that have come back and have yet to get weights."""
         return self._fleet.members(ENGINES, Health.STALE)
 
@@ -99,7 +99,7 @@ class EngineGroup:
     def look(self) -> None:
         """Take in engines that are back, and have all of them wait for scorers that are being started."""
         self.take_in_restarted()
-        self._expect_scorers(self.scorers.look(), self.present)
+        self._expect_scorers(self.scorers.look(), self.present_engines)
 
     def collect(self, deadline: float, calls: Sequence[Any]) -> tuple[dict[int, list[Came]], dict[int, WorkerDied]]:
         """Return samples that come within a second or so, and of whom none will come any more, both by engine.
@@ -145,9 +145,9 @@ class EngineGroup:
 
     def find_hanging(self, at_work: Mapping[int, Collection[Any]]) -> dict[int, WorkerHangs]:
         """Return engines that have work, see ``at_work``, and do not do it; half of that time makes one suspect."""
-        busy = [engine for engine in self.working if at_work[engine]]
+        busy = [engine for engine in self.working_engines if at_work[engine]]
         hanging = self.heartbeat.find_hanging(busy)
-        for engine in self.working:
+        for engine in self.working_engines:
             silent = engine in busy and self.heartbeat.silent_s(engine) > self._timeout_s / 2
             self._fleet.change(ENGINES, engine, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
         limit = f"{self._timeout_s:g} s (rollout.engine_timeout_s)"
@@ -188,7 +188,7 @@ class EngineGroup:
             self._serve(engine)
             text = f"{return_text(worker.reports[0], old)}; it gets the weights"
             log.info(text, extra={"kind": "restart"})
-            self._expect_scorers(self.scorers.absent(), [engine])
+            self._expect_scorers(self.scorers.absent_replicas(), [engine])
 
     def readmit(self, engine: int) -> None:
         """Count an engine among those that sample: it has the current weights, whole."""

@@ -60,7 +60,7 @@ class RolloutGroup:
         self._next_key = 0
         spill = None if config.has_group_rewards else config.rollout.n
         self._dispatcher = RequestDispatcher(
-            self.engines.working, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
+            self.engines.working_engines, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
         )
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._requests: dict[int, tuple[float, SampleRequest]] = {}  # all that is not collected, with its order, by key
@@ -71,14 +71,14 @@ class RolloutGroup:
         return self.engines.group
 
     @property
-    def working(self) -> list[int]:
+    def working_engines(self) -> list[int]:
         """The engines that sample."""
-        return self.engines.working
+        return self.engines.working_engines
 
     @property
-    def present(self) -> list[int]:
+    def present_engines(self) -> list[int]:
         """The engines whose process is there, those included that have yet to get weights."""
-        return self.engines.present
+        return self.engines.present_engines
 
     def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
         """Have every request sampled and scored, before what was submitted earlier and waits.
@@ -109,9 +109,9 @@ class RolloutGroup:
 
         Raises RunFailed when ``timeout_s`` is over, or no engine is left and none comes back.
         """
-        return [sample for samples in self.in_order(keys, timeout_s) for sample in samples]
+        return [sample for samples in self.collect_in_order(keys, timeout_s) for sample in samples]
 
-    def in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
+    def collect_in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
         """Yield the samples of ``keys`` in this order, as many as are there at a time. Raises as :meth:`collect`."""
         deadline, left = time.monotonic() + timeout_s, deque(keys)
         while left:
@@ -150,7 +150,7 @@ class RolloutGroup:
         ``timeout_s`` is over or no engine is left.
         """
         deadline = time.monotonic() + timeout_s
-        while self.working and self._dispatcher.n_unsampled:
+        while self.working_engines and self._dispatcher.n_unsampled:
             if time.monotonic() > deadline:
                 raise RunFailed(self._describe_delay("what was requested was not sampled", timeout_s))
             self._work(deadline)
@@ -184,8 +184,8 @@ class RolloutGroup:
         return Queues(time.time(), self._dispatcher.n_waiting, self._dispatcher.capacity, rows)
 
     def _hand_out(self) -> None:
-        suspect = self.engines.suspect
-        without = suspect if len(suspect) < len(self.working) else ()
+        suspect = self.engines.suspect_engines
+        without = suspect if len(suspect) < len(self.working_engines) else ()
         for engine, requests in self._dispatcher.hand_out(without).items():
             self.engines.submit(engine, requests)
 
@@ -196,7 +196,7 @@ class RolloutGroup:
         others = f" and {len(holding) - 3} more" if len(holding) > 3 else ""
         return (
             f"{failure} within {timeout_s:g} s (rollout.timeout_s); engines "
-            f"alive: {len(self.working)} of {len(self.group)}; still at work: {', '.join(holding[:3])}{others}"
+            f"alive: {len(self.working_engines)} of {len(self.group)}; still at work: {', '.join(holding[:3])}{others}"
         )
 
     def lose(self, engine: int, failure: WorkerDied) -> None:
@@ -206,7 +206,7 @@ class RolloutGroup:
         if self.engines.has_lost_node(engine):
             self._sample_again(engine)
         then = self.engines.restart(engine, failure)
-        n = len(self.working)
+        n = len(self.working_engines)
         others = f"its samples are done again by the other {n} engines" if n else "its samples wait for an engine"
         log.warning("%s; %s; %s", failure, others, then, extra={"kind": "death"})
 
@@ -219,7 +219,7 @@ class RolloutGroup:
 
     def _refresh(self) -> None:
         """Give engines that have come back the actor's weights, while it does not change them."""
-        stale = self.engines.stale
+        stale = self.engines.stale_engines
         if stale and self.refresh is not None:
             self.refresh(stale)
 
@@ -251,7 +251,7 @@ class RolloutGroup:
         Those that died of it have none. One that has not answered after ``timeout_s`` hangs, and is ended.
         Raises RunFailed when no engine is left and none comes back.
         """
-        called = [engine for engine in self.present if engines is None or engine in engines]
+        called = [engine for engine in self.present_engines if engines is None or engine in engines]
         call = self.group.select(called).submit_control(method, *args, activity=activity)
         (results,) = gather([call], timeout_s, keep_deaths=True, keep_late=True)
         answers = dict(zip(called, results, strict=True))
@@ -261,6 +261,6 @@ class RolloutGroup:
         return {engine: answer for engine, answer in answers.items() if not isinstance(answer, WorkerDied)}
 
     @property
-    def living(self) -> Group:
+    def living_group(self) -> Group:
         """The engines that are there."""
-        return self.group.select(self.present)
+        return self.group.select(self.present_engines)

@@ -36,7 +36,7 @@ class OwnAnswers:
         self._samples: dict[int, Sample] = {}  # by key, until they are collected
 
     def submit(self, requests: Sequence[SampleRequest], order: int = 0) -> list[int]:
-        """Answer requests for step ``order``; returns the keys of their samples, for :meth:`in_order`."""
+        """Answer requests for step ``order``; returns the keys of their samples, for :meth:`collect_in_order`."""
         keys = list(range(self._next_key, self._next_key + len(requests)))
         self._next_key += len(requests)
         for key, request in zip(keys, requests, strict=True):
@@ -46,17 +46,18 @@ class OwnAnswers:
             self._samples[key] = own_answer(keyed, request.prompt.answer_ids, self.eos_ids, max(0, order - 1))
         return keys
 
-    def in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
+    def collect_in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
         """Yield the samples of ``keys``; nothing is waited for, whatever ``timeout_s``."""
         yield _store([self._samples.pop(key) for key in keys])
 
     def of_prompts(self, prompts: Sequence[Prompt]) -> list[TrainingSample]:
         """Return the answers to prompts that have one as samples, for validation."""
         requests = [SampleRequest(p, 0, 0, Sampling(1), own_answer=True) for p in prompts if p.answer_ids is not None]
-        return [sample for samples in self.in_order(self.submit(requests), 0.0) for sample in samples]
+        return [sample for samples in self.collect_in_order(self.submit(requests), 0.0) for sample in samples]
 
 
 def _store(samples: Sequence[Sample]) -> list[TrainingSample]:
     ref: Any = ray.put([ScoredSample(sample) for sample in samples])
     now = time.time()
-    return [replace(TrainingSample.of(sample, 0, now), ref=ref, slot=slot) for slot, sample in enumerate(samples)]
+    described = [TrainingSample.from_sample(sample, 0, now) for sample in samples]
+    return [replace(sample, ref=ref, slot=slot) for slot, sample in enumerate(described)]

@@ -56,7 +56,7 @@ class ScoringPipeline:
         self._rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
         # The reward model's tokenizer, and whether it is the student's.
         self._reward_tokenizer: tuple[Any, bool] | None = None
-        if config.asks_reward_model:
+        if config.has_reward_model_group:
             tokenizer = load_tokenizer(config.reward_model.model.path or "", "reward_model.model.path")
             self._reward_tokenizer = tokenizer, tokenizer_hash(tokenizer) == tokenizer_hash(self._tokenizer)
 
@@ -147,7 +147,7 @@ class ScoringPipeline:
         if self._reward_tokenizer is not None:
             after_prompt = sample.token_ids[len(prompt.token_ids) :]
             rate = Rate(tokens_of(prompt, after_prompt, response, *self._reward_tokenizer))
-            for name in self._config.reward.scored_by("reward_model"):
+            for name in self._config.reward.functions_scored_by("reward_model"):
                 pending.rewards[name] = self._rate(rate)
         pending.completion = Completion(
             prompt=prompt.text,
@@ -159,7 +159,7 @@ class ScoringPipeline:
             n_tokens=len(ids),
             max_tokens=sample.request.sampling.max_tokens,
             truncated=sample.finish_reason == "length",
-            token_ids=tuple(ids.tolist()) if self._config.reward.of_users() else None,
+            token_ids=tuple(ids.tolist()) if self._config.reward.own_functions() else None,
             step=min(span.version for span in sample.versions),
             total_steps=self._config.trainer.total_steps,
         )
@@ -190,7 +190,7 @@ class ScoringPipeline:
         rewards = {name: _reward(future) for name, future in pending.rewards.items()}
         reference = targets["reference"].token_logprobs if "reference" in targets else None
         training = replace(
-            TrainingSample.of(sample, self.rank, pending.generated_s),
+            TrainingSample.from_sample(sample, self.rank, pending.generated_s),
             rewards={name: reward if isinstance(reward, str) else reward[0] for name, reward in rewards.items()},
             reward_s={name: reward[1] for name, reward in rewards.items() if not isinstance(reward, str)},
             kl_reference=None if reference is None else float((sample.sampled_logprobs - reference).sum()),

@@ -37,9 +37,9 @@ class Sampler:
         """Requests without a sample, those included that wait for weights."""
         return self._in_engine + len(self._waiting)
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Return whether there is a step to do."""
-        return self.engine.busy() and not self.held
+        return self.engine.has_unfinished_requests() and not self.held
 
     def add(self, requests: Sequence[SampleRequest]) -> None:
         """Take on requests. Raises RunFailed for one that cannot be sampled."""
@@ -101,5 +101,5 @@ class Sampler:
         self._asleep = weights_only
 
     def _finish_all(self) -> None:
-        while self.engine.busy():
+        while self.engine.has_unfinished_requests():
             self.step()

@@ -28,13 +28,13 @@ class Slots:
         with self._lock:
             self._undelivered |= orders
             self._occupied.update(orders)
-            return self._announced()
+            return self._take_announced()
 
     def generate(self, keys: Iterable[int]) -> tuple[int, ...]:
         """Note samples that are to be scored now."""
         with self._lock:
             self._generated.update(keys)
-            return self._announced()
+            return self._take_announced()
 
     def deliver(self, keys: Iterable[int]) -> None:
         """Note samples that go to the driver, scored."""
@@ -56,7 +56,7 @@ class Slots:
             missing = any(its <= order for key, its in self._undelivered.items() if key not in keys)
             return missing and len(self._occupied) < self._capacity
 
-    def _announced(self) -> tuple[int, ...]:
+    def _take_announced(self) -> tuple[int, ...]:
         samples_on = len(self._generated) < len(self._occupied) < self._capacity
         if samples_on or not self._generated:
             return ()

@@ -65,7 +65,7 @@ class RolloutWorker:
     def serve(self) -> None:
         """Run the engine for as long as this process lives. What it raises also comes out of :meth:`stream_samples`."""
         try:
-            self.loop.serve(self.sampler.step, self.sampler.busy)
+            self.loop.serve(self.sampler.step, self.sampler.has_unfinished_requests)
         except BaseException as error:
             self.outbox.put(error)
             raise

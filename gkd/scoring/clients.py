@@ -31,7 +31,7 @@ class QueuedRequest:
     answer_bytes: int
 
     @staticmethod
-    def of(
+    def from_request(
         client: bytes, id: int, deadline: float, request: Request, request_bytes: int, limits: Limits
     ) -> QueuedRequest:
         """Queue ``request`` for an engine with ``limits``."""
@@ -55,7 +55,7 @@ class _ClientQueue:
     moved: float = field(default_factory=time.monotonic)
 
     @property
-    def unread(self) -> int:
+    def unread_bytes(self) -> int:
         """Bytes handed to ZeroMQ that the client has not taken off the network, as last measured."""
         return max(0, self.handed - self.acked)
 
@@ -137,12 +137,12 @@ class Clients:
     def _take(self, room: int) -> list[QueuedRequest]:
         jobs: list[QueuedRequest] = []
         passed, now = 0, time.monotonic()
-        in_all = sum(client.owed + client.unread for client in self._clients.values())
+        in_all = sum(client.owed + client.unread_bytes for client in self._clients.values())
         while len(jobs) < room and passed < len(self._order):
             id = self._order.popleft()
             client = self._clients[id]
             job = client.queue[0]
-            held = client.owed + client.unread
+            held = client.owed + client.unread_bytes
             full = held + job.answer_bytes > self._bounds.unread_bytes
             crowded = in_all + job.answer_bytes > self._bounds.unread_bytes_in_all
             if job.deadline > now and held > 0 and (full or crowded):
@@ -185,7 +185,7 @@ class Clients:
                 client.measure(now)
             self._changed.notify_all()
         for client in clients:
-            if (client.unread and now - client.moved > self._bounds.unread_s) or client.chatter > CHATTER_BYTES:
+            if (client.unread_bytes and now - client.moved > self._bounds.unread_s) or client.chatter > CHATTER_BYTES:
                 yield client.connection, "unread"
 
     def drain(self) -> list[QueuedRequest]:

@@ -78,7 +78,7 @@ class Connection:
         return self._counter(_BYTES_ACKED) if self._received_at_message else None
 
     @property
-    def partial(self) -> int:
+    def partial_bytes(self) -> int:
         """Bytes that came since the last message."""
         return self._counter(_BYTES_RECEIVED) - self._received_at_message
 
@@ -131,7 +131,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._by_fd)
 
-    def of(self, fd: int) -> Connection | None:
+    def find(self, fd: int) -> Connection | None:
         """Return the connection that ZeroMQ reads from descriptor ``fd``."""
         return self._by_fd.get(fd)
 
@@ -163,7 +163,7 @@ class Connections:
         """Yield connections that are silent, or send what has no end, with what they do."""
         bounds = self._bounds
         alive = [c for c in self._by_fd.values() if not c.is_cut]
-        partial = {c: c.partial for c in alive}
+        partial = {c: c.partial_bytes for c in alive}
         for connection in alive:
             if now - connection.heard > (bounds.greeting_s if connection.client is None else bounds.silent_s):
                 yield connection, "silent"

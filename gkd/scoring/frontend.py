@@ -172,7 +172,7 @@ class Frontend:
                     frames.append(frame)
                 else:
                     self.counts["client_gone"] += 1
-            for together in wire.packs(frames, wire.MAX_PACKED_REPLIES_BYTES):
+            for together in wire.group_frames(frames, wire.MAX_PACKED_REPLIES_BYTES):
                 self._send_to(client, together)
 
     def _send_to(self, client: bytes, frames: Sequence[bytes]) -> None:
@@ -200,9 +200,9 @@ class Frontend:
 
     def _handle(self, client: bytes, message: zmq.Frame, whole: bool) -> None:
         fd = int(message.get(zmq.SRCFD))
-        if self._connections.of(fd) is None:  # it has only just come
+        if self._connections.find(fd) is None:  # it has only just come
             self._notice()
-        connection = self._connections.of(fd)
+        connection = self._connections.find(fd)
         if connection is None or connection.is_cut:
             return  # it has gone already
         connection.message_came(time.monotonic())
@@ -243,7 +243,9 @@ class Frontend:
                     request = wire.decode_request(body, arrays)
                     self.limits.check(request)
                     deadline = time.monotonic() + body.remaining_s
-                    self._clients.put(QueuedRequest.of(client, id, deadline, request, len(frame), self.limits))
+                    self._clients.put(
+                        QueuedRequest.from_request(client, id, deadline, request, len(frame), self.limits)
+                    )
                     return None
             raise wire.WireError(f"{type(body).__name__} is not for a server")
         except wire.WireError as error:

@@ -59,17 +59,17 @@ def _renderers(teacher: Teacher, models: Mapping[str, str], tokenizer: Any) -> d
     if not models:
         # Its tokens mean what the student's mean, so the student's tokenizer makes them of its text.
         setting = f"teacher.server_ip={teacher.server_ip}"
-        return {"teacher": Renderer(setting, tokenizer, _external(teacher, tokenizer))}
+        return {"teacher": Renderer(setting, tokenizer, _read_rendering(teacher, tokenizer))}
     renderers = {}
     for name, path in models.items():
         _, _, which = name.partition(":")
         own = load_tokenizer(path, "teacher.model.path")
         setting = f"teacher.models.{which}={path}" if which else f"teacher.model.path={path}"
-        renderers[name] = Renderer(setting, own, Rendering.of(own))
+        renderers[name] = Renderer(setting, own, Rendering.from_tokenizer(own))
     return renderers
 
 
-def _external(teacher: Teacher, tokenizer: Any) -> Rendering:
+def _read_rendering(teacher: Teacher, tokenizer: Any) -> Rendering:
     """Return the rendering of an external teacher's servers, which has to be one."""
     client = ScoringClient(
         external_addresses(teacher),

@@ -128,7 +128,7 @@ class Replica:
 
     def pack(self, frames: Sequence[bytes]) -> Iterator[list[bytes]]:
         """Yield neighbours among requests' ``frames`` that go together, as the server takes them."""
-        return wire.packs(frames, wire.largest_request(self.limits.max_length))
+        return wire.group_frames(frames, wire.largest_request(self.limits.max_length))
 
     def send(self, frame: bytes) -> bool:
         """Send, or say that it is not possible now."""

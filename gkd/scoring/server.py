@@ -91,11 +91,11 @@ class ScoringServer:
 
     def sleep(self) -> Future[None]:
         """Have the engine, from another thread, leave its GPU to others once it is idle. Requests wait meanwhile."""
-        return self._when_idle(self._engine.sleep, True)
+        return self._run_when_idle(self._engine.sleep, True)
 
     def wake(self) -> Future[None]:
         """Have the engine, from another thread, be as before."""
-        return self._when_idle(self._engine.wake, False)
+        return self._run_when_idle(self._engine.wake, False)
 
     def _take(self) -> list[QueuedRequest]:
         """Take what is queued and fits; where the engine is idle, wait for it, and a moment for what comes with it."""
@@ -110,7 +110,7 @@ class ScoringServer:
             jobs = [*jobs, *more]
         return jobs
 
-    def _when_idle(self, act: Callable[[], None], asleep: bool) -> Future[None]:
+    def _run_when_idle(self, act: Callable[[], None], asleep: bool) -> Future[None]:
         done: Future[None] = Future()
 
         def command() -> None:

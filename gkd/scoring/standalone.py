@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.session.port import why_taken
+from gkd.cluster.session.port import find_bind_error
 from gkd.cluster.session.shutdown import ServerStop
 from gkd.config import Config, Teacher
 from gkd.data.answers import template_end, with_turn_end
@@ -28,7 +28,7 @@ def serve(config: Config, stop: ServerStop) -> int:
     path, host, port = _require_one_engine(teacher), teacher.server_ip or "127.0.0.1", teacher.server_port
     path_of_key = key_path(teacher, [host])
     key = Key.load_or_create(path_of_key)
-    if reason := why_taken(host, port):  # sooner than after loading a model
+    if reason := find_bind_error(host, port):  # sooner than after loading a model
         raise ConfigError(f"the teacher cannot listen on {endpoint(host, port)}: {reason}")
     directory = check_causal_lm(path, "teacher.model.path")
     teacher = teacher.model_copy(update={"engine": scoring_engine(teacher, directory)})
@@ -43,7 +43,7 @@ def serve(config: Config, stop: ServerStop) -> int:
     try:
         if stop.event.is_set():  # libraries that load a model swallow a SystemExit that finds them in a cleanup
             return stop.code
-        server = ScoringServer(engine, digest, host, port, key, rendering=Rendering.of(tokenizer))
+        server = ScoringServer(engine, digest, host, port, key, rendering=Rendering.from_tokenizer(tokenizer))
         _announce(server, engine, path, path_of_key)
         stop.serving = True
         server.serve(stop.event)

@@ -157,7 +157,7 @@ class ScorerWatch:
         its = self._models[model]
         self._expected.append(Expected(model, its.names[member], within_s, its.of.addresses[member]))
 
-    def absent(self) -> list[Expected]:
+    def absent_replicas(self) -> list[Expected]:
         """Return the replicas that are being started now, and those that have moved; for clients that begin."""
         return [
             Expected(model, name, its.of.start_timeout_s, address)

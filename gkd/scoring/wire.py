@@ -199,7 +199,7 @@ def decode(frame: bytes, max_header_bytes: int = MAX_REPLY_HEADER_BYTES) -> tupl
     return body, arrays
 
 
-def packs(frames: Sequence[bytes], most: int) -> Iterator[list[bytes]]:
+def group_frames(frames: Sequence[bytes], most: int) -> Iterator[list[bytes]]:
     """Yield neighbours of ``frames`` that, packed and encrypted, have ``most`` bytes at most; larger ones alone."""
     together: list[bytes] = []
     empty = _LENGTH.size + _ENCRYPTION_BYTES

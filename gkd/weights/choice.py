@@ -19,7 +19,7 @@ def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: S
     names = TRANSFERS.names()
     if wanted == "auto":  # nothing else is looked at, such as packages that others need
         names = [name for name in names if TRANSFERS.load(name).automatic]
-    why_not = {name: _why_not(name, weights, engine, actor, rollout) for name in dict.fromkeys((*names, wanted))}
+    why_not = {name: _find_obstacle(name, weights, engine, actor, rollout) for name in dict.fromkeys((*names, wanted))}
     possible = [name for name in names if why_not[name] is None]
     if wanted == "auto":
         return possible[0]
@@ -29,7 +29,7 @@ def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: S
     return wanted
 
 
-def _why_not(
+def _find_obstacle(
     name: str, weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]
 ) -> str | None:
     if name == "auto":
@@ -39,5 +39,5 @@ def _why_not(
         return "an adapter alone goes through the host (weights.adapter_only)"
     if transfer.gpu_to_gpu and not engine.engine_class.gpu_transfers:
         return f"rollout.engine={engine.engine} takes no weights from GPU to GPU"
-    reason: str | None = transfer.why_not(actor, rollout)
+    reason: str | None = transfer.find_obstacle(actor, rollout)
     return reason

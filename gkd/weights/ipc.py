@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.errors import ConfigError, RunFailed
 from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Piece, Place, Receiver, Transfer, why_not_on_gpus
+from gkd.weights.transfer import Piece, Place, Receiver, Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class IpcSender(PackingSender):
         from torch.multiprocessing import reductions
 
         torch.cuda.current_stream(self.device).synchronize()  # another process does not see this one's streams
-        _, arguments = reductions.reduce_tensor(self.packed)  # type: ignore[no-untyped-call]
+        _, arguments = reductions.reduce_tensor(self.packed_piece)  # type: ignore[no-untyped-call]
         return gpu_of(self.device), arguments
 
     def release(self, keep: int = 0) -> None:
@@ -106,9 +106,9 @@ class Ipc(Transfer):
     receiver = IpcReceiver
 
     @classmethod
-    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+    def find_obstacle(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
         """Return why not every engine's process shares its GPU with an actor rank; None where each does."""
-        if reason := why_not_on_gpus((*actor, *rollout)):
+        if reason := find_gpu_obstacle((*actor, *rollout)):
             return reason
         shared = {uuid for worker in actor for uuid in worker.gpu_uuids}
         alone = [worker for worker in rollout if not set(worker.gpu_uuids) <= shared]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.errors import RunFailed
 from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Piece, Place, Receiver, Transfer, why_not_on_gpus
+from gkd.weights.transfer import Piece, Place, Receiver, Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,8 @@ class NcclSender(PackingSender):
 
     def broadcast(self) -> None:
         """Send the packed piece; returns when this GPU is done with it."""
-        assert self.packed is not None, "a piece is sent after it was packed, by the rank that packs"
-        _broadcast(self.group, self.packed)
+        assert self.packed_piece is not None, "a piece is sent after it was packed, by the rank that packs"
+        _broadcast(self.group, self.packed_piece)
 
 
 class NcclReceiver(Receiver):
@@ -89,9 +89,9 @@ class Nccl(Transfer):
     receiver = NcclReceiver
 
     @classmethod
-    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+    def find_obstacle(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
         """Return why engines and actor rank 0 are not each on GPUs of their own; None where they are."""
-        if reason := why_not_on_gpus((*actor, *rollout)):
+        if reason := find_gpu_obstacle((*actor, *rollout)):
             return reason
         owner = dict.fromkeys(actor[0].gpu_uuids, actor[0])
         for worker in rollout:

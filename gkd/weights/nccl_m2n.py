@@ -59,8 +59,8 @@ class NcclM2n(ShardTransfer):
         return engine
 
     @classmethod
-    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+    def find_obstacle(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
         """Return why not; None where all is well."""
         if len(actor) > MOST_RANKS:
             return f"the actor has {len(actor)} ranks, and it puts whole tensors together of {MOST_RANKS} parts at most"
-        return super().why_not(actor, rollout)
+        return super().find_obstacle(actor, rollout)

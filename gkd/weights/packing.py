@@ -55,7 +55,7 @@ class PackedLayout:
     """Of the packed bytes, see :func:`digest`; None: not to be checked."""
 
     @classmethod
-    def of(cls, bucket: Mapping[str, Tensor]) -> PackedLayout:
+    def from_tensors(cls, bucket: Mapping[str, Tensor]) -> PackedLayout:
         """Return the layout of a bucket."""
         tensors = bucket.values()
         dtypes = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
@@ -129,13 +129,13 @@ class PackingSender(Sender):
         self._held: deque[Tensor] = deque()
 
     @property
-    def packed(self) -> Tensor | None:
+    def packed_piece(self) -> Tensor | None:
         """The bytes of the piece that was packed last, while they are held."""
         return self._held[-1] if self._held else None
 
     def pack_buffer(self, tensors: Mapping[str, Tensor]) -> PackedLayout:
-        """Pack ``tensors`` into :attr:`packed`; returns their layout, with its digest where weights.checksum is set."""
-        layout = PackedLayout.of(tensors)
+        """Pack ``tensors`` into :attr:`packed_piece`; returns their layout, with weights.checksum its digest as well."""
+        layout = PackedLayout.from_tensors(tensors)
         packed = pack(layout, tensors, self.device)
         self._held.append(packed)
         return replace(layout, digest=digest(packed)) if self.settings.checksum else layout

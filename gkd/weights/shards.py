@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from gkd.weights.transfer import Place, Transfer, why_not_on_gpus
+from gkd.weights.transfer import Place, Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -98,9 +98,9 @@ class ShardTransfer(Transfer):
         """Return vLLM's trainer engine of this rank, connected. A collective of all ranks and engines."""
 
     @classmethod
-    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+    def find_obstacle(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
         """Return why not every worker is on a GPU of its own, or what is not installed here; None where all is well."""
-        if reason := why_not_on_gpus((*actor, *rollout)):
+        if reason := find_gpu_obstacle((*actor, *rollout)):
             return reason
         owner: dict[str, Place] = {}
         for worker in (*actor, *rollout):

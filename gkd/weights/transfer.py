@@ -130,7 +130,7 @@ class Transfer:
     receiver: ClassVar[type[Receiver]]
 
     @classmethod
-    def why_not(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
+    def find_obstacle(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
         """Return why the transfer cannot work between these workers, in rank order; None where it can."""
         return None
 
@@ -145,7 +145,7 @@ class Transfer:
         return [rank == 0 for rank in range(len(actor))]
 
 
-def why_not_on_gpus(workers: Sequence[Place]) -> str | None:
+def find_gpu_obstacle(workers: Sequence[Place]) -> str | None:
     """Return why memory of these workers' GPUs cannot be reached by other processes; None where it can."""
     for worker in workers:
         if worker.device == "cpu":

@@ -69,7 +69,7 @@ class PieceTransferEngine(Reload, IPCWeightTransferEngine):  # type: ignore[misc
             assert self.receiver is not None and update_info.piece is not None
             tensors = self.receiver.receive(update_info.piece)
         load_weights: Any = self.model.load_weights
-        with self.loading():
+        with self.load_meanwhile():
             load_weights([(name, t.to(self.device)) for name, t in tensors.items()])
 
     def shutdown(self) -> None:

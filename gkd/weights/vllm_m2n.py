@@ -40,5 +40,5 @@ class M2NTransferEngine(Reload, M2NWeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: M2NWeightTransferUpdateInfo) -> None:
         """Take part in the transfer of each tensor."""
-        with self.loading():
+        with self.load_meanwhile():
             super().receive_weights(update_info)

@@ -27,7 +27,7 @@ class Reload:
             torch.accelerator.synchronize()
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def load_meanwhile(self) -> Iterator[None]:
         """Have the model load weights meanwhile, those that it copies past its loaders as well."""
         assert self.direct is not None, "a piece came before the update was begun"
         with self.direct:

@@ -17,6 +17,6 @@ class FixedBaseline(AdvantageEstimator):
 
     config: Config
 
-    def of_group(self, rewards: Float64) -> Float64:
+    def compute_advantages(self, rewards: Float64) -> Float64:
         """Compute the advantages [n] of the n samples of one prompt whose rewards are known."""
         return rewards - self.config.baseline

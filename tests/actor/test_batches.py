@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gkd.actor.batches import over_mini_batches
+from gkd.actor.batches import combine_mini_batches
 
 
 def test_metrics_of_mini_batches_are_means_and_maxima() -> None:
     rows = [{"actor/loss": 1.0, "mismatch/is_ratio_max": 4.0}, {"actor/loss": 2.0, "mismatch/is_ratio_max": 1.5}]
-    assert over_mini_batches(rows) == {"actor/loss": 1.5, "mismatch/is_ratio_max": 4.0}
-    assert over_mini_batches([]) == {}
+    assert combine_mini_batches(rows) == {"actor/loss": 1.5, "mismatch/is_ratio_max": 4.0}
+    assert combine_mini_batches([]) == {}

@@ -55,7 +55,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     micro = micro_batch(models.scored(1))
     with torch.no_grad():
         if isinstance(model, Student):
-            return model.head(model.hidden(micro))
+            return model.head(model.compute_hidden(micro))
         return model.eval()(micro.token_ids[None], use_cache=False).logits[0].float()
 
 

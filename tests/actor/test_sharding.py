@@ -44,15 +44,15 @@ def test_what_the_loss_is_made_of_stays_in_float32(
 ) -> None:
     student = load(path)
     shard(student, mesh, torch.bfloat16)
-    micro, seen, plain = micro_batch(models.scored(3)), [], Student.hidden
+    micro, seen, plain = micro_batch(models.scored(3)), [], Student.compute_hidden
 
-    def hidden(self: Student, given: MicroBatch) -> Tensor:
+    def compute_hidden(self: Student, given: MicroBatch) -> Tensor:
         seen.append(given)
         out = plain(self, given)
         assert out.dtype == torch.bfloat16
         return out
 
-    monkeypatch.setattr(Student, "hidden", hidden)
+    monkeypatch.setattr(Student, "compute_hidden", compute_hidden)
     student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))[0].backward()
     (given,) = seen
     assert given.weights.dtype == given.sampler_logprobs.dtype == torch.float32

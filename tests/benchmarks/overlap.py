@@ -103,7 +103,7 @@ class SleepingEngine(InferenceEngine[SampleRequest, Sample]):
         n = length_of(request.seed)
         heapq.heappush(self.running, (time.monotonic() + n * self.second_a_token, key, request, n))
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
     def step(self) -> list[tuple[int, Sample]]:

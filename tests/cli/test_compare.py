@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cli.compare import main
-from gkd.evaluation.comparison import by_score, read_all
+from gkd.evaluation.comparison import group_by_score, read_all
 from gkd.evaluation.results import Results, read_results
 from gkd.evaluation.statistics import estimate
 from tests.told import tells
@@ -64,7 +64,7 @@ def test_a_set_that_cannot_be_compared_does_not_keep_others_from_it(
     assert lines[0].startswith("not compared: base and student have 1 questions of one with accuracy in common")
     assert lines[1].startswith("not compared: --score accuracy: base on rewarded has reward/own")
     assert lines[-1].startswith("sums: student has a higher accuracy than base")
-    results = by_score(read_all([tmp_path]))
+    results = group_by_score(read_all([tmp_path]))
     assert {score: {own.set for own in found} for score, found in results.items()} == {
         "accuracy": {"one", "sums"},
         "reward/own": {"rewarded"},

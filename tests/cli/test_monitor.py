@@ -162,15 +162,15 @@ def test_a_run_that_failed_is_not_waited_for(run: RunFiles, capfd: pytest.Captur
     """Once it has had time to begin again by itself."""
     end = {"time": time.time() - 30, "kind": "end", "text": "WorkerDied: rollout 0 after 9 s", "failed": True}
     (run.path / "events.jsonl").write_text(json.dumps(end) + "\n")
-    assert not run.ended
+    assert not run.has_ended
     (run.path / "events.jsonl").write_text(json.dumps(end | {"time": time.time() - 90}) + "\n")
-    assert run.ended
+    assert run.has_ended
     with claimed(run.path):  # begun again, and nothing written yet
-        assert not run.ended
+        assert not run.has_ended
     assert "step 1/10  WorkerDied: rollout 0" in text_of(run, capfd, "--every", "600")
     with (run.path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "kind": "resume", "text": "from step 1"}) + "\n")
-    assert not run.ended
+    assert not run.has_ended
 
 
 def test_a_run_that_was_killed_is_not_waited_for(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_a_run_that_was_killed_is_not_waited_for(run: RunFiles, capfd: pytest.Ca
         for file in run.path.iterdir():
             os.utime(file, (time.time() - seconds_ago,) * 2)
         (run.path / "report.html").write_text("")  # by who watches
-        return run.ended
+        return run.has_ended
 
     assert not ends("127.0.0.1", os.getpid())
     assert not ends("203.0.113.1", gone)  # on another machine, which cannot be seen from here
@@ -192,7 +192,7 @@ def test_a_run_that_was_killed_is_not_waited_for(run: RunFiles, capfd: pytest.Ca
     assert ends("127.0.0.1", gone)
     assert "killed" in text_of(run, capfd, "--every", "600")
     with claimed(run.path):
-        assert not run.ended
+        assert not run.has_ended
 
 
 @pytest.mark.parametrize("n", [1, 7, 40, 1000])

@@ -7,7 +7,7 @@ import pytest
 
 from gkd.cli.doctor.devices import Gpus, read_gpus
 from gkd.cluster import gpu
-from gkd.cluster.gpu import devices_seen, node_indices, real_tokens, uuid_of
+from gkd.cluster.gpu import node_indices, real_tokens, uuid_of, visible_devices
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
 
@@ -53,18 +53,18 @@ def test_indices_are_those_of_cuda_visible_devices():
 
 
 def test_a_real_device_has_its_own_uuid(three_gpus):
-    seen = devices_seen("2", "0123456789abcdef")
+    seen = visible_devices("2", "0123456789abcdef")
     assert (seen.count, seen.uuids, seen.indices) == (1, ["GPU-bbbb3333"], [2])
 
 
 def test_an_entry_without_a_device_counts_for_nothing(three_gpus):
-    assert devices_seen("7", "0123456789abcdef").count == 0
+    assert visible_devices("7", "0123456789abcdef").count == 0
 
 
 def test_simulated_gpus_are_told_apart_by_node_and_index(three_gpus, monkeypatch):
     monkeypatch.setenv(gpu.SIMULATED, "1")
-    assert devices_seen("2", "0123456789abcdef").uuids == ["SIM-01234567-2"]
-    assert devices_seen("2", "fedcba9876543210").uuids == ["SIM-fedcba98-2"]
+    assert visible_devices("2", "0123456789abcdef").uuids == ["SIM-01234567-2"]
+    assert visible_devices("2", "fedcba9876543210").uuids == ["SIM-fedcba98-2"]
 
 
 def test_without_a_driver_there_are_no_gpus(three_gpus, monkeypatch):
@@ -73,7 +73,7 @@ def test_without_a_driver_there_are_no_gpus(three_gpus, monkeypatch):
 
     monkeypatch.setattr(three_gpus, "nvmlInit", fail)
     assert gpu.nvml_uuids() == []
-    assert devices_seen("1", "0123456789abcdef").uuids == ["SIM-01234567-1"]
+    assert visible_devices("1", "0123456789abcdef").uuids == ["SIM-01234567-1"]
 
 
 def test_a_gpu_is_what_the_driver_says_of_it(three_gpus):

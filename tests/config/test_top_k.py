@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gkd.config import Config, load
-from gkd.config.top_k import top_k_for_validation, top_k_wanted
+from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def algorithm(**settings: Any) -> Config:
 )
 def test_validation_asks_for_the_same_in_every_run(settings: dict[str, Any], training: int) -> None:
     config = algorithm(**settings)
-    assert top_k_wanted(config, 151_936) == training
+    assert required_top_k(config, 151_936) == training
     assert top_k_for_validation(config, 151_936) == 512
     assert top_k_for_validation(config, 20) == 20  # exact
 

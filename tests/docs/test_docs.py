@@ -199,7 +199,7 @@ def test_the_reward_of_the_page_works(directory: Path) -> None:
 def test_the_reward_of_groups_of_the_page_works(directory: Path) -> None:
     name = f"{directory / 'shortest_right.py'}:shortest_right"
     reward = Reward.model_validate({"functions": [name], "shortest_right": {"floor": 0.2}})
-    assert reward.of_groups() == [name]
+    assert reward.group_functions() == [name]
     group = [
         Completion("2 1 =", text, "1 2", n_tokens, 12, False) for text, n_tokens in (("1 2", 5), ("2", 1), ("1 2", 3))
     ]

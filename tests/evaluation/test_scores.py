@@ -7,7 +7,7 @@ import pytest
 
 from gkd.config.eval_set import EvalSet
 from gkd.evaluation.questions import Question
-from gkd.evaluation.scores import Sampled, by_difficulty, final_answer, scores_of_question
+from gkd.evaluation.scores import Sampled, final_answer, group_by_difficulty, scores_of_question
 from gkd.types import Prompt
 
 SETTINGS = EvalSet(files=["x"], answer_key="answer", samples=4, temperature=1.0, pass_k=[1, 2, 4])
@@ -52,7 +52,7 @@ def test_what_a_response_answers(text: str, answer: str | None) -> None:
 def test_questions_are_split_by_difficulty() -> None:
     questions = [question("1", "a", "hard"), question("1", "b", "easy"), question("1", "c", "hard")]
     values = {"a": {"accuracy": 0.0}, "b": {"accuracy": 1.0}, "c": {"accuracy": 1.0}}
-    found = by_difficulty(questions, values)
+    found = group_by_difficulty(questions, values)
     assert list(found) == ["easy", "hard"]
     assert (found["hard"]["n"], found["hard"]["scores"]["accuracy"]["value"]) == (2, 0.5)
     assert found["easy"]["scores"]["accuracy"]["stderr"] is None

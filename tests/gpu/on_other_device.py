@@ -68,7 +68,7 @@ def samples(device: Device, directory: Path) -> Figures:
         for key in range(5):
             prompt = Prompt(key, np.arange(3, 6 + key).astype(np.int32), "")
             engine.add(key, SampleRequest(prompt, 0, key, Sampling(9, **how)))
-        while engine.busy():
+        while engine.has_unfinished_requests():
             for _, sample in engine.step():
                 yield from (sample.token_ids, sample.sampled_logprobs)
         state = {name: 1.01 * value for name, value in model.state_dict().items() if name != "lm_head.weight"}

@@ -42,7 +42,7 @@ def run(engine: TorchScorer, requests: list[Any]) -> list[Any]:
         engine.limits.check(request)
         engine.add(key, request)
     found: dict[int, Any] = {}
-    while engine.busy():
+    while engine.has_unfinished_requests():
         found |= dict(engine.step())
     return [found[key] for key in range(len(requests))]
 
@@ -126,9 +126,9 @@ def test_answers_of_a_pass_come_while_the_next_is_under_way(llama: tuple[Path, A
     engine._overlaps = True
     for key, request in enumerate(requests):
         engine.add(key, request)
-    assert not list(engine.step()) and engine.busy()
+    assert not list(engine.step()) and engine.has_unfinished_requests()
     found: dict[int, Any] = {}
-    while engine.busy():
+    while engine.has_unfinished_requests():
         found |= dict(engine.step())
     assert all(same(found[key], expected[key]) for key in range(len(requests)))
 

@@ -12,7 +12,7 @@ from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs.find import _require_engines_run
 from gkd.errors import ConfigError
-from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs, why_not_at_all, why_not_on_a_cpu
+from gkd.inference.vllm_models import STUDENT_REMEDY, find_cpu_obstacle, find_obstacle, require_vllm_runs
 from tests.families import FAMILIES, STATEFUL, config_of
 
 NOT_AT_ALL = {"doge"}
@@ -24,14 +24,14 @@ SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 def test_families_that_run_are_let_through(family: str, tmp_path: Path) -> None:
     config_of(family).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    why_not, never = why_not_on_a_cpu(config), why_not_at_all(config)
+    why_not, never = find_cpu_obstacle(config), find_obstacle(config)
     assert (why_not is None) == (family not in NOT_HERE), why_not
     assert (never is None) == (family not in NOT_AT_ALL), never
     assert ModelInfo.read(str(tmp_path), "model.path").stateful == (family in STATEFUL)
 
 
 def test_a_state_has_no_heads_to_be_refused_for() -> None:
-    assert why_not_on_a_cpu(AutoConfig.for_model("mamba2", hidden_size=48, head_dim=24, num_heads=4)) is None
+    assert find_cpu_obstacle(AutoConfig.for_model("mamba2", hidden_size=48, head_dim=24, num_heads=4)) is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_has_no_kernel_is_named(
     kind: str, changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gkd.inference.vllm_models.find_spec", lambda _: None)
-    found = why_not_on_a_cpu(AutoConfig.for_model(kind, **SMALL | changed))
+    found = find_cpu_obstacle(AutoConfig.for_model(kind, **SMALL | changed))
     assert found is not None
     assert __import__("re").search(reason, found), found
 

@@ -145,7 +145,7 @@ def test_dropout_is_off_in_training(tmp_path) -> None:
     GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)).save_pretrained(tmp_path)
     student, micro = load(tmp_path), micro_batch(models.scored(3))
     assert student.training
-    assert torch.equal(student.hidden(micro), student.hidden(micro))
+    assert torch.equal(student.compute_hidden(micro), student.compute_hidden(micro))
 
 
 def test_head_never_sees_more_than_a_chunk_of_positions(tmp_path) -> None:

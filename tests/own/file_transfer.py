@@ -10,7 +10,7 @@ from gkd.weights.transfer import Receiver, Sender, Transfer
 
 class Writer(Sender):
     def pack(self, tensors, piece):
-        file = Path(self.settings.own().directory, f"{piece.version}-{piece.number}.safetensors")
+        file = Path(self.settings.own_settings().directory, f"{piece.version}-{piece.number}.safetensors")
         save_file(tensors, file)
         return str(file)
 

@@ -14,12 +14,12 @@ class RandomTokens(InferenceEngine[SampleRequest, Sample]):
         n_tokens: int = Field(4, ge=1, description="tokens to draw from")
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.n, self.end, self.waiting = spec.settings.own().n_tokens, spec.model.eos_ids[0], []
+        self.n, self.end, self.waiting = spec.settings.own_settings().n_tokens, spec.model.eos_ids[0], []
 
     def add(self, key, request):
         self.waiting.append((key, request))
 
-    def busy(self):
+    def has_unfinished_requests(self):
         return bool(self.waiting)
 
     def step(self):

@@ -56,9 +56,9 @@ def test_trl_of_token_ids_and_the_trainers_state() -> None:
     group = [replace(judged(""), token_ids=ids, step=5, total_steps=10) for ids in ((7, 8, 9), (7,))]
     assert value("trl_of_ids", group) == [1.5, 0.5]
     settings = settings_of("trl_of_ids")
-    assert settings.of_groups() == [HERE + "trl_of_ids"] and "trl_of_ids" not in settings.model_dump()
+    assert settings.group_functions() == [HERE + "trl_of_ids"] and "trl_of_ids" not in settings.model_dump()
     assert value("trl_of_prompts", [judged("a"), judged("ab")]) == [8, 9]
-    assert settings_of("trl_of_prompts").of_groups() == [HERE + "trl_of_prompts"]
+    assert settings_of("trl_of_prompts").group_functions() == [HERE + "trl_of_prompts"]
     with pytest.raises(TypeError, match="completion_ids"):  # of an endpoint's answer, which is a text alone
         value("trl_of_ids", [judged("")])
 
@@ -74,11 +74,11 @@ def test_gkd_of_a_group() -> None:
     assert value("Ranked", group, best=4.0) == [2.0, 0.0, 4.0]
     assert asyncio.run(value("ranked_later", group)) == [0.5, 0.0, 1.0]
     names = ("ranked", "Ranked", "ranked_later", "trl", "trl_later", "compute_scores")
-    assert all(settings_of(name).of_groups() == [HERE + name] for name in names)
-    assert not any(settings_of(name).of_groups() for name in ("words", "compute_score", "slow", "named"))
+    assert all(settings_of(name).group_functions() == [HERE + name] for name in names)
+    assert not any(settings_of(name).group_functions() for name in ("words", "compute_score", "slow", "named"))
     assert value("named", judged("a"), group="four") == 4.0  # with a default it is a setting
     built_in = [name for name in REWARDS.names() if name != "judge"]  # which needs an address
-    assert Reward(functions=built_in).of_groups() == []
+    assert Reward(functions=built_in).group_functions() == []
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_a_function_of_a_completion_sees_columns_and_takes_settings() -> None:
 
 
 def test_columns_are_kept_for_functions_that_may_look_at_them() -> None:
-    assert settings_of("words").needing_columns() == [HERE + "words"]
-    assert Reward(functions=["accuracy", "length"]).needing_columns() == []
+    assert settings_of("words").functions_needing_columns() == [HERE + "words"]
+    assert Reward(functions=["accuracy", "length"]).functions_needing_columns() == []
 
 
 def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> None:

@@ -138,8 +138,8 @@ def test_a_users_class_has_settings_and_properties_of_its_own(tmp_path: Path) ->
         configured("length", Brevity={"limit": 4})
     needy = tmp_path / "needy.py"
     needy.write_text(OWN_CLASS.format(needs_answer=True))
-    assert configured(f"{needy}:Brevity").needing_answers() == [f"{needy}:Brevity"]
-    assert configured(name).needing_answers() == []
+    assert configured(f"{needy}:Brevity").functions_needing_answers() == [f"{needy}:Brevity"]
+    assert configured(name).functions_needing_answers() == []
 
 
 def test_two_classes_do_not_share_a_section_of_settings(tmp_path: Path) -> None:

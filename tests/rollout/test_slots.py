@@ -69,7 +69,7 @@ class OneAStep(InferenceEngine[SampleRequest, Sample]):
         self.requests[key] = request
         self.most = max(self.most, len(self.requests))
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
     def step(self) -> list[tuple[int, Sample]]:

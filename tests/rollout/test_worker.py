@@ -75,9 +75,9 @@ def test_sampling_stops_where_the_chat_template_ends_a_turn(worker: RolloutWorke
 def test_what_was_begun_ends_under_its_weights_unless_others_come_in_flight(worker: RolloutWorker) -> None:
     prompt = Prompt(0, np.array([A, B], np.int32), "a b")
     worker.sampler.add([SampleRequest(prompt, i, i, Sampling(32), key=i) for i in range(4)])
-    assert worker.engine.busy()
+    assert worker.engine.has_unfinished_requests()
     worker.sampler.hold(in_flight=False)
-    assert not worker.engine.busy() and worker.sampler.n_unfinished == 0
+    assert not worker.engine.has_unfinished_requests() and worker.sampler.n_unfinished == 0
     worker.sampler.release(worker.engine.version)
     assert sum(not isinstance(item, Unscored) for item in worker.outbox.gather()) == 4
 
@@ -138,10 +138,10 @@ def test_requests_that_come_between_the_pieces_of_new_weights_are_sampled_from_t
     worker.weights.load(Piece(before + 1, 0, last=False))
     worker.sampler.add(requests[:1])
     worker.sampler.add(requests[1:])
-    assert not worker.engine.busy()
+    assert not worker.engine.has_unfinished_requests()
     assert worker.progress()[1] == 2  # so that the driver sees that it has work
     worker.weights.load(Piece(before + 1, 1, last=True))
-    while worker.engine.busy():
+    while worker.engine.has_unfinished_requests():
         worker.sampler.step()
     trained: list[TrainingSample] = []
     while len(trained) < len(requests):

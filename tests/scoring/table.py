@@ -68,7 +68,7 @@ class TableEngine:
     def add(self, key: int, request: Score | Generate) -> None:
         self._queue.append((key, request))
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self._queue)
 
     def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:

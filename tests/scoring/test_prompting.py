@@ -162,7 +162,7 @@ def test_an_external_teacher_states_its_rendering(serve: Serve, tmp_path: Path, 
 
     student = tokenizer(TEMPLATE if template else None)
     teacher = tokenizer(template, prepends="<eos>", bos_token="<system>")
-    server = serve(tokenizer_hash=tokenizer_hash(student), rendering=Rendering.of(teacher)).server
+    server = serve(tokenizer_hash=tokenizer_hash(student), rendering=Rendering.from_tokenizer(teacher)).server
     key = tmp_path / "key"
     key.write_text(f'public-key = "{KEY.public.decode()}"\nsecret-key = "{KEY.secret.decode()}"\n')
     external = {"server_ip": server.address.removeprefix("tcp://"), "key_file": str(key), "request_timeout_s": 20}

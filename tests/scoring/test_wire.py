@@ -113,7 +113,7 @@ def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int
 @given(st.lists(messages, max_size=9), st.integers(0, 300))
 def test_messages_that_go_together_come_back_in_their_order(sent: list[wire.Message], most: int) -> None:
     frames = [wire.encode(message) for message in sent]
-    packed = [wire.pack(together) for together in wire.packs(frames, most)]
+    packed = [wire.pack(together) for together in wire.group_frames(frames, most)]
     assert [one for frame in packed for one in wire.unpack(frame)] == frames
     assert all(len(frame) + 33 <= most or frame in frames for frame in packed)  # 33: what CURVE adds
 

@@ -56,7 +56,7 @@ def test_buckets_hold_at_most_the_limit_or_one_tensor(tensors: dict[str, Tensor]
 
 @given(named())
 def test_what_is_packed_is_unpacked_as_it_was(tensors: dict[str, Tensor]) -> None:
-    layout = PackedLayout.of(tensors)
+    layout = PackedLayout.from_tensors(tensors)
     packed = pack(layout, tensors, CPU)
     assert packed.nbytes == layout.n_bytes
     found = unpack(PIECE, dataclasses.replace(layout, digest=digest(packed)), packed)
@@ -89,7 +89,7 @@ def test_the_digest_does_not_depend_on_how_the_buffer_is_cut(monkeypatch: pytest
 
 def test_a_buffer_that_is_not_the_pieces_is_refused() -> None:
     tensors = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16)}
-    layout = PackedLayout.of(tensors)
+    layout = PackedLayout.from_tensors(tensors)
     packed = pack(layout, tensors, CPU)
     with pytest.raises(RunFailed, match=r"weights version 4, piece 3: \(16,\) torch.uint8 .*\b32 bytes"):
         unpack(PIECE, layout, packed[:16])
@@ -110,13 +110,13 @@ def test_a_rank_that_packs_and_one_that_does_not_cut_alike(checksum: bool) -> No
     for number in range(4):
         piece = packs.pack(5, number, packs=True)
         assert gathers.pack(5, number, packs=False) == Piece(5, number, number == 3)
-        assert gathers.sender.packed is None
+        assert gathers.sender.packed_piece is None
         layout: PackedLayout = piece.contents[0]
         assert (piece.number, piece.last, layout.digest is not None) == (number, number == 3, checksum)
-        assert packs.sender.packed is not None
-        found |= {name: t.clone() for name, t in unpack(piece, layout, packs.sender.packed).items()}
+        assert packs.sender.packed_piece is not None
+        found |= {name: t.clone() for name, t in unpack(piece, layout, packs.sender.packed_piece).items()}
     packs.sender.release()
-    assert packs.sender.packed is None
+    assert packs.sender.packed_piece is None
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
@@ -127,11 +127,11 @@ def test_a_rank_whose_engine_died_packs_no_more() -> None:
     assert [publisher.pack(5, number, packs=False) for number in (1, 2, 3)] == [
         Piece(5, number, number == 3) for number in (1, 2, 3)
     ]
-    assert publisher.sender.packed is None
+    assert publisher.sender.packed_piece is None
 
 
 def test_a_gpu_without_a_handle_is_named() -> None:
-    layout = PackedLayout.of({})
+    layout = PackedLayout.from_tensors({})
     piece = Piece(2, 0, True, (ipc.SharedBuffer(layout, "aa", (1,)), ipc.SharedBuffer(layout, "bb", (2,))))
     assert ipc.buffer_on(piece, "bb").handle == (2,)
     with pytest.raises(RunFailed, match=r"weights version 2, piece 1: .*\bGPU cc .*\baa, bb"):
@@ -140,4 +140,4 @@ def test_a_gpu_without_a_handle_is_named() -> None:
 
 def test_an_engine_outside_of_the_group_says_so() -> None:
     with pytest.raises(RunFailed, match=r"weights version 2, piece 1: .*NCCL group"):
-        nccl.NcclReceiver(Weights(), CPU).receive(Piece(2, 0, True, (PackedLayout.of({}),)))
+        nccl.NcclReceiver(Weights(), CPU).receive(Piece(2, 0, True, (PackedLayout.from_tensors({}),)))

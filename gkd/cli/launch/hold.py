@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
             raise RunFailed(f"ray start has not started a node within {START_S:g} s") from None
         if started.returncode:
             return started.returncode
-        while _raylet_lives():
+        while _is_raylet_alive():
             time.sleep(LOOK_EVERY_S)
             _reap()
         raise RunFailed("the node's raylet has ended")
@@ -55,7 +55,7 @@ def _adopt_orphans() -> None:
         raise RunFailed(f"prctl: {os.strerror(ctypes.get_errno())}")
 
 
-def _raylet_lives() -> bool:
+def _is_raylet_alive() -> bool:
     """Return whether the raylet, a child since ``ray start`` has ended, is there and no zombie."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):

@@ -91,7 +91,7 @@ class Jobs:
                 return self._client.get_job_info(name)
             except RuntimeError as error:
                 if "404" in str(error):
-                    raise ConfigError(f"there is no job {name} on {self.address}{self._known()}") from None
+                    raise ConfigError(f"there is no job {name} on {self.address}{self._list_names()}") from None
                 reason = one_line(error)
             except (requests.exceptions.RequestException, ConnectionError) as error:
                 reason = type(error).__name__
@@ -161,7 +161,7 @@ class Jobs:
                 return
             yield text
 
-    def _known(self) -> str:
+    def _list_names(self) -> str:
         names = [str(job.submission_id) for job in self.list()]
         return f"; there are {', '.join(names[-5:])}" if names else "; it has none"
 

@@ -104,7 +104,7 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
     if node.kind == "head":
         _show_next(node)
     sys.stdout.flush()
-    return _stay(node) if options.block else 0
+    return _wait_and_end(node) if options.block else 0
 
 
 def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
@@ -296,13 +296,13 @@ def _show_next(node: local.LocalNode) -> None:
         print("Jobs are accepted from this machine only; head --dashboard-host 0.0.0.0 accepts them from others.")
 
 
-def _stay(node: local.LocalNode) -> int:
+def _wait_and_end(node: local.LocalNode) -> int:
     """Wait for a signal, or for the node to end by itself, and end all of it."""
     from gkd.cluster.session import local
     from gkd.cluster.session.shutdown import ignore_signals
 
     try:
-        while node.alive:
+        while node.is_alive:
             time.sleep(0.5)
         raise RunFailed(f"the {node.kind} ended by itself; its log is {node.log}")
     finally:

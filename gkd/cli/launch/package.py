@@ -37,7 +37,7 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
             sources[name] = path
             n_bytes[name.parts[0]] += path.stat().st_size
             if n_bytes.total() > MAX_MB * 1_000_000:
-                raise ConfigError(_too_much(n_bytes, directory))
+                raise ConfigError(_describe_excess(n_bytes, directory))
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for name, path in sorted(sources.items()):
             archive.write(path, name)
@@ -72,7 +72,7 @@ def _is_elsewhere(path: Path) -> bool:
     return path.is_symlink() or (path / "pyvenv.cfg").exists()
 
 
-def _too_much(n_bytes: Counter[str], directory: Path) -> str:
+def _describe_excess(n_bytes: Counter[str], directory: Path) -> str:
     largest = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in n_bytes.most_common(3))
     return (
         f"the working directory {directory} holds more than the {MAX_MB} MB a job may bring, among others {largest}. "

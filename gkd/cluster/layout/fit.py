@@ -31,7 +31,7 @@ def require_fit(
 
     ``hint`` is appended: what else the user could do.
     """
-    idle = [node.idle() for node in nodes]
+    idle = [node.emptied() for node in nodes]
     if solve(requests, idle, cpus_per_worker) is not None:
         return
     parts = [_misfit(requests, idle, cpus_per_worker), _nearest_text(requests, idle, cpus_per_worker)]
@@ -98,11 +98,11 @@ def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: 
         external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(requests) else ""
         wide = max(request.tensor_parallel_size for request in requests)
         own = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
-        return f"no layout of {len(requests)} groups fits: each needs {own}{external}{_sharing(requests, idle)}"
+        return f"no layout of {len(requests)} groups fits: each needs {own}{external}{_sharing_layout(requests, idle)}"
     return f"nearest that fits: {' '.join(words)}"
 
 
-def _sharing(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
+def _sharing_layout(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
     """Return the layout in conf/placement whose groups share the GPUs of the largest node, where these are fewer."""
     most = max((len(node.gpus) for node in idle), default=0)
     if not 0 < most < len(requests):
@@ -211,7 +211,7 @@ def share_gpus(config: Config, nodes: Sequence[Node]) -> Config:
 
 def fits(config: Config, nodes: Sequence[Node]) -> bool:
     """Return whether its groups have room on these nodes with nobody on them."""
-    return solve(group_requests(config), [node.idle() for node in nodes], 0.0) is not None
+    return solve(group_requests(config), [node.emptied() for node in nodes], 0.0) is not None
 
 
 def may_share(config: Config) -> bool:

@@ -27,7 +27,7 @@ class Node:
     free_gpus: int = -1
     free_cpus: float = -1.0
 
-    def idle(self) -> Node:
+    def emptied(self) -> Node:
         """Return the same node with nobody on it."""
         return replace(self, free_gpus=len(self.gpus), free_cpus=self.cpus)
 
@@ -140,7 +140,7 @@ class _State:
 
 def idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
     """Return nodes with so many GPUs each, of which nobody has any."""
-    return [Node(str(i), str(i), tuple(range(n)), 0.0).idle() for i, n in enumerate(gpus_of_nodes)]
+    return [Node(str(i), str(i), tuple(range(n)), 0.0).emptied() for i, n in enumerate(gpus_of_nodes)]
 
 
 def group_requests(config: Config) -> list[GroupRequest]:
@@ -213,7 +213,7 @@ class _Search:
         key = (len(requests), frozenset(Counter(s.kind() for s in states).items()))
         if key in self.dead:
             return None
-        if not _too_few(requests, states, self.cpus):
+        if not _lacks_room(requests, states, self.cpus):
             for positions in _choices(requests[0], states, self.cpus):
                 self.left -= 1
                 if self.left < 0:
@@ -227,19 +227,19 @@ class _Search:
         return None
 
 
-def _too_few(requests: Sequence[GroupRequest], states: Sequence[_State], cpus: float) -> bool:
+def _lacks_room(requests: Sequence[GroupRequest], states: Sequence[_State], cpus: float) -> bool:
     """Return whether counting alone shows that there is no room: each bound holds of every placing, so None is lost."""
     for request in requests:
         if sum(state.can_host(request, cpus) for state in states) < request.nnodes:
             return True
     gpus_free = [(float(request.n_gpus), request.nnodes) for request in requests]
     cpus_free = [(cpus * request.workers_per_node, request.nnodes) for request in requests]
-    return _too_many(gpus_free, [state.free_gpus for state in states]) or _too_many(
+    return _exceeds(gpus_free, [state.free_gpus for state in states]) or _exceeds(
         cpus_free, [state.free_cpus + 1e-6 for state in states]
     )
 
 
-def _too_many(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> bool:
+def _exceeds(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> bool:
     """Return whether pieces (size, number) are more than fit: of those of a size or larger, and in all."""
     if sum(size * number for size, number in pieces) > sum(free):
         return True

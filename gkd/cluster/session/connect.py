@@ -187,7 +187,7 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
             raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")
         n_gpus, simulated = cluster.simulate_gpus, True
     if not for_layout:
-        config = share_gpus(config, [_this_machine(n_gpus, 0, simulated, uuids)])
+        config = share_gpus(config, [_local_node(n_gpus, 0, simulated, uuids)])
     requests = group_requests(config)
     named = [index for request in requests for gpus in request.ranges for index in gpus]
     wanted = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
@@ -200,11 +200,11 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
     workers = sum(request.workers_per_node * request.nnodes for request in requests)
     # Of a machine that is this run's, Ray only counts the cores: three workers on one GPU share two as well.
     n_cpus = max(os.cpu_count() or 1, math.ceil(workers * cluster.cpus_per_worker))
-    require_fit(requests, [_this_machine(n_gpus, n_cpus, simulated, uuids)], cluster.cpus_per_worker, hint)
+    require_fit(requests, [_local_node(n_gpus, n_cpus, simulated, uuids)], cluster.cpus_per_worker, hint)
     return n_gpus, n_cpus, simulated
 
 
-def _this_machine(n_gpus: int, n_cpus: int, simulated: bool, uuids: list[str]) -> Node:
+def _local_node(n_gpus: int, n_cpus: int, simulated: bool, uuids: list[str]) -> Node:
     """Return the one node of a private Ray."""
     visible = None if simulated and not _lists_enough(n_gpus) else os.environ.get(gpu.VISIBLE)
     return Node("", "this machine", tuple(gpu.node_indices(visible, n_gpus, uuids)), n_cpus)
@@ -267,11 +267,11 @@ def start_needed_servers_only() -> Iterator[None]:
     workers print. Ray has no settings for that.
     """
 
-    def no_dashboard(node: Any, **_: Any) -> None:
+    def skip_dashboard(node: Any, **_: Any) -> None:
         node._webui_url = ""
 
     replaced = {
-        "start_api_server": no_dashboard,
+        "start_api_server": skip_dashboard,
         "start_monitor": lambda _: None,
         "start_log_monitor": lambda _: None,
     }
@@ -296,7 +296,7 @@ def _new_directory() -> str:
 def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[bytes] | None, keep_logs: bool) -> None:
     """Give back everything. Every part has a deadline, and a second Ctrl-C does not interrupt it."""
     with ignore_signals():
-        lost = session.control is not None and session.control.lost
+        lost = session.control is not None and session.control.is_lost
         if session.control is not None:
             session.control.close()
         if ray.is_initialized():

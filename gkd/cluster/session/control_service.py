@@ -47,21 +47,21 @@ class ControlService:
         self._thread.start()
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether it is gone."""
         return self._lost.is_set()
 
     def require(self) -> None:
         """Raise ControlLost when the service is gone: once, so that what is whole can still be saved."""
         self._checked = time.monotonic()
-        if self.lost and not self._noticed.is_set():
+        if self.is_lost and not self._noticed.is_set():
             self._noticed.set()
             raise ControlLost(self._message())
 
     def require_time(self) -> None:
         """Do what :meth:`require` does, once the service has been gone for ``finish_s``. To be called every second."""
         self._checked = time.monotonic()
-        if self.lost and self._checked - self._answered > self._finish_s:
+        if self.is_lost and self._checked - self._answered > self._finish_s:
             self.require()
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class LocalNode:
         return directory() / f"ray-{self.mark}"
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process that holds the node together is there."""
         return _is_marked(self.pid, self.mark)
 
@@ -63,9 +63,9 @@ class LocalNode:
         """
         pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
         marked = {pid for pid in pids if pid != os.getpid() and _is_marked(pid, self.mark)}
-        return sorted(marked.union(filter(self._began, reaper.processes_of(str(self.ray_directory)))))
+        return sorted(marked.union(filter(self._is_of_session, reaper.processes_of(str(self.ray_directory)))))
 
-    def _began(self, pid: int) -> bool:
+    def _is_of_session(self, pid: int) -> bool:
         try:
             return os.getsid(pid) == self.pid
         except ProcessLookupError:
@@ -99,7 +99,7 @@ def make_directory() -> Path:
 
 def nodes() -> list[LocalNode]:
     """Return nodes that run, the head first; records of others are ignored."""
-    return [node for node in _read_records() if node.alive]
+    return [node for node in _read_records() if node.is_alive]
 
 
 def _read_records() -> list[LocalNode]:
@@ -137,7 +137,7 @@ def dashboard() -> str | None:
 
 def stop(node: LocalNode) -> list[int]:
     """End a node with everything on it. Returns pids that would not end."""
-    if node.alive:
+    if node.is_alive:
         os.kill(node.pid, signal.SIGTERM)
     left = reaper.end(node.processes, GRACE_S)
     if not left:
@@ -147,7 +147,8 @@ def stop(node: LocalNode) -> list[int]:
 
 def stop_all() -> int:
     """End every node of this user on this machine, workers before their head, and say so. Returns the exit code."""
-    left_over = [node for node in _read_records() if node.alive or node.processes()]  # of a dead one agents may be left
+    # Of a dead one agents may be left.
+    left_over = [node for node in _read_records() if node.is_alive or node.processes()]
     if not left_over:
         print(f"no Ray node of ./launch/ray_cluster.sh runs here ({directory()})")
     code = 0

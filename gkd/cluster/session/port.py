@@ -14,10 +14,10 @@ def free_port() -> int:
 
 def is_free(port: int) -> bool:
     """Return whether a program could listen on ``port``; one that has just been given up counts as free."""
-    return why_taken("0.0.0.0", port) is None
+    return find_bind_error("0.0.0.0", port) is None
 
 
-def why_taken(host: str, port: int) -> str | None:
+def find_bind_error(host: str, port: int) -> str | None:
     """Return why nobody can listen at ``host:port`` now, in the system's words; None where one can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

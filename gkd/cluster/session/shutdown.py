@@ -194,7 +194,7 @@ class ServerStop:
         self.event, self.serving, self.code = threading.Event(), False, 0
         handle_ending_signals(self._on_signal)
         self._report = sys.unraisablehook
-        sys.unraisablehook = self._unless_ending
+        sys.unraisablehook = self._report_unraisable
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.code = 130 if number == signal.SIGINT else 0
@@ -202,7 +202,7 @@ class ServerStop:
         if not self.serving:
             raise SystemExit(self.code)
 
-    def _unless_ending(self, unraisable: sys.UnraisableHookArgs) -> None:
+    def _report_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
         """Leave out a SystemExit that finds a finalizer: it is lost there, and the end comes after the model's."""
         if not (self.event.is_set() and unraisable.exc_type is SystemExit):
             self._report(unraisable)

@@ -29,7 +29,7 @@ class Engines:
     """How long a worker may take to answer."""
 
     @staticmethod
-    def of(group: Group, tensor_parallel_size: int, timeout_s: float) -> Engines:
+    def from_group(group: Group, tensor_parallel_size: int, timeout_s: float) -> Engines:
         """Make engines of so many consecutive workers each. To be called after the check, before any build.
 
         Raises RunFailed where parts of engines have different numbers of GPUs, or a worker does not answer.
@@ -44,7 +44,7 @@ class Engines:
             worker.set_visible_devices.remote(devices, each > 1)
             for worker, devices in zip(heads.workers, devices_of, strict=True)
         ]
-        gather([heads.pending("choosing devices", calls)], timeout_s)
+        gather([heads.as_pending("choosing devices", calls)], timeout_s)
         leading = range(0, len(parts), each)
         return Engines(
             heads.select(leading), heads.select([i for i in range(len(parts)) if i not in leading]), timeout_s
@@ -67,7 +67,7 @@ class Engines:
             members = placement.groups[name].select(ranks)
             devices = [gpu for report in members.reports for gpu in report.ray_gpu_ids]
             call = worker.workers[0].set_visible_devices.remote(devices, False)
-            gather([worker.pending("choosing devices", [call])], self.timeout_s)
+            gather([worker.as_pending("choosing devices", [call])], self.timeout_s)
         return worker
 
     @property
@@ -87,7 +87,7 @@ class Engines:
             alone = [(*args, None) for args in args_per_engine]
             return [self.leaders.submit_build(target, alone, environment=environment)]
         calls = [worker.free_port.remote() for worker in self.leaders.workers]
-        ports = gather([self.leaders.pending("finding a port", calls)], self.timeout_s)[0]
+        ports = gather([self.leaders.as_pending("finding a port", calls)], self.timeout_s)[0]
         leading, following = [], []
         for args, report, port in zip(args_per_engine, self.leaders.reports, ports, strict=True):
             spans = [Span(self.nnodes, node_rank, report.ip, port) for node_rank in range(self.nnodes)]
@@ -110,8 +110,8 @@ class Engines:
         own = [list(serving.refs[i : i + each]) for i in range(0, len(serving.refs), each)]
         lives = [life for worker in self.leaders.workers for life in [worker.block_until_end.remote()] * each]
         watching = [
-            self.leaders.pending("watching followers", _watch_each(self.leaders, own)),
-            self.followers.pending("watching leaders", _watch_each(self.followers, [[life] for life in lives])),
+            self.leaders.as_pending("watching followers", _watch_each(self.leaders, own)),
+            self.followers.as_pending("watching leaders", _watch_each(self.followers, [[life] for life in lives])),
         ]
         gather(watching, self.timeout_s)
         return serving

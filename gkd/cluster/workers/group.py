@@ -72,14 +72,14 @@ class Group:
     def submit(self, method: str, *args: Any, activity: str | None = None, **kwargs: Any) -> Pending:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
         refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
-        return self.pending(activity or _take_last_part(method), refs)
+        return self.as_pending(activity or _take_last_part(method), refs)
 
     def submit_each(
         self, method: str, args_per_rank: Sequence[Sequence[Any]], *, activity: str | None = None
     ) -> Pending:
         """Start calling ``method`` of every worker's object, rank ``i`` with ``args_per_rank[i]``."""
         pairs = zip(self.workers, args_per_rank, strict=True)
-        return self.pending(
+        return self.as_pending(
             activity or _take_last_part(method), [worker.call.remote(method, *args) for worker, args in pairs]
         )
 
@@ -96,7 +96,7 @@ class Group:
             if environment:
                 worker.set_environment.remote(dict(environment))  # same thread, so done before the build
             refs.append(worker.build.remote(target, *args))
-        return self.pending(f"starting {target.partition(':')[2]}", refs)
+        return self.as_pending(f"starting {target.partition(':')[2]}", refs)
 
     def call(self, method: str, *args: Any, timeout_s: float, activity: str | None = None, **kwargs: Any) -> list[Any]:
         """Call ``method`` of every worker's object; results in rank order. Raises what :func:`gather` raises."""
@@ -119,7 +119,7 @@ class Group:
 
     def submit_control(self, method: str, *args: Any, activity: str | None = None) -> Pending:
         """Start what :meth:`control` does; wait with :func:`gather`."""
-        return self.pending(
+        return self.as_pending(
             activity or _take_last_part(method), [worker.control.remote(method, *args) for worker in self.workers]
         )
 
@@ -140,7 +140,7 @@ class Group:
         Ray asks a process to end, which one that is stopped does not do: it is killed. Without Ray's control service
         nothing can be asked for, and the call would wait for it: the worker is left to the end of the run.
         """
-        if self.service is not None and self.service.lost:
+        if self.service is not None and self.service.is_lost:
             return
         report = self.reports[rank]
         there = NodeAffinitySchedulingStrategy(report.node_id, soft=False)
@@ -148,7 +148,7 @@ class Group:
         ray.wait([killing], timeout=KILL_S)  # before Ray ends it: then nobody knows whose children they were
         ray.kill(self.workers[rank], no_restart=True)
 
-    def pending(self, activity: str, refs: Sequence[Any]) -> Pending:
+    def as_pending(self, activity: str, refs: Sequence[Any]) -> Pending:
         """Return calls under way, one a worker; wait with :func:`gather`."""
         return Pending(f"{self.name}: {activity}", tuple(map(str, self.reports)), tuple(refs), self.service)
 
@@ -187,7 +187,7 @@ def gather(
     results: dict[Any, Any] = {}
     waiting = list(owner)
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=_until_next_look(deadline))
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=_seconds_to_next_look(deadline))
         if not ready and time.monotonic() < deadline:
             _require_time(services)
             continue
@@ -227,7 +227,7 @@ def _require_time(services: Collection[ControlService]) -> None:
         service.require_time()
 
 
-def _until_next_look(deadline: float) -> float:
+def _seconds_to_next_look(deadline: float) -> float:
     return min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
 
 
@@ -244,7 +244,7 @@ def settle(call: Pending, timeout_s: float) -> None:
     """
     deadline, late = time.monotonic() + timeout_s, list(call.refs)
     while late:
-        left = _until_next_look(deadline)
+        left = _seconds_to_next_look(deadline)
         _, late = ray.wait(late, num_returns=len(late), timeout=left, fetch_local=False)
         if late and time.monotonic() >= deadline:
             owner = dict(zip(call.refs, call.workers, strict=True))
@@ -258,7 +258,7 @@ def is_done(call: Pending) -> bool:
     return not ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)[1]
 
 
-def any_done(call: Pending) -> bool:
+def is_any_done(call: Pending) -> bool:
     """Return whether any worker has answered, or failed."""
     return bool(ray.wait(list(call.refs), num_returns=1, timeout=0, fetch_local=False)[0])
 
@@ -311,7 +311,7 @@ class WorkerReports:
         """Return the report of every worker that answers within :data:`REPORT_TIMEOUT_S`."""
         reports = {worker: r for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
         sent = time.time()
-        calls = {worker: worker.control.remote("report") for worker in reports if not self._waits(worker)}
+        calls = {worker: worker.control.remote("report") for worker in reports if not self._is_unanswered(worker)}
         refs = list(calls.values())
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=REPORT_TIMEOUT_S)[0]) if refs else set()
         received, answers = time.time(), []
@@ -323,7 +323,7 @@ class WorkerReports:
                 answers.append(WorkerReport(reports[worker], sent, received, contents))
         return answers
 
-    def _waits(self, worker: Any) -> bool:
+    def _is_unanswered(self, worker: Any) -> bool:
         """Return whether an earlier call has not been answered."""
         if worker in self._late and ray.wait([self._late[worker]], timeout=0)[0]:
             del self._late[worker]

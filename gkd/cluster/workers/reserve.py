@@ -95,7 +95,7 @@ def reserve(
         missing, wait = "", 0.5
         if slots is not None:
             try:
-                look_at = _to_look_at(slots, nodes, unlucky)
+                look_at = _count_gpus_to_take(slots, nodes, unlucky)
                 claims = _attempt(session, requests, slots, look_at, cluster, share)
                 return claims, {node.id: node.name for node in nodes}
             except _Missed as error:
@@ -113,7 +113,7 @@ def reserve(
     raise RunFailed("the run has ended")
 
 
-def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
+def _count_gpus_to_take(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
     """Return GPUs to take on each node with exact slots: all that are free, so that the wanted ones are among them.
 
     Ray hands out the lowest first. On an idle node, unless that failed before, the first ones up to the last wanted
@@ -128,11 +128,11 @@ def _to_look_at(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str
         counts[node.id] = node.free_gpus
         if node.free_gpus == len(node.gpus) and node.id not in unlucky:
             last = max(node.gpus.index(index) for slot in own for index in slot.gpus or ())
-            counts[node.id] = min(node.free_gpus, max(last + 1, _lowest_enough(node, own)))
+            counts[node.id] = min(node.free_gpus, max(last + 1, _count_lowest(node, own)))
     return counts
 
 
-def _lowest_enough(node: Node, own: list[Slot]) -> int:
+def _count_lowest(node: Node, own: list[Slot]) -> int:
     """Return how many of a node's lowest GPUs cover its slots without a range besides those with one."""
     named = {index for slot in own for index in slot.gpus or ()}
     wanted = sum(slot.n_gpus for slot in own if slot.gpus is None)
@@ -176,7 +176,7 @@ def _attempt(
         needed = {id(claim) for slot_claims in claims_by_slot for claim in slot_claims}
         surplus = [claim for claim in claims if id(claim) not in needed]
         session.release([claim.worker for claim in surplus], [claim.bundle.placement_group for claim in surplus])
-        return _start_colocated(session, requests, _by_group(requests, slots, claims_by_slot), cluster, share)
+        return _start_colocated(session, requests, _group_claims(requests, slots, claims_by_slot), cluster, share)
     except BaseException:
         session.release([claim.worker for claim in claims], reserved)
         raise
@@ -283,7 +283,9 @@ def _require_alive(node_ids: set[str]) -> None:
         raise NodeGone("a node left")
 
 
-def _by_group(requests: Sequence[GroupRequest], slots: list[Slot], claims: list[list[Claim]]) -> dict[str, list[Claim]]:
+def _group_claims(
+    requests: Sequence[GroupRequest], slots: list[Slot], claims: list[list[Claim]]
+) -> dict[str, list[Claim]]:
     return {
         request.group: [
             claim for slot, kept in zip(slots, claims, strict=True) if slot.group == request.group for claim in kept

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import ray
 
-from gkd.cluster.gpu import VISIBLE, devices_seen, smallest_memory
+from gkd.cluster.gpu import VISIBLE, smallest_memory, visible_devices
 from gkd.cluster.layout.assignment import DeviceReport
 from gkd.cluster.session.port import free_port
 from gkd.errors import RunFailed
@@ -63,7 +63,7 @@ class Worker:
             raise RunFailed(f"pid {os.getpid()}: torch was imported before {VISIBLE} was set, so it may use any GPU")
         context = ray.get_runtime_context()
         visible = os.environ[VISIBLE]
-        seen = devices_seen(visible, context.get_node_id())
+        seen = visible_devices(visible, context.get_node_id())
         return DeviceReport(
             node_id=context.get_node_id(),
             ip=ray.util.get_node_ip_address(),
@@ -114,7 +114,7 @@ class Worker:
         if torch is None or not torch.cuda.is_initialized():
             return
         used = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix("GPU-")
-        own = devices_seen(os.environ[VISIBLE], ray.get_runtime_context().get_node_id()).uuids
+        own = visible_devices(os.environ[VISIBLE], ray.get_runtime_context().get_node_id()).uuids
         if not any(used in uuid for uuid in own) and not any(uuid.startswith("MIG-") for uuid in own):
             raise RunFailed(f"pid {os.getpid()}: torch computes on GPU {used} instead of {', '.join(own)}")
 

@@ -147,12 +147,12 @@ def newest_intact(directory: Path) -> tuple[Saved | None, dict[Path, str]]:
 
 def complete(directory: Path) -> list[Path]:
     """Return complete checkpoints, intact or not, oldest first."""
-    return sorted((path for path in _all(directory) if (path / STATE).exists()), key=step_of)
+    return sorted((path for path in _list_all(directory) if (path / STATE).exists()), key=step_of)
 
 
-def incomplete(directory: Path) -> list[Path]:
+def list_incomplete(directory: Path) -> list[Path]:
     """Return checkpoints that were never finished."""
-    return [path for path in _all(directory) if not (path / STATE).exists()]
+    return [path for path in _list_all(directory) if not (path / STATE).exists()]
 
 
 def step_of(path: Path) -> int:
@@ -168,7 +168,7 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _all(directory: Path) -> list[Path]:
+def _list_all(directory: Path) -> list[Path]:
     return [path for path in directory.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
 
 

@@ -135,7 +135,7 @@ def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -
         sets["val"] = {**shared, "files": find_files(config, log.debug)[3], "limit": data.val_limit}
         for name, one in data.val_sets.items():
             sets[name] = one.model_dump(exclude_defaults=True, exclude={"every"})
-        reward = config.reward.of_functions(config.reward.of_sets)
+        reward = config.reward.with_functions(config.reward.of_sets)
         reward = {name: value for name, value in reward.items() if name not in ("functions", "weights", "of_sets")}
     return {
         f"models.{START}": models.base,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gkd.actor.batches import over_mini_batches
+from gkd.actor.batches import combine_mini_batches
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Pending, gather, is_done, settle
 from gkd.config import Config
@@ -20,7 +20,7 @@ from gkd.driver.checkpoints.checkpoint import RANKS, Cause, Saved, State
 from gkd.durable import Sum, reason
 from gkd.errors import RunFailed, one_line
 from gkd.observability import events
-from gkd.observability.metrics import finite
+from gkd.observability.metrics import keep_finite
 
 log = logging.getLogger("gkd")
 
@@ -37,7 +37,7 @@ class Writing:
 class Checkpoints:
     """Has the actor write checkpoints while the run goes on, which waits for the copy of its state alone.
 
-    What a checkpoint is called is what the ranks say that their weights are; :meth:`train` and :meth:`after` are given
+    A checkpoint is named after the step that the ranks' weights are of; :meth:`train` and :meth:`save_if_due` are given
     the driver's part of each step. A checkpoint is completed at the first of these calls after its files are written.
 
     ``started`` is when the run began (``time.monotonic``); ``data`` are its prompts' fingerprints; ``first`` is the
@@ -61,7 +61,7 @@ class Checkpoints:
         if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
             self._complete()
 
-    def after(self, actor: ActorGroup, state: State, last: bool = False) -> None:
+    def save_if_due(self, actor: ActorGroup, state: State, last: bool = False) -> None:
         """Begin a checkpoint if it is time, after a step is trained, validated and logged. A failure is a warning.
 
         ``last``: the run ends with this step, before ``trainer.total_steps``.
@@ -102,7 +102,7 @@ class Checkpoints:
             elif step == 0:
                 return  # nothing was trained yet
         except Exception as error:  # what ends the run is on its way, and must not be hidden by another error
-            log.warning("no checkpoint of the last step could be written: %s", self._why(error))
+            log.warning("no checkpoint of the last step could be written: %s", self._describe_failure(error))
         if self._newest:
             path = self.directory / f"step_{self._newest}"
             text = "checkpoint of step %d: %s (go on with trainer.resume=true)"
@@ -132,7 +132,7 @@ class Checkpoints:
         if state is None:
             raise RunFailed(f"the actor holds the weights of step {applied.step}, which the run knows nothing of")
         if state.row is not None:  # of an update whose metrics never arrived
-            state = replace(state, row={**finite(over_mini_batches(applied.rows)), **state.row})
+            state = replace(state, row={**keep_finite(combine_mini_batches(applied.rows)), **state.row})
         path = self.directory / f"step_{state.step}"
         checkpoint.remove(path)
         (path / RANKS).mkdir(parents=True)
@@ -173,14 +173,14 @@ class Checkpoints:
             self._forget(self._newest)
 
     def _fail(self, step: int, cause: Cause, error: Exception) -> None:
-        text = f"the checkpoint of step {step} could not be written: {self._why(error)}"
+        text = f"the checkpoint of step {step} could not be written: {self._describe_failure(error)}"
         if cause == "step" and step == self._last:
             self._failure = text
             events.note("warning", text)
         else:
             log.warning("%s%s", text, "" if self._ending else "; the run goes on")
 
-    def _why(self, error: Exception) -> str:
+    def _describe_failure(self, error: Exception) -> str:
         if isinstance(error, OSError):
             return reason(error, self.directory)
         return str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {one_line(error)}"
@@ -195,7 +195,7 @@ class Checkpoints:
         lasting = [path for path in there if _cause(path) != "time"]
         for path in {*there} - {*there[-keep:], *lasting[-keep:]}:
             checkpoint.remove(path)
-        for path in checkpoint.incomplete(self.directory):
+        for path in checkpoint.list_incomplete(self.directory):
             shutil.rmtree(path)
 
 

@@ -57,7 +57,7 @@ class RolloutEngines:
                 spec = replace(spec, cache_bytes=caches[engine])
             built_of = (config, spec, None)
             gather([worker.submit_build(WORKER, [built_of], environment=self._environment)], limit)
-            absent = [expected.name for expected in scorers.absent()]
+            absent = [expected.name for expected in scorers.absent_replicas()]
             reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}
             worker.control("pipeline.connect", reached, timeout_s=limit, activity="connecting to the models that score")
             return worker

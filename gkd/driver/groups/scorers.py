@@ -17,7 +17,7 @@ from gkd.cluster.workers.engines import Engines
 from gkd.cluster.workers.group import Group, Pending, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config, RewardModel, Scorer
-from gkd.config.top_k import top_k_for_validation, top_k_wanted
+from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.groups.engines import refusal
 from gkd.driver.inputs.find import Inputs
@@ -47,7 +47,7 @@ class Scorers:
     local: bool = True
 
     @staticmethod
-    def of(config: Config, inputs: Inputs, groups: Mapping[str, Group], rollout: Group) -> Scorers:
+    def from_groups(config: Config, inputs: Inputs, groups: Mapping[str, Group], rollout: Group) -> Scorers:
         """Find the groups that score among ``groups``. Raises ConfigError where the user's key cannot be read."""
         limit = config.cluster.start_timeout_s
         engines: dict[str, Engines] = {}
@@ -55,7 +55,7 @@ class Scorers:
             if name in groups:
                 settings = _settings(config, name)
                 tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
-                engines[name] = Engines.of(groups[name], tensor_parallel, limit)
+                engines[name] = Engines.from_group(groups[name], tensor_parallel, limit)
         connected = (rollout, *(group.leaders for group in engines.values()))
         ips = {report.ip for group in connected for report in group.reports} | {ray.util.get_node_ip_address()}
         return Scorers(config, inputs, _key(config), engines, len(ips) == 1)
@@ -106,7 +106,7 @@ class Scorers:
     def watch(self, placement: Placement, clients: Mapping[str, dict[str, Any]]) -> ScorerWatch:
         """Have the servers answer, and return what watches them. ``clients`` are their arguments, by model."""
         models = {}
-        for model, group in self._by_model().items():
+        for model, group in self._engines_by_model().items():
             name, addresses = model.partition(":")[0], list(clients[model]["addresses"])
             within_s = self.config.cluster.start_timeout_s + self.config.cluster.reserve_timeout_s
             again = StartAgain(
@@ -149,17 +149,17 @@ class Scorers:
     def sleeping_groups(self) -> list[str]:
         """Return groups that sleep while the actor works."""
         offload = self.config.cluster.offload is True
-        return [name for name in self.groups if offload and name in self.config.on_the_actors_gpus()]
+        return [name for name in self.groups if offload and name in self.config.groups_on_actor_gpus()]
 
     def sleep(self) -> None:
         """Have the engines on the actor's GPUs free these."""
-        self._all_do("sleep", "going to sleep")
+        self._call_sleeping("sleep", "going to sleep")
 
     def wake(self) -> None:
         """Have them be as before."""
-        self._all_do("wake", "waking up")
+        self._call_sleeping("wake", "waking up")
 
-    def _all_do(self, method: str, activity: str) -> None:
+    def _call_sleeping(self, method: str, activity: str) -> None:
         limit = self.config.weights.timeout_s
         for name in self.sleeping_groups():
             # One that died is missed where it is to score.
@@ -176,7 +176,7 @@ class Scorers:
         own = self.inputs.tokenizer_hash
         return tokenizer_hash(self.inputs.scorers[name]) if self._rates(name) else own
 
-    def _by_model(self) -> dict[str, Group]:
+    def _engines_by_model(self) -> dict[str, Group]:
         """Return the engines of every model."""
         return {
             model: group.select(range(place, len(group), len(self._models(name))))
@@ -187,7 +187,9 @@ class Scorers:
     def client_arguments(self, n_clients: int) -> dict[str, dict[str, Any]]:
         """Return, by model, arguments of each of ``n_clients`` clients (:class:`gkd.scoring.client.ScoringClient`)."""
         limit = self.config.cluster.start_timeout_s
-        addresses = {model: group.control("address", timeout_s=limit) for model, group in self._by_model().items()}
+        addresses = {
+            model: group.control("address", timeout_s=limit) for model, group in self._engines_by_model().items()
+        }
         if self.config.algorithm.needs_teacher and "teacher" not in self.groups:
             addresses["teacher"] = external_addresses(self.config.teacher)
         return {model: self._arguments(model, hosts, n_clients) for model, hosts in addresses.items()}
@@ -197,7 +199,7 @@ class Scorers:
         vocabulary = self.inputs.model.vocabulary
         if name != "teacher":
             return 0
-        return max(top_k_wanted(self.config, vocabulary), top_k_for_validation(self.config, vocabulary))
+        return max(required_top_k(self.config, vocabulary), top_k_for_validation(self.config, vocabulary))
 
     def _arguments(self, model: str, addresses: list[str], n_clients: int) -> dict[str, Any]:
         name = model.partition(":")[0]

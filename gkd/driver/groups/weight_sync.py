@@ -63,7 +63,7 @@ class WeightSync:
 
     def _push(self, engines: Sequence[int] | None) -> None:
         self.rollout.engines.take_in_restarted()
-        self._receiving = self.rollout.present if engines is None else list(engines)
+        self._receiving = self.rollout.present_engines if engines is None else list(engines)
         if not self._receiving:  # those that come back get them then
             return
         self.rollout.colocation.prepare_push()
@@ -88,7 +88,7 @@ class WeightSync:
     @property
     def _engines(self) -> list[int]:
         """Those of the push under way that are there."""
-        return [engine for engine in self.rollout.present if engine in self._receiving]
+        return [engine for engine in self.rollout.present_engines if engine in self._receiving]
 
     def _measure_left(self) -> float:
         """Return seconds that the push under way still has."""

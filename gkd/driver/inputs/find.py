@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.config import Config
-from gkd.config.top_k import top_k_for_validation, top_k_wanted
+from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.model_info import ModelInfo
@@ -69,17 +69,17 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     """Have the task make models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     _require_known(config)
     student, scorers, train, val = find_files(config, report)
-    if config.asks_reference:
+    if config.has_reference_group:
         scorers["reference"] = _reference(config, student)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
     _require_usable(config, student, scorers, models["student"])
     longest = max_length(config, models)
     prompts = _load_prompts(config, {"train": train, "val": val}, scorers, tokenizer, longest, report)
-    if config.reward_model.model.path is not None and config.asks_reward_model:
+    if config.reward_model.model.path is not None and config.has_reward_model_group:
         scorers["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
     if config.algorithm.needs_teacher:
-        for wanted in (top_k_wanted, top_k_for_validation):
+        for wanted in (required_top_k, top_k_for_validation):
             wanted(config, models["student"].vocabulary)  # refuses now what the teacher could not give
     _require_answers(config, prompts["train"])
     val_sets = _val_sets(config, tokenizer, longest, report)
@@ -122,7 +122,7 @@ def _load_prompts(
 ) -> dict[str, PromptSet]:
     """Read the prompts in ``files``, by train and val, as student and teachers see them; states what is left out."""
     data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
-    columns = bool(config.algorithm.policy_weight and config.reward.needing_columns())
+    columns = bool(config.algorithm.policy_weight and config.reward.functions_needing_columns())
     limits = {"train": None, "val": config.data.val_limit}
     prompts = {
         name: load_prompts(own, data, tokenizer, limit=limits[name], columns=columns) for name, own in files.items()
@@ -257,15 +257,15 @@ def require_files(config: Config) -> None:
         next(read_rows(file))
     if not config.uses_task:
         student = find_files(config, log.info)[0]
-        if config.asks_reference:
+        if config.has_reference_group:
             _reference(config, student)
-    if config.asks_reward_model and config.reward_model.model.path is not None:
+    if config.has_reward_model_group and config.reward_model.model.path is not None:
         check_reward_model(config.reward_model.model.path, "reward_model.model.path")
 
 
 def _require_answers(config: Config, train: PromptSet) -> None:
     """Raise ConfigError where a prompt that is trained on lacks the answer that is compared with or learned from."""
-    comparing = config.reward.needing_answers() if config.algorithm.policy_weight else []
+    comparing = config.reward.functions_needing_answers() if config.algorithm.policy_weight else []
     why = f"reward.functions={comparing[0]} compares with it" if comparing else "it is to be learned from"
     if not comparing and not config.algorithm.learns_answers:
         return

@@ -13,7 +13,7 @@ from gkd.algorithms.advantages import groups_that_differ
 from gkd.algorithms.training_samples import groups_of, rewards_of
 from gkd.cluster.workers.activity import record_activity
 from gkd.config import Config, Rollout
-from gkd.config.top_k import top_k_wanted
+from gkd.config.top_k import required_top_k
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import State
 from gkd.schedule import Ticket, TicketSchedule
@@ -34,7 +34,7 @@ class Collected:
     requested_s: float
 
     @property
-    def all(self) -> list[TrainingSample]:
+    def all_samples(self) -> list[TrainingSample]:
         """Every sample of the step; a reward that fails on those left out fails as well."""
         return self.batch + self.left_out
 
@@ -45,7 +45,7 @@ class SampleSource(Protocol):
     def submit(self, requests: Sequence[SampleRequest], order: int = 0) -> list[int]:
         """Queue requests for step ``order``; returns their keys."""
 
-    def in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
+    def collect_in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
         """Yield the samples of ``keys`` in this order, as they come."""
 
 
@@ -81,16 +81,16 @@ class Batches:
 
     def _submit(self, tickets: Sequence[Ticket]) -> list[int]:
         step, place = tickets[0].step, tickets[0].place
-        prompts = [self.prompts.at(ticket.prompt) for ticket in tickets]
+        prompts = [self.prompts.prompt_at(ticket.prompt) for ticket in tickets]
         return self.source.submit(requests_of(self.config, prompts, self._scoring, step, first=place), order=step)
 
-    def ahead(self, step: int) -> list[tuple[int, list[int]]]:
-        """Return what a checkpoint of ``step`` needs of the steps after it (:meth:`TicketSchedule.ahead`)."""
-        return list(self.schedule.ahead(step).items())
+    def prompts_ahead(self, step: int) -> list[tuple[int, list[int]]]:
+        """Return what a checkpoint of ``step`` needs of the steps after it (:meth:`TicketSchedule.steps_ahead`)."""
+        return list(self.schedule.steps_ahead(step).items())
 
     def epoch(self, step: int) -> float:
         """Return passes over the prompts up to ``step``."""
-        return self.prompts.epoch_without(len(self.schedule.ahead(step)) * self.config.trainer.batch_size)
+        return self.prompts.epoch_without(len(self.schedule.steps_ahead(step)) * self.config.trainer.batch_size)
 
     def collect(self, step: int, take: Callable[[Sequence[TrainingSample]], None] = lambda samples: None) -> Collected:
         """Collect scored samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
@@ -107,7 +107,7 @@ class Batches:
         keys = self._keys.pop(step)
         while True:
             samples = []
-            for arrived in self.source.in_order(keys, config.rollout.timeout_s):
+            for arrived in self.source.collect_in_order(keys, config.rollout.timeout_s):
                 take(arrived)
                 samples += arrived
             rounds -= 1
@@ -139,9 +139,9 @@ def scoring_of(config: Config, vocab_size: int) -> Scoring:
     """Return which scorers a training sample goes to."""
     algorithm = config.algorithm
     return Scoring(
-        top_k=top_k_wanted(config, vocab_size) if algorithm.needs_teacher else None,
+        top_k=required_top_k(config, vocab_size) if algorithm.needs_teacher else None,
         temperature=algorithm.loss.temperature if algorithm.distils else config.rollout.temperature,
-        reference=config.asks_reference,
+        reference=config.has_reference_group,
         rewards=algorithm.policy_weight > 0,
         group_size=config.rollout.n if config.has_group_rewards else 1,
     )

@@ -39,7 +39,7 @@ class Parts:
 
     def report(self) -> list[WorkerReport]:
         """Return what the workers of every group state of themselves."""
-        return self.reports.read([self.actor.group, self.rollout.living, *self.rollout.engines.scorers.groups])
+        return self.reports.read([self.actor.group, self.rollout.living_group, *self.rollout.engines.scorers.groups])
 
 
 @dataclass(frozen=True, slots=True)

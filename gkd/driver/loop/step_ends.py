@@ -56,7 +56,7 @@ class StepEnds:
 
     def _request(self, step: int, rest: bool = False) -> Validating | None:
         """Request what is due after ``step``, or what is not, for the ``rest``."""
-        parts, due, sets = self.parts, self._is_due(step) != rest, self.parts.val_sets.due(step, rest)
+        parts, due, sets = self.parts, self._is_due(step) != rest, self.parts.val_sets.due_sets(step, rest)
         if not due and not sets:
             return None
         if parts.answers is not None:  # engines that are given weights for validations alone
@@ -87,10 +87,10 @@ class StepEnds:
     def _measure(self, validating: Validating | None) -> dict[str, float]:
         if validating is None:
             return {}
-        of_sets = measured.finite(self.parts.val_sets.measure(validating.sets))
-        usual = {} if validating.usual is None else measured.finite(self.parts.validation.measure(validating.usual))
+        of_sets = self.parts.val_sets.measure(validating.sets)
+        usual = {} if validating.usual is None else self.parts.validation.measure(validating.usual)
         self.log.timeline.add_validation(validating.step, validating.began, time.time())
-        return usual | of_sets
+        return measured.keep_finite(usual | of_sets)
 
     def _log(self, state: State, figures: dict[str, float]) -> State:
         """Write the metrics of a step with the ``figures`` of its validation, and begin a checkpoint if it is time."""
@@ -99,7 +99,7 @@ class StepEnds:
             log.stop.look(step, figures)
         if log.stops_early:  # a run ends with every figure
             figures = figures | self._measure(self._request(step, rest=True))
-        validated = {**(self._of_sets(state.validated) if self._is_due(step) else state.validated), **figures}
+        validated = {**(self._set_figures(state.validated) if self._is_due(step) else state.validated), **figures}
         row = {**(state.row or {}), **figures}
         log.metrics.write({"step": step, "epoch": self._epoch, **row})
         if log.best is not None:
@@ -108,10 +108,10 @@ class StepEnds:
         self._watcher.look(step, row)
         state = replace(state, validated=validated, row=None)
         if step > self.first:
-            log.checkpoints.after(self.parts.actor, state, log.stops_early)
+            log.checkpoints.save_if_due(self.parts.actor, state, log.stops_early)
         return state
 
-    def _of_sets(self, validated: Mapping[str, float]) -> dict[str, float]:
+    def _set_figures(self, validated: Mapping[str, float]) -> dict[str, float]:
         """Return the last figures of validation sets, which have intervals of their own."""
         begins = tuple(f"val/{questions.name}/" for questions in self.parts.val_sets.sets)
         return {name: value for name, value in validated.items() if begins and name.startswith(begins)}

@@ -52,14 +52,14 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
             break
         at.ready = time.monotonic()
         parts.actor.beside = partial(_log_samples, log, step, collected.batch)
-        batch, row = _learned_from(config, log, collected, step)
+        batch, row = _add_advantages(config, log, collected, step)
         row |= at.validation() if validates else {}
-        row |= measured.of_batch(batch, parts.actor.version) | measured.of_stages(collected.requested_s, batch)
-        ahead = batches.ahead(step)
-        state = replace(state, step=step, prompts=parts.prompts.state(), ahead=ahead, row=measured.finite(row))
+        row |= measured.batch_metrics(batch, parts.actor.version) | measured.stage_metrics(collected.requested_s, batch)
+        ahead = batches.prompts_ahead(step)
+        state = replace(state, step=step, prompts=parts.prompts.state(), ahead=ahead, row=measured.keep_finite(row))
         log.checkpoints.train(state)
         row |= stream.update(batch, step)
-        n_tokens, stages = sum(sample.n_tokens for sample in batch), StepStages.of_batch(batch, at.started)
+        n_tokens, stages = sum(sample.n_tokens for sample in batch), StepStages.from_batch(batch, at.started)
         del collected, batch, stream  # their arrays leave the object store before the next ones come
         at.updated = time.monotonic()
         _push(config, parts, at)
@@ -117,7 +117,7 @@ def _push(config: Config, parts: Parts, at: Moments) -> None:
     at.done = time.monotonic()
 
 
-def _learned_from(
+def _add_advantages(
     config: Config, log: RunLog, collected: Collected, step: int
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """Return the batch with its advantages, and what these and its settings measure.
@@ -125,7 +125,7 @@ def _learned_from(
     Raises RunFailed where rewards failed on too many samples, which are logged.
     """
     try:
-        require_rewards(config, collected.all)
+        require_rewards(config, collected.all_samples)
     except RunFailed:  # why is in the samples
         log.samples.write(step, collected.batch)
         raise
@@ -162,9 +162,9 @@ def _request(config: Config, batches: Batches, ends: StepEnds, step: int) -> Non
 def _log(parts: Parts, log: RunLog, ends: StepEnds, state: State, stages: StepStages) -> State:
     """Add what the workers report to a step's row, and log and save it unless its validation is under way."""
     reports = parts.report()
-    row = {**(state.row or {}), **measured.of_memory(reports)}
+    row = {**(state.row or {}), **measured.memory_metrics(reports)}
     row |= log.timeline.add(state.step, stages, reports, HERE.take()[1])
-    state = replace(state, row=measured.finite(row))
+    state = replace(state, row=measured.keep_finite(row))
     log.checkpoints.train(state)
     return ends.end(state)
 

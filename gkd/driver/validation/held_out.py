@@ -85,7 +85,7 @@ class Validation:
             metrics["val/loss"] = self.actor.cross_entropy(own)
         if drawn:
             metrics["val/reverse_kl"] = self.actor.evaluate(drawn)["distill/reverse_kl"]
-        return metrics | (self._of_greedy(greedy) if greedy else {})
+        return metrics | (self._measure_greedy(greedy) if greedy else {})
 
     def _sampling(self, temperature: float) -> Sampling:
         """Return how answers are drawn: from the student as it is, ending where responses in training end."""
@@ -95,10 +95,10 @@ class Validation:
     @property
     def _greedy_prompts(self) -> list[Prompt]:
         """Those that are answered greedily; where a reward compares with answers, those that have one."""
-        needed = not self.rewarded or bool(self.config.reward.needing_answers())
+        needed = not self.rewarded or bool(self.config.reward.functions_needing_answers())
         return [p for p in self.prompts if p.answer is not None or not needed]
 
-    def _of_greedy(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+    def _measure_greedy(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Measure greedy answers."""
         metrics = validation_rewards(self.config, samples) if self.rewarded else {}
         prompts = self._greedy_prompts

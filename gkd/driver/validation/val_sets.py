@@ -38,7 +38,7 @@ class ValSets:
         """Measure it on some of the sets."""
         return self.measure(self.request(sets))
 
-    def due(self, step: int, rest: bool = False) -> list[Questions]:
+    def due_sets(self, step: int, rest: bool = False) -> list[Questions]:
         """Return the sets that are asked at ``step``, all of them at step 0 and at the end; or the ``rest``."""
         every, last = self.config.trainer.val_every, step == self.config.trainer.total_steps
         due = [last or step % (questions.settings.every or every) == 0 for questions in self.sets]
@@ -58,7 +58,7 @@ class ValSets:
         sampling = sampling_of(self.config.rollout, questions.settings)
         return [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in _jobs(questions)]
 
-    def last(self) -> list[tuple[str, int, Mapping[str, Mapping[str, float]]]]:
+    def last_scores(self) -> list[tuple[str, int, Mapping[str, Mapping[str, float]]]]:
         """Return each set's name, its samples of a question, and its last scores."""
         settings = self.config.data.val_sets
         return [(name, settings[name].samples, scores) for name, scores in self.scores.items()]

@@ -30,11 +30,11 @@ class Texts:
 
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def of(self, text: str) -> int:
+    def number_of(self, text: str) -> int:
         """Return the number of a text."""
         return self.numbers.setdefault(text, len(self.numbers))
 
-    def all(self) -> list[str]:
+    def list_all(self) -> list[str]:
         """Return all texts, each at its number."""
         return list(self.numbers)
 
@@ -96,9 +96,9 @@ def _sample(row: Mapping[str, Any], texts: Texts, detailed: bool) -> dict[str, A
     sample |= {name: str(row[name])[:MAX_CHARACTERS] for name in ("prompt", "response")}
     tokens = row.get("tokens") if detailed else None
     if tokens:
-        columns: dict[str, Any] = {"t": [texts.of(text) for text in tokens["text"]]}
+        columns: dict[str, Any] = {"t": [texts.number_of(text) for text in tokens["text"]]}
         columns |= {short: tokens[name] for short, name in (("s", "student"), ("h", "teacher")) if name in tokens}
         if "top" in tokens:
-            columns["k"] = [[[texts.of(text), p] for text, p in position] for position in tokens["top"]]
+            columns["k"] = [[[texts.number_of(text), p] for text, p in position] for position in tokens["top"]]
         sample["tokens"] = columns
     return sample

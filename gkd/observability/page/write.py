@@ -40,12 +40,12 @@ def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
         described.append(describe(files) | {"samples": samples})
     _name_apart(described)
     notes = [f"steps are thinned to {MAX_ROWS:,}"] if any(run["thinned"] for run in described) else []
-    data = {"written": time.time(), "notes": notes, "texts": texts.all(), "runs": described}
+    data = {"written": time.time(), "notes": notes, "texts": texts.list_all(), "runs": described}
     parts = {
         "REFRESH": "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s:g}">',
         "TITLE": html.escape(", ".join(run["name"] for run in described)),
         "STYLE": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES),
-        "DATA": _in_script(data),
+        "DATA": _encode_for_script(data),
         "SCRIPT": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
     first, *rest = (ASSETS / NAME).read_text(encoding="utf-8").split("@")
@@ -53,7 +53,7 @@ def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
     return first + "".join(parts[text] if number % 2 == 0 else text for number, text in enumerate(rest))
 
 
-def _in_script(data: Any) -> str:
+def _encode_for_script(data: Any) -> str:
     """Return JSON that ends no script element and opens no comment, whatever texts it holds.
 
     Halves of surrogate pairs, which UTF-8 does not have, stay escaped.

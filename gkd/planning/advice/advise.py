@@ -204,7 +204,7 @@ class _Trials:
     def is_minimal(self, settings: Mapping[str, Value]) -> bool:
         """Return whether it fits after the changes, and after no fewer of them."""
         return self.memory_with(settings).fits and not any(
-            self.memory_with(fewer).fits for fewer in _without_one(settings)
+            self.memory_with(fewer).fits for fewer in _leave_out_each(settings)
         )
 
 
@@ -214,7 +214,7 @@ def _cheapest(trials: _Trials, level: int) -> Advice | None:
     changes = [change for change in changes_for(layout, group) if change.level <= level]
     if not trials.can_fit(changes):
         return None
-    bytes_now, seconds_now = _without_cache(memory_of(layout, group)), _step_seconds(layout)
+    bytes_now, seconds_now = _sum_without_cache(memory_of(layout, group)), _step_seconds(layout)
     for n in range(1, MOST_CHANGES + 1):
         fitting: list[Advice] = []
         for settings in filter(trials.is_minimal, _sets_of_changes(trials, changes, n, level)):
@@ -222,7 +222,7 @@ def _cheapest(trials: _Trials, level: int) -> Advice | None:
             config = with_settings(layout.config, whole)
             if _is_possible(layout, config):
                 slower = _step_seconds(replace(layout, config=config)) / seconds_now
-                saves = bytes_now - _without_cache(memory)
+                saves = bytes_now - _sum_without_cache(memory)
                 fitting.append(Advice(group, level, whole, saves, memory.margin, slower, memory.host))
         if fitting:
             return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
@@ -238,12 +238,12 @@ def _is_possible(layout: Layout, config: Config) -> bool:
     return layout.nodes is None or has_room(config, layout.nodes)
 
 
-def _without_cache(memory: GroupMemory) -> float:
+def _sum_without_cache(memory: GroupMemory) -> float:
     """Return the bytes of all items but the cache, which takes whatever there is."""
     return memory.total - memory.items.get("key-value cache", 0.0)
 
 
-def _without_one(settings: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
+def _leave_out_each(settings: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
     for left_out in settings:
         yield {name: value for name, value in settings.items() if name != left_out}
 

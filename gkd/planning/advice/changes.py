@@ -45,7 +45,7 @@ def changes_for(layout: Layout, group: str) -> list[Change]:
         changes = [Change(f"{section}.max_num_seqs", 1, tuple(n_seqs >> i for i in (1, 2, 3) if n_seqs >> i))]
     else:
         changes = _engine_changes(layout, section)
-    if group in ("actor", *layout.config.on_the_actors_gpus()):
+    if group in ("actor", *layout.config.groups_on_actor_gpus()):
         changes = [*changes, *_offer_offload(layout)]
     return [change for change in changes if change.values]
 
@@ -95,7 +95,7 @@ def _offer_gpus(layout: Layout) -> Change:
 def _offer_offload(layout: Layout) -> list[Change]:
     """Offer to offload actor and engines in turn, where that is ruled out and would be possible."""
     config = layout.config
-    possible = config.on_the_actors_gpus() and config.actor.lora.quantize is None and not layout.hardware.is_cpu
+    possible = config.groups_on_actor_gpus() and config.actor.lora.quantize is None and not layout.hardware.is_cpu
     return [Change("cluster.offload", 1, (True,))] if possible and config.cluster.offload is False else []
 
 
@@ -123,7 +123,7 @@ def _takes_any_gpus(config: Config, section: str) -> bool:
 def _engine_changes(layout: Layout, section: str) -> list[Change]:
     engine: Engine = getattr(layout.config, section)
     over_two = engine.model_copy(update={"tensor_parallel_size": 2})  # what auto is as soon as an engine spans GPUs
-    properties = engine_class(over_two, layout.models.of(section))
+    properties = engine_class(over_two, layout.models.shape_of(section))
     slots = slots_of(layout, section, engine)
     seqs = tuple(slots >> i for i in (1, 2, 3) if slots >> i >= 8)
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
@@ -147,7 +147,7 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
 
 
 def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]:
-    n, room, heads = engine.n_gpus_per_node, _free_gpus(layout, section), layout.models.of(section).heads
+    n, room, heads = engine.n_gpus_per_node, _free_gpus(layout, section), layout.models.shape_of(section).heads
     now = engine.tensor_parallel_size
     wider = [now << i for i in (1, 2, 3)] if heads % now == 0 else [1, 2, 4, 8]
     widths = [tp for tp in wider if heads % tp == 0]
@@ -160,7 +160,7 @@ def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]
 
 def _span_nodes(layout: Layout, section: str, room: int) -> list[int]:
     """List widths of an engine on all GPUs of one node or several, where one on those of fewer does not fit."""
-    per_node, heads = layout.gpus_per_node, layout.models.of(section).heads
+    per_node, heads = layout.gpus_per_node, layout.models.shape_of(section).heads
     if not _takes_any_gpus(layout.config, section) or section in layout.config.hosts().values():
         return []
     widest = max(width for width in range(1, per_node + 1) if per_node % width == heads % width == 0)

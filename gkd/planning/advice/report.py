@@ -56,7 +56,7 @@ class PlanReport:
             notes += _notes_of_run(self.factors, config.schedule.max_staleness)
         plan = config.plan
         if needs_offload(self.layout):
-            engines = ", ".join(config.on_the_actors_gpus())
+            engines = ", ".join(config.groups_on_actor_gpus())
             notes.append(
                 f"actor and {engines} are offloaded in turn (cluster.offload), and the time of that is not counted"
             )
@@ -79,7 +79,7 @@ class PlanReport:
             ],
             "all_groups": self.all_groups,
             "stages": asdict(self.stages),
-            "pipeline": [asdict(s) | {"waits": s.waits} for s in self.steps],
+            "pipeline": [asdict(s) | {"waits": s.waiting_s} for s in self.steps],
             "measured": None if self.factors is None else asdict(self.factors),
             "best": [
                 {"gpus": s.gpus, "overrides": s.overrides(), "stages": asdict(s.stages), "step": asdict(s.step)}
@@ -169,11 +169,11 @@ def _print_memory(report: PlanReport, out: Console) -> None:
     groups = report.memory
     table = _table("", *(f"{g.group}, {g.n_gpus} GPU{'s' * (g.n_gpus != 1)}" for g in groups), title="memory, GB a GPU")
     for name in dict.fromkeys(name for group in groups for name in group.items):
-        table.add_row(name, *(_gb(g.items[name]) if name in g.items else "" for g in groups))
+        table.add_row(name, *(_format_gb(g.items[name]) if name in g.items else "" for g in groups))
     table.add_section()
-    table.add_row("needed", *(_gb(g.total) for g in groups))
-    table.add_row("there is", *(_gb(g.available) for g in groups))
-    table.add_row("left", *(_gb(g.margin) for g in groups))
+    table.add_row("needed", *(_format_gb(g.total) for g in groups))
+    table.add_row("there is", *(_format_gb(g.available) for g in groups))
+    table.add_row("left", *(_format_gb(g.margin) for g in groups))
     table.add_row("fits", *("yes" if g.fits else "NO" for g in groups))
     out.print(table)
     for group in groups:
@@ -185,7 +185,7 @@ def _notes(group: GroupMemory) -> list[str]:
     return [*([group.shortage] if group.shortage else []), *group.notes]
 
 
-def _gb(n_bytes: float) -> str:
+def _format_gb(n_bytes: float) -> str:
     return f"{n_bytes / GB:.2f}" if abs(n_bytes) < 10 * GB else f"{n_bytes / GB:.1f}"
 
 
@@ -220,7 +220,7 @@ def _print_pipeline(report: PlanReport, out: Console) -> None:
     groups = list(report.steps[0].busy)
     table = _table(MAX_STALENESS, "s a step", *(f"{g} waits" for g in groups), "most busy", title="")
     for step in report.steps:
-        waits = (f"{step.waits[g]:.2f}" for g in groups)
+        waits = (f"{step.waiting_s[g]:.2f}" for g in groups)
         table.add_row(str(step.staleness), f"{step.seconds:.2f}", *waits, step.bound)
     out.print(table)
 

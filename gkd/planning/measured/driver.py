@@ -22,11 +22,13 @@ RECORDING, PREPARING = ("request", "log"), ("prepare",)
 
 def driver_times(timeline: RunTimeline) -> DriverTimes:
     """Return the means over a run's steps; nothing where its file does not state what the driver did."""
-    recording, preparing = timeline.named("driver", RECORDING), timeline.named("driver", PREPARING)
+    recording, preparing = timeline.spans_named("driver", RECORDING), timeline.spans_named("driver", PREPARING)
     updates = [span for span in timeline.spans if (span.lane, span.name) == (STAGES, "update")]
     scoring = [(span.start, span.end) for span in timeline.spans if (span.lane, span.name) == (STAGES, "score")]
-    working, sampling = timeline.named("actor", WORK["actor"]), timeline.named("rollout", WORK["rollout"])
-    scorers = sorted((s for name in SCORERS for s in timeline.named(name, WORK[name])), key=lambda span: span.start)
+    working, sampling = timeline.spans_named("actor", WORK["actor"]), timeline.spans_named("rollout", WORK["rollout"])
+    scorers = sorted(
+        (s for name in SCORERS for s in timeline.spans_named(name, WORK[name])), key=lambda span: span.start
+    )
     times = []
     for start, end in timeline.steps():
         prepared, updated = _select_within(preparing, start, end), _select_within(updates, start, end)
@@ -39,13 +41,13 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
         before = end - min((span.start for span in recordings if span.start >= handed_over), default=end)
         sampled = any(span.end > start and span.start < end for span in sampling)
         own = DriverTimes(
-            start_s=before + _until_begun(sampling, start, end),
-            score_s=sum(_idle(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
+            start_s=before + _seconds_to_begin(sampling, start, end),
+            score_s=sum(_idle_seconds(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
             record_s=before + recorded - start,
             # Answers of the data are the driver's own work; it waits for nobody else then.
             deliver_s=max(0.0, prepared[-1].start - (max(recorded, update.start) if sampled else recorded)),
             prepare_s=handed_over - prepared[-1].start,
-            call_s=_idle(working, handed_over, update.end),
+            call_s=_idle_seconds(working, handed_over, update.end),
         )
         times.append(astuple(own))
     return DriverTimes(*(fmean(column) for column in zip(*times, strict=True)))
@@ -56,13 +58,13 @@ def _select_within(spans: Sequence[TimelineSpan], start: float, end: float) -> l
     return [span for span in spans if start <= (span.start + span.end) / 2 < end]
 
 
-def _until_begun(sampling: Sequence[TimelineSpan], start: float, end: float) -> float:
+def _seconds_to_begin(sampling: Sequence[TimelineSpan], start: float, end: float) -> float:
     """Return how long after ``start`` the first engine begins; nothing where one is at work already."""
     begun = min((max(start, span.start) for span in sampling if span.end > start and span.start < end), default=start)
     return begun - start
 
 
-def _idle(working: Sequence[TimelineSpan], start: float, end: float) -> float:
+def _idle_seconds(working: Sequence[TimelineSpan], start: float, end: float) -> float:
     """Return the seconds between ``start`` and ``end`` in which none of these workers works."""
     idle, since = 0.0, start
     for span in working:

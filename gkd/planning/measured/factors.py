@@ -44,7 +44,7 @@ def factors_of(directory: str, layout: Layout) -> Factors:
         prompt=_mean_prompt(config, rows),
         response=_mean(rows, "response/length_mean"),
         spread=_spread(config, rows),
-        seen=_seen_lengths(path),
+        seen=_logged_lengths(path),
     )
     config = lengths.lengths(config)
     ran = replace(layout, config=config, models=models_of(config))
@@ -56,12 +56,12 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     factors = replace(lengths, sync=sync, driver=driver_times(timeline), staleness=config.schedule.max_staleness)
     if set(simulated.busy) <= set(busy):
         paces = () if config.schedule.in_flight else paces_of(by_step)  # in flight, a step has no samples of its own
-        return replace(_by_busy(busy, ran, factors), paces=paces)
-    generate, score, update = _by_timings(rows, ran, simulated)
+        return replace(_fit_busy(busy, ran, factors), paces=paces)
+    generate, score, update = _fit_timings(rows, ran, simulated)
     return replace(factors, generate=generate, score=score, update=update)
 
 
-def _by_busy(busy: Mapping[str, float], ran: Layout, factors: Factors) -> Factors:
+def _fit_busy(busy: Mapping[str, float], ran: Layout, factors: Factors) -> Factors:
     """Return the factors with which the simulation has each group as busy in a step as it was."""
     planned = stages_of(ran)
     factors = replace(factors, update=_ratio(busy["actor"], planned.update))
@@ -78,7 +78,7 @@ def _by_busy(busy: Mapping[str, float], ran: Layout, factors: Factors) -> Factor
     return factors
 
 
-def _by_timings(rows: list[dict[str, Any]], ran: Layout, simulated: Step) -> tuple[float, float, float]:
+def _fit_timings(rows: list[dict[str, Any]], ran: Layout, simulated: Step) -> tuple[float, float, float]:
     """Return the factors of sampling, scoring and updates by the driver's times.
 
     These have waits in them where stages overlap, as with streaming or samples that are ahead.
@@ -155,7 +155,7 @@ def _mean_prompt(config: Config, rows: list[dict[str, Any]]) -> int | None:
     return max(1, round(mean(lengths))) if lengths else None
 
 
-def _seen_lengths(path: Path) -> tuple[int, ...]:
+def _logged_lengths(path: Path) -> tuple[int, ...]:
     """Return the tokens of the newest logged responses; none where they are few, or the run logged none.
 
     Raises ConfigError for a file that cannot be read.

@@ -77,7 +77,7 @@ def peak_items(shape: ModelShape, training: Training, micro: MicroBatchSize) -> 
 
 def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict[str, Phase]:
     """Return the bytes by item at each moment that could be the worst."""
-    c, persistent = training.compute, _persistent(shape, training)
+    c, persistent = training.compute, _persistent_items(shape, training)
     before = dict(persistent) | ({"gradients": 0.0} if micro.alone else {})
     forward = before | _forward(shape, training, micro)
     chunk = min(training.loss_chunk, max(1, micro.positions))
@@ -112,16 +112,16 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
 
 def offloaded_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes that a rank has in its host's memory: all that is there between micro-batches, if offloaded."""
-    whole, on_gpu = (_persistent(shape, replace(training, offloaded=offloaded)) for offloaded in (False, True))
+    whole, on_gpu = (_persistent_items(shape, replace(training, offloaded=offloaded)) for offloaded in (False, True))
     return sum(whole.values()) - sum(on_gpu.values()) if training.offloaded else 0.0
 
 
 def checkpoint_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes of the host's memory that a rank's copy of its trained weights and moments takes when saved."""
-    return 3 * _persistent(shape, replace(training, offloaded=False))["gradients"]
+    return 3 * _persistent_items(shape, replace(training, offloaded=False))["gradients"]
 
 
-def _persistent(shape: ModelShape, training: Training) -> dict[str, float]:
+def _persistent_items(shape: ModelShape, training: Training) -> dict[str, float]:
     """Return what is there between micro-batches: weights, gradients, and two moments of what is trained."""
     whole, packed = shape.shard_size(training.world), 0.0
     if training.lora.quantize is not None:  # every rank has them all (gkd.actor.quantize)
@@ -256,7 +256,7 @@ def _backward_working(shape: ModelShape, c: int) -> float:
 
     They are the gradients of its feed-forward part (both factors of the product) and of the residual stream.
     """
-    return c * (2 * shape.widest + shape.hidden)
+    return c * (2 * shape.widest_mlp + shape.hidden)
 
 
 def logit_bytes(

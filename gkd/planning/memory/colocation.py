@@ -22,9 +22,9 @@ def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
     groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
     if not layout.hardware.is_cpu:
         offload = _needs_offload(layout, groups)
-        if offload and "rollout" in layout.config.on_the_actors_gpus():
+        if offload and "rollout" in layout.config.groups_on_actor_gpus():
             groups = [_with_weight_sync(group, groups) if group.group == "actor" else group for group in groups]
-        return [replace(group, available=_available_beside(layout, group, groups, offload)) for group in groups]
+        return [replace(group, available=_available_bytes(layout, group, groups, offload)) for group in groups]
     widths = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in layout.config.pools()]
     totals = [group.total * group.n_gpus / tp for group, tp in zip(groups, widths, strict=True)]
     return [replace(group, available=layout.hardware.memory - sum(totals) + group.total) for group in groups]
@@ -50,16 +50,16 @@ def needs_offload(layout: Layout) -> bool:
 
 def _needs_offload(layout: Layout, groups: list[GroupMemory]) -> bool:
     config = layout.config
-    engines = config.on_the_actors_gpus()
+    engines = config.groups_on_actor_gpus()
     if not engines or config.actor.lora.quantize is not None:
         return False
     if config.cluster.offload != "auto":
         return config.cluster.offload
-    side_by_side = [replace(group, available=_available_beside(layout, group, groups, False)) for group in groups]
+    side_by_side = [replace(group, available=_available_bytes(layout, group, groups, False)) for group in groups]
     return any(not memory.fits for memory in side_by_side if memory.group in ("actor", *engines))
 
 
-def _available_beside(layout: Layout, group: GroupMemory, groups: list[GroupMemory], offload: bool) -> float:
+def _available_bytes(layout: Layout, group: GroupMemory, groups: list[GroupMemory], offload: bool) -> float:
     """Return what a GPU has for a group besides those that share it (``colocate_with``)."""
     colocated = layout.config.may_share()
     others = [other for other in groups if frozenset((group.group, other.group)) in colocated]

@@ -71,7 +71,7 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
         return _actor_memory(layout, pool)
     if not isinstance(pool, Engine):
         return _reward_model_memory(layout, pool)
-    if not engine_class(pool, layout.models.of(group)).managed_memory:
+    if not engine_class(pool, layout.models.shape_of(group)).managed_memory:
         unmanaged = _unmanaged_scorer_memory if isinstance(pool, Scorer) else _unmanaged_sampler_memory
         return unmanaged(layout, group, pool)
     return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)
@@ -134,7 +134,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
 
 def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
     """Count the weights, and a forward pass of as many sequences as run at a time (gkd.inference.classifier)."""
-    shape, c, settings = layout.models.of("reward_model"), layout.compute_bytes, layout.config.reward_model
+    shape, c, settings = layout.models.shape_of("reward_model"), layout.compute_bytes, layout.config.reward_model
     tokens = settings.max_num_seqs * min(settings.max_model_len, layout.workload().longest)
     items = {
         "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
@@ -146,7 +146,12 @@ def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
 
 def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return the memory of one GPU of a vLLM engine."""
-    shape, gpu, tp, c = layout.models.of(group), layout.hardware, engine.tensor_parallel_size, layout.compute_bytes
+    shape, gpu, tp, c = (
+        layout.models.shape_of(group),
+        layout.hardware,
+        engine.tensor_parallel_size,
+        layout.compute_bytes,
+    )
     weights = _engine_weights(shape, engine, c) / tp
     slots = slots_of(layout, group, engine)
     step, graphs = _step_activations(shape, engine, slots, gpu.memory, c), _process_bytes(engine)
@@ -168,7 +173,7 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         items["top K of prompt rows"] = float(engine_class(engine, shape).top_k_bytes(_step_tokens(gpu.memory), k))
     else:
         items["weights being received"] = c * (shape.largest_layer / tp + shape.largest_weight)
-    n_held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _in_blocks(longest)))
+    n_held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _round_to_blocks(longest)))
     shortage = ""
     if shape.heads % tp:
         shortage = f"tensor_parallel_size={tp} does not divide {shape.heads} attention heads"
@@ -187,7 +192,7 @@ def _engine_weights(shape: ModelShape, engine: Engine, c: int) -> float:
 
 def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return the memory of one vLLM engine on a CPU."""
-    shape, workload, c = layout.models.of(group), layout.workload(), layout.compute_bytes
+    shape, workload, c = layout.models.shape_of(group), layout.workload(), layout.compute_bytes
     items = {
         "weights": _engine_weights(shape, engine, c),
         "key-value cache": float(engine.cpu_cache_gb * GIB),
@@ -226,7 +231,7 @@ def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> Grou
 
     On a CPU a tied head has a copy of its weight in another layout.
     """
-    shape, c, longest = layout.models.of(group), layout.compute_bytes, layout.workload().longest
+    shape, c, longest = layout.models.shape_of(group), layout.compute_bytes, layout.workload().longest
     device = layout.device
     kind = engine_class(engine, shape)
     tokens = max(longest, min(kind.pass_tokens[device], engine.slots * longest))
@@ -245,7 +250,7 @@ def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> Grou
 
 def _pass_bytes(shape: ModelShape, tokens: int, c: int) -> int:
     """Return the bytes of activations of a forward pass that keeps none: of a feed-forward part, or of attention."""
-    return tokens * c * max(4 * shape.hidden + 3 * shape.widest, 10 * shape.hidden)
+    return tokens * c * max(4 * shape.hidden + 3 * shape.widest_mlp, 10 * shape.hidden)
 
 
 def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
@@ -256,8 +261,8 @@ def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
 
 def _n_held(layout: Layout, group: str, engine: Engine, cache: float) -> int:
     """Count the sequences of mean length that ``cache`` bytes hold."""
-    a_token = kv_bytes(layout.models.of(group), engine.tensor_parallel_size, layout.compute_bytes)
-    return int(cache // (a_token * _in_blocks(layout.workload().length)))
+    a_token = kv_bytes(layout.models.shape_of(group), engine.tensor_parallel_size, layout.compute_bytes)
+    return int(cache // (a_token * _round_to_blocks(layout.workload().length)))
 
 
 def slots_of(layout: Layout, group: str, engine: Engine) -> int:
@@ -267,7 +272,7 @@ def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     length: of more, vLLM would throw caches away and compute them once more. But 128 at least: a mean length that is
     not known is taken to be the limit, and is far less than that where responses are long.
     """
-    shape, gpu = layout.models.of(group), layout.hardware
+    shape, gpu = layout.models.shape_of(group), layout.hardware
     if engine.max_num_seqs is not None or gpu.is_cpu or not engine_class(engine, shape).managed_memory:
         return engine.slots
     ahead = layout.workload().samples * (1 + layout.config.schedule.max_staleness)
@@ -283,13 +288,13 @@ def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
     A sampler of a small model is left millions of blocks of 16 tokens, and vLLM goes through all of them whenever the
     cache is forgotten, as for new weights. It then gets twice what its sequences can fill.
     """
-    shape, c = layout.models.of(group), layout.compute_bytes
+    shape, c = layout.models.shape_of(group), layout.compute_bytes
     samples_on_gpu = group == "rollout" and not layout.hardware.is_cpu and engine_class(engine, shape).managed_memory
     if engine.kv_cache_gb is not None or not samples_on_gpu:
         return engine.kv_cache_gb
     slots, a_token = slots_of(layout, group, engine), kv_bytes(shape, engine.tensor_parallel_size, c)
     left = _cache_bytes(layout, group, engine, slots)
-    gb = -(-2 * slots * a_token * _in_blocks(layout.workload().longest) // GIB)
+    gb = -(-2 * slots * a_token * _round_to_blocks(layout.workload().longest) // GIB)
     return gb if left > max(gb * GIB, MANY_BLOCKS * BLOCK * a_token) else None
 
 
@@ -301,7 +306,7 @@ def _cache_bytes(layout: Layout, group: str, engine: Engine, slots: int) -> floa
 
 def _share_left(layout: Layout, group: str, engine: Engine, slots: int) -> float:
     """Return what vLLM's share of a GPU leaves for the cache, negative where it is too small for the rest."""
-    shape, c, memory = layout.models.of(group), layout.compute_bytes, layout.hardware.memory
+    shape, c, memory = layout.models.shape_of(group), layout.compute_bytes, layout.hardware.memory
     taken = _engine_weights(shape, engine, c) / engine.tensor_parallel_size
     taken += _step_activations(shape, engine, slots, memory, c) + _process_bytes(engine)
     return engine.gpu_memory_utilization * memory - taken
@@ -317,13 +322,13 @@ def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
     return 2 * shape.n_layers * heads * shape.head_dim * c
 
 
-def _in_blocks(length: int) -> int:
+def _round_to_blocks(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
 def _step_activations(shape: ModelShape, engine: Engine, slots: int, memory: float, c: int) -> float:
     """Return the bytes of the largest step that vLLM measures itself with: its default tokens, and sampling."""
-    a_token = c * (3 * shape.hidden + 3 * shape.widest / engine.tensor_parallel_size)
+    a_token = c * (3 * shape.hidden + 3 * shape.widest_mlp / engine.tensor_parallel_size)
     return _step_tokens(memory) * a_token + slots * shape.vocabulary * (c + 2 * F32)
 
 

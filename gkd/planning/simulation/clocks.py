@@ -29,7 +29,7 @@ class GroupClock:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
 
     @property
-    def works(self) -> bool:
+    def is_working(self) -> bool:
         """Whether the group's time passes."""
         return self.busy > 0 and not self.paused
 

@@ -33,7 +33,7 @@ def simulate(run: SimulatedRun, steps: int | None = None, first: int | None = No
     None: of a few, or of as many as have paces of their own, after those until the long run.
     """
     steps = max(MEASURED, len(run.paces)) if steps is None else steps
-    first = long_run(run.max_staleness) if first is None else first
+    first = steps_to_steady_state(run.max_staleness) if first is None else first
     simulation = _Simulation(run, first + steps)
     simulation.run_all()
     ends = [0.0, *simulation.ends]
@@ -46,7 +46,7 @@ def simulate(run: SimulatedRun, steps: int | None = None, first: int | None = No
     return Step(run.max_staleness, seconds, busy, max(busy, key=lambda name: busy[name]), generated, scored)
 
 
-def long_run(max_staleness: int) -> int:
+def steps_to_steady_state(max_staleness: int) -> int:
     """Return after how many steps a run does as it will go on doing.
 
     All that may be sampled ahead of the first update is drained before it, so the groups behind the engines begin with
@@ -97,24 +97,24 @@ class _Simulation:
         load: dict[str, float] = {}
         clocks = [*self.groups.values(), self.driver]
         for group in clocks:
-            if group.works:
+            if group.is_working:
                 load[group.device] = load.get(group.device, 0.0) + 1 / self.run.at_once
         load = {device: max(1.0, busy) for device, busy in load.items()}
         nearest: GroupClock | None = None
         dt = float("inf")
         for group in clocks:
-            if group.works and group.events:
+            if group.is_working and group.events:
                 left = max(0.0, group.events[0][0] - group.now) * load[group.device]
                 if left < dt:
                     nearest, dt = group, left
         assert nearest is not None, "somebody works until the last step has ended"
         self.time += dt
         for group in clocks:
-            if group.works:
+            if group.is_working:
                 group.advance(dt / load[group.device])
         heapq.heappop(nearest.events)[2]()
 
-    def _at(self, clock: GroupClock, seconds: float, action: Callable[[], None]) -> None:
+    def _run_after(self, clock: GroupClock, seconds: float, action: Callable[[], None]) -> None:
         """Have ``action`` happen after so many seconds of a group's own time."""
         self.number += 1
         heapq.heappush(clock.events, (clock.now + seconds, self.number, action))
@@ -130,7 +130,7 @@ class _Simulation:
             self.driver.busy -= 1
             action()
 
-        self._at(self.driver, seconds, happen)
+        self._run_after(self.driver, seconds, happen)
 
     # Requests and engines
 
@@ -179,7 +179,7 @@ class _Simulation:
         engine.planned += 1
         if engine.running:
             left = (engine.running[0][0] - engine.tokens) * self._token_s(engine)
-            self._at(group, engine.at - group.now + left, partial(self._end_sampling, number, engine.planned))
+            self._run_after(group, engine.at - group.now + left, partial(self._end_sampling, number, engine.planned))
 
     def _begin(self, engine: EngineClock) -> list[tuple[SimulatedSample, float]]:
         """Return the waiting samples that an engine begins now, and the tokens after which each comes out of it."""
@@ -244,7 +244,9 @@ class _Simulation:
             samples = [heapq.heappop(self.queues[name])[-1] for _ in range(n)]
             group.busy += 1
             tokens = sum(self.run.prompt + sample.length for sample in samples) / self.run.mean_tokens
-            self._at(group, scoring.seconds * tokens * self.pace.score, partial(self._end_scoring, name, samples))
+            self._run_after(
+                group, scoring.seconds * tokens * self.pace.score, partial(self._end_scoring, name, samples)
+            )
 
     def _end_scoring(self, name: str, samples: Sequence[SimulatedSample]) -> None:
         self.groups[name].busy -= 1
@@ -308,7 +310,7 @@ class _Simulation:
             self.computing, self.groups["actor"].busy = False, 0
             then()
 
-        self._at(self.groups["actor"], seconds, done)
+        self._run_after(self.groups["actor"], seconds, done)
 
     def _end_update(self) -> None:
         self._schedule(self.run.driver.call_s, self._end_call)

@@ -128,6 +128,6 @@ class Step:
     scored: float = 0.0
 
     @property
-    def waits(self) -> dict[str, float]:
+    def waiting_s(self) -> dict[str, float]:
         """Return the seconds of a step that each group has nothing to do."""
         return {group: max(0.0, self.seconds - busy) for group, busy in self.busy.items()}

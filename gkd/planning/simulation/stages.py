@@ -203,7 +203,7 @@ def score_one_s(layout: Layout, group: str, engine: Engine) -> float:
 
     vLLM has the head at every token, the torch engine at those of the response.
     """
-    shape, workload = layout.models.of(group), layout.workload()
+    shape, workload = layout.models.shape_of(group), layout.workload()
     length, every_row = workload.length, engine_class(engine, shape).managed_memory
     n_rows = length if every_row else workload.response
     rate, _ = _engine_speed(layout, engine.tensor_parallel_size)
@@ -213,7 +213,7 @@ def score_one_s(layout: Layout, group: str, engine: Engine) -> float:
 
 def reward_s(layout: Layout, pool: Pool) -> tuple[float, float]:
     """Return the seconds that a reward model takes for a batch, and for one sample: layers alone, it has one output."""
-    workload, shape = layout.workload(), layout.models.of("reward_model")
+    workload, shape = layout.workload(), layout.models.shape_of("reward_model")
     sample_s = workload.length * forward_flops(shape, workload.length / 2) / layout.hardware.flops
     return max(1.0, workload.samples / pool.n_workers) * sample_s, sample_s
 
@@ -277,8 +277,8 @@ def sync_s(layout: Layout, world: int) -> float:
     gathered = 0.0 if world == 1 or not transfer.gathers else n_bytes / hardware.link
     if not transfer.gpu_to_gpu:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
-    link = hardware.link if _on_one_node(layout) else hardware.network
-    sent = 0.0 if "rollout" in layout.config.on_the_actors_gpus() else n_bytes / link
+    link = hardware.link if _is_on_one_node(layout) else hardware.network
+    sent = 0.0 if "rollout" in layout.config.groups_on_actor_gpus() else n_bytes / link
     return SWITCH_S + gathered + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth) + sent
 
 
@@ -287,7 +287,7 @@ def transfer_of(layout: Layout) -> str:
     config, is_cpu = layout.config, layout.hardware.is_cpu
     if config.weights.transfer != "auto":
         return config.weights.transfer
-    colocated = is_cpu or "rollout" in config.on_the_actors_gpus()
+    colocated = is_cpu or "rollout" in config.groups_on_actor_gpus()
     device = "cpu" if is_cpu else "cuda"
     actor, rollout = _Worker(device, ["GPU-0"]), _Worker(device, ["GPU-0" if colocated else "GPU-1"])
     return choose(config.weights, config.rollout, [actor], [rollout])
@@ -301,7 +301,7 @@ class _Worker:
     gpu_uuids: list[str]
 
 
-def _on_one_node(layout: Layout) -> bool:
+def _is_on_one_node(layout: Layout) -> bool:
     trainer, rollout = layout.config.trainer, layout.config.rollout
     return trainer.nnodes == rollout.nnodes == 1 and (
         trainer.n_gpus_per_node + rollout.n_gpus_per_node <= layout.config.plan.gpus_per_node

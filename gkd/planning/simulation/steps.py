@@ -52,7 +52,7 @@ def streams(layout: Layout) -> bool:
 
 def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     """Return what is simulated for a layout."""
-    config, workload, scale = layout.config, layout.workload(), _Scale.of(layout)
+    config, workload, scale = layout.config, layout.workload(), _Scale.from_layout(layout)
     trainer, schedule, world = config.trainer, config.schedule, config.trainer.n_workers
     adam = adam_s(layout, world) * factors.update
     chunk = largest_micro_batch(layout, world).tokens * world / scale.weight if streams(layout) else None
@@ -90,7 +90,7 @@ class _Scale:
     weight: float
 
     @classmethod
-    def of(cls, layout: Layout) -> _Scale:
+    def from_layout(cls, layout: Layout) -> _Scale:
         workload, n = layout.workload(), layout.config.rollout.n
         n_prompts = max(1, min(workload.prompts, MOST_SAMPLES // n))
         return cls(n_prompts, workload.samples / (n_prompts * n))
@@ -129,7 +129,7 @@ def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, Scori
     for section, engine in config.pools():
         if isinstance(engine, Scorer):
             n_servers, seconds = engine.n_engines, score_one_s(layout, section, engine)
-            n_tokens = engine_class(engine, layout.models.of(section)).pass_tokens[layout.device]
+            n_tokens = engine_class(engine, layout.models.shape_of(section)).pass_tokens[layout.device]
         elif isinstance(engine, RewardModel):
             n_servers, seconds = engine.n_workers, reward_s(layout, engine)[1]
             n_tokens = 0

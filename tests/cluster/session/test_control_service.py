@@ -37,16 +37,16 @@ def test_it_is_missed_when_it_is_gone_and_the_run_ends_once(
         time.sleep(0.2)
         at_once.require()
         at_once.require_time()
-        assert not at_once.lost
+        assert not at_once.is_lost
         server.close()
-        assert eventually(lambda: at_once.lost and patient.lost)
+        assert eventually(lambda: at_once.is_lost and patient.is_lost)
         patient.require_time()  # there is time to finish the step
         with pytest.raises(ControlLost, match=rf"control service \(GCS\) at {where} is gone"):
             patient.require()
         with pytest.raises(ControlLost):
             at_once.require_time()
         at_once.require()  # a checkpoint can be written
-        assert not grace.lost  # a cluster may start it again
+        assert not grace.is_lost  # a cluster may start it again
     finally:
         for service in (at_once, patient, grace):
             service.close()

@@ -33,7 +33,7 @@ class Engines:
         self.calls.append(list(requests))
         return list(range(first, first + len(requests)))
 
-    def in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
+    def collect_in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
         requests = [request for call in self.calls for request in call]
         yield self.finished([requests[key] for key in keys])
 

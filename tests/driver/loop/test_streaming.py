@@ -79,7 +79,7 @@ def test_without_rewards_samples_are_streamed_one_by_one() -> None:
 class OverTheBatch(AdvantageEstimator):
     """Looks at all groups."""
 
-    def of_group(self, rewards: Any) -> Any:
+    def compute_advantages(self, rewards: Any) -> Any:
         return rewards
 
     def __call__(self, rewards: Any, groups: Any) -> Any:

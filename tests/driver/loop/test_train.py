@@ -76,7 +76,7 @@ class Played:
         self.seeds += [request.seed for request in requests]
         return list(requests)
 
-    def in_order(self, requests: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
+    def collect_in_order(self, requests: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
         self.step += 1
         self.note("collect")
         found = Engines(lambda request: float(request.index)).finished(requests)

@@ -60,19 +60,19 @@ def make(tmp_path: Path, **sets: dict[str, Any]) -> tuple[ValSets, Engines]:
 def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
     own = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 0.2, "stop": ["c"]}
     sets, engines = make(tmp_path, own={**own, "max_response_length": 4})
-    sets.run(sets.due(0))
+    sets.run(sets.due_sets(0))
     assert {request.sampling for request in engines.requests} == {Sampling(4, 0.5, 1.0, 3, 0.1, 0.2, ("c",))}
 
 
 def test_every_set_has_its_own_interval(tmp_path: Path) -> None:
     sets, _ = make(tmp_path, usual={}, seldom={"every": 25})
-    due = {step: {name.split("/")[1] for name in sets.run(sets.due(step))} for step in (0, 7, 10, 25, 35)}
+    due = {step: {name.split("/")[1] for name in sets.run(sets.due_sets(step))} for step in (0, 7, 10, 25, 35)}
     assert due == {0: {"usual", "seldom"}, 7: set(), 10: {"usual"}, 25: {"seldom"}, 35: {"usual", "seldom"}}
 
 
 def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, hard={"samples": 2, "temperature": 0.7, "max_response_length": 5})
-    found = sets.run(sets.due(0))
+    found = sets.run(sets.due_sets(0))
     wanted = {
         "accuracy": 0.5,
         "pass@2": 1.0,
@@ -82,17 +82,17 @@ def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_pat
         "stderr": 0.0,
     }
     assert found == pytest.approx({f"val/hard/{name}": value for name, value in wanted.items()})
-    ((name, n_samples, scores),) = sets.last()
+    ((name, n_samples, scores),) = sets.last_scores()
     assert (name, n_samples, [own["accuracy"] for own in scores.values()]) == ("hard", 2, [0.5] * 3)
     assert [(r.prompt.id, r.index) for r in engines.requests] == [(i, k) for i in range(3) for k in range(2)]
     assert {(r.sampling.temperature, r.sampling.max_tokens) for r in engines.requests} == {(0.7, 5)}
     assert len({r.seed for r in engines.requests}) == 6
     first = [r.seed for r in engines.requests]
-    sets.run(sets.due(10))
+    sets.run(sets.due_sets(10))
     assert [r.seed for r in engines.requests[6:]] == first  # the same at every validation
 
 
 def test_one_greedy_answer_is_the_default(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, usual={})
-    assert sets.run(sets.due(0))["val/usual/accuracy"] == pytest.approx(1 / 3)
+    assert sets.run(sets.due_sets(0))["val/usual/accuracy"] == pytest.approx(1 / 3)
     assert {r.sampling.temperature for r in engines.requests} == {0.0}

@@ -61,7 +61,7 @@ def test_what_a_dead_head_left_is_ended_and_a_run_that_joined_is_not(
     try:
         node = LocalNode("head", "127.0.0.1:6379", None, agent.pid, "feedbeef")
         node.write()
-        assert not node.alive
+        assert not node.is_alive
         assert node.processes() == [agent.pid]
         assert main(["stop"]) == 0
         assert tells(capsys.readouterr().out, "head", "127.0.0.1:6379")

@@ -368,16 +368,16 @@ def test_works_off_the_main_thread() -> None:
 def test_an_expression_that_would_never_end_is_wrong_and_the_next_one_is_still_judged() -> None:
     judge = MathJudge(seconds=0.5)
     try:
-        assert judge.equal("1/2", "0.5")
-        assert not judge.equal("$2^{2^{2^{2^{2^2}}}}$", "3")
-        assert judge.equal("1/2", "0.5")
+        assert judge.are_equal("1/2", "0.5")
+        assert not judge.are_equal("$2^{2^{2^{2^{2^2}}}}$", "3")
+        assert judge.are_equal("1/2", "0.5")
     finally:
         judge.close()
 
 
 def test_closing_leaves_no_child() -> None:
     judge = MathJudge()
-    judge.equal("1", "1")
+    judge.are_equal("1", "1")
     child = judge._child
     assert isinstance(child, subprocess.Popen)
     judge.close()

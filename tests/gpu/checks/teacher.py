@@ -62,7 +62,7 @@ def _worst(engine: Any, sequences: Any, logits: Any, top_k: int, temperature: fl
     for key, ids in enumerate(sequences):
         engine.add(key, Score(ids, ((PROMPT, len(ids)),), top_k, temperature, kept))
     targets: dict[int, Any] = {}
-    while engine.busy():
+    while engine.has_unfinished_requests():
         targets |= dict(engine.step())
     differences = []
     for key, ids in enumerate(sequences):

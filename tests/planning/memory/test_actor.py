@@ -198,7 +198,7 @@ def test_what_autograd_saves_is_counted_to_a_percent() -> None:
 
     scored = samples([LENGTH] * N, RESPONSE, model.vocab_size, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        student.hidden(collate(scored, None, [0.0] * N, [0.0] * N))
+        student.compute_hidden(collate(scored, None, [0.0] * N, [0.0] * N))
     shape = shape_of(model.to_dict())
     kept = saved_activations(shape, 4)
     expected = N * LENGTH * (kept.layers[0] * shape.n_layers + kept.outside)

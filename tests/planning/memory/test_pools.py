@@ -17,7 +17,7 @@ DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b
 def test_a_scorers_class_is_asked_what_its_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     s = layout_of(*DISTIL, "teacher.engine=torch")
     activations = pool_memory(s, "teacher", s.config.teacher).items["activations"]
-    monkeypatch.setattr(engine_class(s.config.teacher, s.models.of("teacher")), "logit_bytes", {"cuda": 4 << 30})
+    monkeypatch.setattr(engine_class(s.config.teacher, s.models.shape_of("teacher")), "logit_bytes", {"cuda": 4 << 30})
     assert pool_memory(s, "teacher", s.config.teacher).items["activations"] > activations
 
 
@@ -138,7 +138,7 @@ def test_quantized_weights_are_counted_by_their_bits() -> None:
             for more in ((), ("teacher.quantization=fp8",), ("teacher.quantization=mxfp4",))
         )
     )
-    shape = layout_of(*DISTIL).models.of("teacher")
+    shape = layout_of(*DISTIL).models.shape_of("teacher")
     embeddings = shape.n_parameters - sum(kind.count * w.size for kind in shape.layers for w in kind.weights)
     assert half == pytest.approx(plain / 2 + embeddings, rel=1e-3)
     assert quarter == pytest.approx(plain / 4 + 1.5 * embeddings, rel=1e-3)

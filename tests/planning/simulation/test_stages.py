@@ -42,7 +42,7 @@ def test_scoring_is_near_the_measured_rate() -> None:
 def test_layers_alone_are_near_the_measured_rate(model: str, measured: float) -> None:
     """vLLM's bare prefill of the 1.5B, and torch's forward pass of the 0.5B without its head."""
     s = layout_of(*H200)
-    assert s.hardware.flops / forward_flops(s.models.of(model), 512) == pytest.approx(measured, rel=0.1)
+    assert s.hardware.flops / forward_flops(s.models.shape_of(model), 512) == pytest.approx(measured, rel=0.1)
 
 
 def test_a_step_is_near_the_measured_one() -> None:

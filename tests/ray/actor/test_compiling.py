@@ -120,11 +120,11 @@ def test_what_a_pack_is_padded_with_is_in_no_sequence_and_no_row(tmp_path: Path)
         assert not padded.position_ids[starts].any() and int((padded.position_ids == 0).sum()) == len(starts)
         assert padded.rows is micro.rows and padded.targets is micro.targets
         with torch.no_grad():
-            torch.testing.assert_close(student.hidden(padded)[:n], student.hidden(micro))
+            torch.testing.assert_close(student.compute_hidden(padded)[:n], student.compute_hidden(micro))
 
 
 def test_auto_is_gpus_and_dense_models_that_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "why_unavailable", lambda device: None)  # no GPU is needed to know
+    monkeypatch.setattr(compiling, "find_obstacle", lambda device: None)  # no GPU is needed to know
     lm = models.make("llama")
     assert compile_layers(lm, "auto", BUDGET, CUDA, True) is None
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
@@ -143,8 +143,8 @@ def test_a_machine_that_cannot_compile_is_named_at_the_start(
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
     with pytest.raises(ConfigError, match=r"^actor\.compile=true: .*division by zero.*; actor\.compile="):
         compile_layers(models.make("llama"), True, BUDGET, CPU, True)
-    reason = compiling.why_unavailable(CPU)
-    monkeypatch.setattr(compiling, "why_unavailable", lambda device: reason)
+    reason = compiling.find_obstacle(CPU)
+    monkeypatch.setattr(compiling, "find_obstacle", lambda device: reason)
     assert compile_layers(models.make("llama"), "auto", BUDGET, CUDA, True) is None
     assert "(actor.compile=auto): torch could" in caplog.messages[-1]
 
@@ -156,7 +156,7 @@ def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(
     plain, _ = students(model, tmp_path)
     monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
-    monkeypatch.setattr(compiling, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(compiling, "find_obstacle", lambda device: None)
     _, strict = students(model, tmp_path)
     with pytest.raises(RuntimeError) as failure:
         loss_and_gradients(strict, 0, 4)

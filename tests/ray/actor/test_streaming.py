@@ -84,7 +84,7 @@ def test_chunks_add_up_to_the_batch(
             totals = Totals()
             accumulate(ranks, batch, token_weights(lengths, kept, how, LIMIT), sum(lengths))
         else:
-            totals = Totals.of(lengths, kept, how)
+            totals = Totals.from_lengths(lengths, kept, how)
             for number, (start, stop) in enumerate(CHUNKS):
                 weights = chunk_weights(lengths[start:stop], kept[start:stop], how, LIMIT)
                 accumulate(ranks, batch[start:stop], weights, 1, number)

@@ -52,7 +52,7 @@ def run():
         call = actor.submit("wait_for_flag")
         if waits:
             gather([call], 600)
-        while not session.control.lost:
+        while not session.control.is_lost:
             time.sleep(0.1)
         return 0
 

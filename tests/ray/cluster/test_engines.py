@@ -24,20 +24,20 @@ def rollout_of(placed, **settings):
 def test_a_leader_sees_all_the_gpus_of_its_engine(placed):
     rollout = rollout_of(placed, n_gpus_per_node=4, tensor_parallel_size=2)
     ids = [r.cuda_visible_devices for r in rollout.reports]
-    engines = Engines.of(rollout, 2, timeout_s=30)
+    engines = Engines.from_group(rollout, 2, timeout_s=30)
     assert (len(engines.leaders), len(engines.followers)) == (2, 0)
     gather(engines.submit_build(PART, PART, [("a",), ("b",)], {}), 30)
     assert engines.leaders.call("what", timeout_s=30) == [
         ("a", None, f"{ids[0]},{ids[1]}"), ("b", None, f"{ids[2]},{ids[3]}"),
     ]  # fmt: skip
     assert engines.bind().refs == ()
-    assert Engines.of(rollout, 1, timeout_s=30).leaders is rollout
+    assert Engines.from_group(rollout, 1, timeout_s=30).leaders is rollout
 
 
 def test_an_engine_over_nodes_has_a_part_on_each_and_ends_with_any(placed):
     rollout = rollout_of(placed, n_gpus_per_node=2, nnodes=4, tensor_parallel_size=4, across_nodes=True)
     by_node = [rollout.reports[first : first + 2] for first in range(0, 8, 2)]
-    engines = Engines.of(rollout, 4, timeout_s=30)
+    engines = Engines.from_group(rollout, 4, timeout_s=30)
     assert [report.rank for report in engines.leaders.reports] == [0, 4]
     assert [report.rank for report in engines.followers.reports] == [2, 6]
     gather(engines.submit_build(PART, PART, [("a",), ("b",)], {}), 30)
@@ -65,7 +65,7 @@ def test_an_engine_over_nodes_has_a_part_on_each_and_ends_with_any(placed):
 def test_an_engine_with_more_gpus_on_one_node_than_on_another_is_refused(placed):
     rollout = rollout_of(placed, n_gpus_per_node=3, nnodes=2)
     with pytest.raises(RunFailed, match=r"tensor_parallel_size=4 from rank 0 .*3 \+ 1 GPUs"):
-        Engines.of(rollout, 4, timeout_s=30)
+        Engines.from_group(rollout, 4, timeout_s=30)
 
 
 def test_an_engine_whose_node_has_left_is_started_on_another_one(cluster, placed, hold, tmp_path):
@@ -78,7 +78,7 @@ def test_an_engine_whose_node_has_left_is_started_on_another_one(cluster, placed
         configuration(1, {"n_gpus_per_node": 2, "nnodes": 2, "tensor_parallel_size": 2}, None, reserve_timeout_s=2.0)
     )
     placement.write_json(tmp_path / "placement.json")
-    engines = Engines.of(placement.groups["rollout"], 2, timeout_s=30)
+    engines = Engines.from_group(placement.groups["rollout"], 2, timeout_s=30)
     stays, leaves = engines.leaders.reports
     assert (stays.node_id, leaves.node_id) == (first.id, leaving.node_id)
     cluster.remove_node(leaving)

@@ -82,7 +82,7 @@ def write(config: Config, output: Path, *steps: int) -> None:
     every = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_every": 1})})
     writer = checkpoints(every, output)
     for step in steps:
-        writer.after(Actor(step), State(step, {"drawn": 8 * step}))
+        writer.save_if_due(Actor(step), State(step, {"drawn": 8 * step}))
         writer.wait()
     writer.finish()
 
@@ -117,7 +117,7 @@ def test_those_by_time_take_no_place_of_those_by_step(tmp_path: Path) -> None:
     config = load({"trainer": {"total_steps": 200, "keep_checkpoints": 2, "save_every": 10, "save_minutes": 1e-9}})
     writer = checkpoints(config, tmp_path)
     for step in range(1, 24):
-        writer.after(Actor(step), State(step))
+        writer.save_if_due(Actor(step), State(step))
         writer.wait()
     assert names(tmp_path) == {"step_10", "step_20", "step_22", "step_23"}
     assert [read(path).cause for path in complete(tmp_path / "checkpoints")] == ["step", "step", "time", "time"]
@@ -128,7 +128,7 @@ def test_by_time_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     writer, actor = checkpoints(config, tmp_path), Actor(1, until=tmp_path / "written")
     for actor.step in (1, 2, 3):
         writer.train(State(actor.step, row={}))
-        writer.after(actor, State(actor.step))
+        writer.save_if_due(actor, State(actor.step))
     assert actor.copies == 1  # the first is under way still
     assert not complete(tmp_path / "checkpoints")
     (tmp_path / "written").touch()
@@ -138,7 +138,7 @@ def test_by_time_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
         writer.train(State(4, row={}))
     assert names(tmp_path) == {"step_1"}
     none = checkpoints(load({"trainer": {"save_minutes": None}}), tmp_path / "none")
-    none.after(Actor(1), State(1))
+    none.save_if_due(Actor(1), State(1))
     assert not (tmp_path / "none").exists()
 
 
@@ -146,19 +146,19 @@ def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_ru
     tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
     writer = checkpoints(load({"trainer": {"total_steps": 3, "save_every": 1}}), tmp_path)
-    writer.after(Actor(1), State(1))
-    writer.after(Actor(2, broken=True), State(2))
+    writer.save_if_due(Actor(1), State(1))
+    writer.save_if_due(Actor(2, broken=True), State(2))
     writer.wait()
     (text,) = (record.getMessage() for record in told.records)
     assert tells(text, "checkpoint", "step 2", "no space", "/there")
     assert names(tmp_path) == {"step_1"}
     writer.finish()
-    writer.after(Actor(3, broken=True), State(3))
+    writer.save_if_due(Actor(3, broken=True), State(3))
     writer.wait()
     with pytest.raises(RunFailed, match=r"\bstep 3\b.*: no space"):
         writer.finish()
     stopped_early = checkpoints(load({"trainer": {"total_steps": 300, "save_every": 100}}), tmp_path)
-    stopped_early.after(Actor(4, broken=True), State(4), last=True)
+    stopped_early.save_if_due(Actor(4, broken=True), State(4), last=True)
     stopped_early.wait()
     with pytest.raises(RunFailed, match=r"\bstep 4\b.*: no space"):
         stopped_early.finish()
@@ -170,7 +170,7 @@ def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.
     def ended(actor: Actor, output: Path) -> State | None:
         writer = checkpoints(load(SAME), output)
         writer.train(State(5, {"drawn": 5}, row={"length": 1.0}))
-        writer.after(Actor(5), State(5, {"drawn": 5}))
+        writer.save_if_due(Actor(5), State(5, {"drawn": 5}))
         writer.train(State(6, {"drawn": 6}, row={"length": 2.0}))
         writer.rescue(actor)
         return find(load(SAME), output).state if (output / "checkpoints").exists() else None
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.
 def test_one_that_takes_too_long_is_given_up_and_said(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     """As on a disk that does not answer: training goes on, and without a word nobody would know what is missing."""
     writer = checkpoints(load({"trainer": {"save_minutes": 1e-9, "save_timeout_s": 0.1}}), tmp_path)
-    writer.after(Actor(1, until=tmp_path / "written"), State(1))
+    writer.save_if_due(Actor(1, until=tmp_path / "written"), State(1))
     time.sleep(0.2)
     writer.train(State(2, row={}))
     (tmp_path / "written").touch()
@@ -221,7 +221,7 @@ def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
     nothing.train(State(1, row={}))
     nothing.rescue(Actor(0))  # no step is done
     assert not told.records
-    writer.after(Actor(1), State(1))
+    writer.save_if_due(Actor(1), State(1))
     writer.train(State(2, row={}))
     writer.rescue(Actor(None))
     assert f"step 1: {tmp_path / 'checkpoints' / 'step_1'} (" in told.records[-1].getMessage()
@@ -346,7 +346,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_named_and_what_was_begun_is_deleted(full: Path, told: pytest.LogCaptureFixture) -> None:
     writer = checkpoints(load({"trainer": {"total_steps": 3, "save_every": 1}}), full)
     (full / "filling").write_bytes(b"x" * (40 << 10))
-    writer.after(Actor(1), State(1, {"x" * 50_000: 1}))
+    writer.save_if_due(Actor(1), State(1, {"x" * 50_000: 1}))
     writer.wait()
     (text,) = (record.getMessage() for record in told.records)
     path = full / "checkpoints" / "step_1" / "state.json"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.actor.batches import Applied, over_mini_batches
+from gkd.actor.batches import Applied, combine_mini_batches
 from gkd.cluster.workers.group import Pending
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
@@ -72,7 +72,7 @@ class World:
     def submit(self, requests: list[SampleRequest], order: int) -> list[tuple[int, int, int]]:
         return [(order, request.prompt.id, self.served) for request in requests]
 
-    def in_order(self, keys: list[tuple[int, int, int]], timeout_s: float) -> Iterator[list[TrainingSample]]:
+    def collect_in_order(self, keys: list[tuple[int, int, int]], timeout_s: float) -> Iterator[list[TrainingSample]]:
         self.at = keys[0][0]
         self.maybe("collect")
         yield [training_sample(0, id_, n_prompt=id_, n=1, version=version) for _, id_, version in keys]
@@ -94,7 +94,7 @@ class World:
         self.step = step
         self.maybe("update")
         self.version = step
-        return over_mini_batches(self.rows)
+        return combine_mini_batches(self.rows)
 
     def read_applied(self) -> Applied:
         return Applied(self.step, self.rows)

@@ -28,7 +28,7 @@ class ImposedEngine(InferenceEngine[SampleRequest, Sample]):
     def add(self, key: int, request: SampleRequest) -> None:
         self.requests[key], self.left[key] = request, PASSES
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
     def step(self) -> list[tuple[int, Sample]]:

@@ -23,7 +23,7 @@ from gkd.cluster.workers.group import Group, WorkerReports, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.errors import RunFailed
-from gkd.observability.metrics import of_memory
+from gkd.observability.metrics import memory_metrics
 from gkd.rollout.group import RolloutGroup
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.watch import Expected, ScorerModel, ScorerWatch
@@ -79,13 +79,13 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     rollout = start(engines, 4)
     pids = [report.pid for report in rollout.group.reports]
     reports_of = WorkerReports()
-    assert of_memory(reports_of.read([rollout.living])) == {"memory/rollout/process_gb": 4.0}
+    assert memory_metrics(reports_of.read([rollout.living_group])) == {"memory/rollout/process_gb": 4.0}
     os.kill(pids[3], signal.SIGSTOP)
     rollout.group.select([1]).control("get_stuck", timeout_s=30)
     rollout.group.select([2]).control("send_half", timeout_s=30)
     with caplog.at_level(logging.WARNING, "gkd"):
         for _ in range(2):
-            assert of_memory(reports_of.read([rollout.living])) == {"memory/rollout/process_gb": 3.0}
+            assert memory_metrics(reports_of.read([rollout.living_group])) == {"memory/rollout/process_gb": 3.0}
             assert reports_of._waits(rollout.group.workers[3])  # for its first answer, without asking at every step
         assert len(caplog.messages) == 1
         assert caplog.messages[0].startswith("rollout rank 3 (pid ")
@@ -93,13 +93,13 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
         samples = rollout.sample(wanted(13), timeout_s=120)
     assert [sample.prompt_id for sample in samples] == list(range(13))
     assert {sample.worker for sample in samples} == {0}
-    assert rollout.present == [0]
+    assert rollout.present_engines == [0]
     named = sorted(message for message in caplog.messages if "rollout rank" in message)
     assert [message[:14] for message in named] == ["rollout rank 1", "rollout rank 2", "rollout rank 3"]
     assert all("done nothing for 5 s (rollout.engine_timeout_s)" in message for message in named)
     assert eventually(lambda: not any(map(alive, pids[1:])), 60)
     assert Path(f"/proc/{pids[0]}").exists()
-    rollout.living.control("get_stuck", timeout_s=30)
+    rollout.living_group.control("get_stuck", timeout_s=30)
     with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .*\b5 s"):
         rollout.sample(wanted(2), timeout_s=120)
 
@@ -116,7 +116,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
     def start_again(member: int) -> Group:
         attempts.append(member)
         if len(attempts) > 1:  # whichever of the two deaths is known first
-            assert eventually(lambda: both_died.is_set() or not rollout.working)
+            assert eventually(lambda: both_died.is_set() or not rollout.working_engines)
             both_died.set()
         if attempts.count(0) == 1 and member == 0:
             raise RunFailed("no GPU")
@@ -146,7 +146,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
             sent.clear()
             samples = rollout.collect(kill(killed), timeout_s=120)
             assert [sample.prompt_id for sample in samples] == list(range(30))
-            while len(rollout.working) < 2:
+            while len(rollout.working_engines) < 2:
                 rollout.sample(wanted(8), timeout_s=120)
             assert sorted(sent) == killed
             assert {sample.worker for sample in rollout.sample(wanted(8), timeout_s=120)} == {0, 1}
@@ -185,10 +185,10 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
             for ref in ray.wait(watch.calls, num_returns=1, timeout=0.2)[0]:
                 watch.lose(ref)
             found += watch.look()
-        assert watch.absent() == [Expected("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
+        assert watch.absent_replicas() == [Expected("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
         assert watch.groups[0].workers == ()
         threads[-1].join(60)
-        assert watch.look() == [] and watch.absent() == []
+        assert watch.look() == [] and watch.absent_replicas() == []
         return found
 
     caplog.set_level(logging.WARNING, "gkd")
@@ -228,7 +228,7 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
     assert set(rollout.call_engines("progress", timeout_s=5.0, activity="telling")) == {0}
-    assert rollout.present == [0]
+    assert rollout.present_engines == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
     assert len(rollout.sample(wanted(2), timeout_s=60)) == 2
 
@@ -242,7 +242,7 @@ def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Grou
     pid = rollout.group.reports[1].pid
     os.kill(pid, signal.SIGKILL)
     rollout.drain(timeout_s=120)
-    assert rollout.present == [0]
+    assert rollout.present_engines == [0]
     assert rollout.group.select([0]).control("progress", timeout_s=30)[0][1] == 0
     samples = [rollout.collect(keys, timeout_s=120) for keys in (first, later)]
     assert [[sample.prompt_id for sample in of] for of in samples] == [list(range(6)), list(range(10))]
@@ -273,7 +273,7 @@ def test_what_was_finished_on_a_node_that_left_is_sampled_again(
     (collected,) = rollout.collect(keys[:1], timeout_s=1)
     elsewhere = {key: sample for key, sample in rollout._done.items() if sample.worker == 0}
     os.kill(leaves.pid, signal.SIGKILL)
-    while rollout.present == [0, 1]:
+    while rollout.present_engines == [0, 1]:
         rollout.attend()
     samples = rollout.collect(keys[1:], timeout_s=120)
     assert [sample.prompt_id for sample in (collected, *samples)] == list(range(8))

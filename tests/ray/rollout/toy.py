@@ -34,7 +34,7 @@ class ToyEngine(InferenceEngine[SampleRequest, Sample]):
         self.requests[key] = request
         self.left = 20
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
     def step(self) -> list[tuple[int, Sample]]:

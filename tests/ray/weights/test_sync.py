@@ -75,7 +75,7 @@ class System:
         self.sync.push()
 
     def found(self) -> list[Any]:
-        return self.rollout.living.control("found", timeout_s=30)
+        return self.rollout.living_group.control("found", timeout_s=30)
 
     def expect_served(self, version: int) -> list[Any]:
         """Every living engine has exactly the actor's weights and may sample from them."""
@@ -113,7 +113,7 @@ def start(actors: Group, engines: Group, config: Config) -> System:
 
 
 def make_engines(config: Config, n: int) -> Group:
-    gpus = config.rollout.own().gpus_of_engines[:n]
+    gpus = config.rollout.own_settings().gpus_of_engines[:n]
     return group("rollout", gpus, "tests.ray.weights.wire:CpuRollout", [(config, rank) for rank in range(n)])
 
 
@@ -128,16 +128,16 @@ def test_every_engine_gets_every_tensor_as_it_is(actors: Group, pair: Group, tra
     config, gpus = settings(transfer, checksum=checksum), ENGINE_GPUS[transfer][:2]
     pair.control("use", config, gpus, timeout_s=30)
     system = start(actors, replace(pair, reports=tuple(reports("rollout", *gpus))), config)
-    pending = Group.pending
+    as_pending = Group.as_pending
     for version in (1, 2):
         calls: Counter[str] = Counter()
 
         def count(group: Group, what: str, refs: Any, calls: Counter[str] = calls) -> Any:
             calls[what.partition(" ")[0]] += len(refs)
-            return pending(group, what, refs)
+            return as_pending(group, what, refs)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Group, "pending", count)
+            patch.setattr(Group, "as_pending", count)
             system.push(version)
         # One to each rank, and to an engine where a collective needs it, however many pieces there are.
         assert (calls["sending"], calls["loading"]) == (2, 2 if transfer == "nccl" else 0)
@@ -164,7 +164,7 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     system = start(actors, engines, config)
     system.trouble(0, "die in receive", 2)
     system.push(1)  # it dies in the middle of this one
-    assert system.rollout.present == [1]
+    assert system.rollout.present_engines == [1]
     system.expect_served(1)
     system.push(2)  # and is not there at this one: nobody packs for it
     assert [len(destinations) for destinations in system.sync._destinations()] == [1, 0]
@@ -187,7 +187,7 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     system.push(1)
     ray.kill(engines.workers[0])
     system.push(2)
-    assert system.rollout.present == [1, 2]
+    assert system.rollout.present_engines == [1, 2]
     assert [groups for *_, groups in system.expect_served(2)] == [[(2, 4), (1, 3)], [(3, 4), (2, 3)]]
     system.trouble(2, "die in receive", 1)
     # At once: at the deadline it would not be a death.
@@ -205,7 +205,7 @@ def test_an_engine_that_hangs_takes_no_time_from_the_others_and_the_last_one_end
     system = start(actors, engines, config)
     system.trouble(0, "hang in receive", 1)
     system.push(4)
-    assert system.rollout.present == [1]
+    assert system.rollout.present_engines == [1]
     system.expect_served(4)
     text = r"loading piece 2 of weights version {} \(weights.timeout_s=4\): not done after .* s, .*rollout rank {} \("
     assert any(re.search(text.format(4, 0), record.getMessage()) for record in caplog.records)

@@ -53,7 +53,7 @@ class CopySender(ipc.IpcSender):
     gpu = ""
 
     def share(self) -> tuple[str, tuple[Any, ...]]:
-        return self.gpu, (self.packed,)
+        return self.gpu, (self.packed_piece,)
 
     def release(self, keep: int = 0) -> None:
         PackingSender.release(self, keep)
@@ -96,7 +96,7 @@ class GlooSender(nccl.NcclSender):
         self.group = Gloo(address, nccl.ROOT, world, self.store)
 
     def broadcast(self) -> None:
-        self.group.broadcast(self.packed)
+        self.group.broadcast(self.packed_piece)
 
 
 class GlooReceiver(nccl.NcclReceiver):
@@ -149,7 +149,7 @@ class Keeper(InferenceEngine[SampleRequest, Sample]):
     def __init__(self, spec: EngineSpec) -> None:
         self.spec, self.trouble = spec, ("", 0)
         self.groups: list[tuple[int, int]] = []
-        self.use(spec.weights, spec.settings.own().gpus_of_engines)
+        self.use(spec.weights, spec.settings.own_settings().gpus_of_engines)
 
     def use(self, weights: Weights, gpus: list[str]) -> None:
         """Receive another way from now on, and believe to be on another GPU."""
@@ -161,7 +161,7 @@ class Keeper(InferenceEngine[SampleRequest, Sample]):
     def add(self, key: int, request: SampleRequest) -> None:
         raise AssertionError("no test samples")
 
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return False
 
     def step(self) -> list[tuple[int, Sample]]:

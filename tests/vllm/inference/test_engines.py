@@ -92,7 +92,7 @@ def run(engine: InferenceEngine[SampleRequest, Sample], wanted: list[SampleReque
     for key, request in enumerate(wanted):
         engine.add(key, request)
     samples: dict[int, Sample] = {}
-    while engine.busy():
+    while engine.has_unfinished_requests():
         samples |= dict(engine.step())
     return [samples[key] for key in sorted(samples)]
 

@@ -49,7 +49,7 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     assert len(not_begun) >= len(queued)
     assert {request.cache_salt for request in not_begun} == {str(version) if engine._salted else None}
     found: dict[int, Sample] = {}
-    while engine.busy():
+    while engine.has_unfinished_requests():
         found |= dict(engine.step())
     assert len(found) == len(wanted) + len(queued) - len(ended) > 4
     return [found[key] for key in sorted(found)]
@@ -92,7 +92,7 @@ def test_a_cache_that_vllm_does_not_reset_is_no_success(engine: Any) -> None:
     engine.step()
     with pytest.raises(RuntimeError, match=r"prefix cache"):
         load_in_pieces(engine, make(tied=False, seed=3).state_dict().items(), 3)
-    while engine.busy():
+    while engine.has_unfinished_requests():
         engine.step()
 
 

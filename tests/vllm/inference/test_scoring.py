@@ -145,7 +145,7 @@ def test_both_engines_answer_alike(teacher: ScoringClient, tiny_llama: Path) -> 
     for key, request in enumerate(requests):
         engine.add(key, request)
     own: dict[int, Any] = {}
-    while engine.busy():
+    while engine.has_unfinished_requests():
         own |= dict(engine.step())
     for key, future in [(key, teacher.submit(request)) for key, request in enumerate(requests)]:
         found, answer = future.result(30), own[key]
@@ -179,7 +179,7 @@ def test_a_long_prompt_is_computed_once_for_its_samples(
     def scored(request: Score) -> list[int]:
         cached.clear()
         vllm_engine.add(0, request)
-        while vllm_engine.busy():
+        while vllm_engine.has_unfinished_requests():
             for _, target in vllm_engine.step():
                 check(request, target, reference)
         return list(cached)
@@ -300,7 +300,7 @@ def test_results_in_the_engine_are_bounded(vllm_engine: Any, monkeypatch: pytest
     requests = {key: a_request(2, 3, 4, seed=key) for key in range(3)}
     for key, request in requests.items():
         vllm_engine.add(key, request)
-    while vllm_engine.busy():
+    while vllm_engine.has_unfinished_requests():
         for key, _ in vllm_engine.step():
             del requests[key]
         assert len(vllm_engine._running) <= 1

@@ -32,7 +32,8 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
             assert (spec.dtype, spec.sleeps, spec.span) == ("float32", False, None)
             assert (spec.model_path, spec.device) == (str(model), "cpu")
             assert (spec.model.vocabulary, spec.model.n_tokens, spec.model.eos_ids) == (96, 96, [2, 7, 95])
-            self.limits, self.busy, self.step = vllm_engine.limits, vllm_engine.busy, vllm_engine.step
+            self.has_unfinished_requests = vllm_engine.has_unfinished_requests
+            self.limits, self.step = vllm_engine.limits, vllm_engine.step
             self.broken = False
 
         def has_lost_process(self) -> bool:

@@ -45,7 +45,7 @@ class GlooM2n(NcclM2n):
         return base64.b64encode(address.encode().ljust(ID_BYTES)).decode()
 
     @classmethod
-    def why_not(cls, actor: Any, rollout: Any) -> None:
+    def find_obstacle(cls, actor: Any, rollout: Any) -> None:
         return None
 
 

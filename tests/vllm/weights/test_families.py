@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gkd.actor.loading import load
 from gkd.inference.vllm_environment import environment
-from gkd.inference.vllm_models import why_not_at_all, why_not_on_a_cpu
+from gkd.inference.vllm_models import find_cpu_obstacle, find_obstacle
 from gkd.types import Sampling
 from tests.families import FAMILIES, STATEFUL, make
 from tests.vllm.inference.test_engines import requests, run, small_spec, worst_difference
@@ -95,7 +95,7 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
     models = [make(family, seed, apart=True) for seed in range(3)]
     for seed in (0, 2):
         make(family, seed).save_pretrained(tmp_path / str(seed))
-    if why_not_at_all(models[0].config) or why_not_on_a_cpu(models[0].config):
+    if find_obstacle(models[0].config) or find_cpu_obstacle(models[0].config):
         pytest.skip("refused before it is started")
     pushes = [sent(tmp_path / "0", model.state_dict()) for model in models]
     wanted = requests(Sampling(12))
