@@ -27,7 +27,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A run that has ended: where it is, and what its summary.json says."""
+    """A run that has ended: where it is, and what its summary.json holds."""
 
     output_dir: Path
     summary: Summary

@@ -77,7 +77,7 @@ def replace_directory(new: Path, path: Path) -> None:
 
 
 def _apply_umask(directory: Path) -> None:
-    """Give files the permissions that the umask says, where a library made them for their owner alone."""
+    """Give files the permissions that the umask leaves, where a library made them for their owner alone."""
     probe = directory / ".permissions"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

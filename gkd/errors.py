@@ -1,4 +1,4 @@
-"""The ways a program of this project ends early, and how each is told to the user: in one line."""
+"""The ways a program of this project ends early, and how each is shown to the user: in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, NoReturn
 
 
 class ConfigError(Exception):
-    """What was asked cannot run: a setting, a file, a model, or more GPUs than there are. Exit code 2."""
+    """What was requested cannot run: a setting, a file, a model, or more GPUs than there are. Exit code 2."""
 
 
 class RunFailed(Exception):
@@ -62,7 +62,7 @@ class Stopped(SystemExit):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError, in one line, for arguments that it does not know."""
+    """Raises ConfigError, in one line, for arguments that it does not have."""
 
     def error(self, message: str) -> NoReturn:
         """End the program, as argparse asks for."""

@@ -139,7 +139,7 @@ def _compile(function: Any, dynamic: bool) -> Any:
 
 
 class _OneLine(logging.Filter):
-    """Says in one line, once, that a part of a layer is not compiled, where torch would print a traceback for each."""
+    """Logs in one line, once, that a part of a layer is not compiled, where torch would print a traceback for each."""
 
     logged = False
 

@@ -21,7 +21,7 @@ from gkd.types import TrainingSample
 log = logging.getLogger("gkd")
 
 ANSWERS_S = 30.0
-"""Time that a rank which is not hung takes to say which step its weights are of."""
+"""Time that a rank which is not hung takes to report which step its weights are of."""
 WHOLE_S = 10.0
 """Time that ranks have to come to the end of an optimizer step, and all of them to the same."""
 
@@ -57,7 +57,7 @@ class ActorGroup:
         world, device = len(self.group), self.group.reports[0].device
         args = [(self.config, self.model_path, rank, world, device) for rank in range(world)]
         variables = environment(device, [self.model_path], self.config.cluster.cpu_threads)
-        variables.pop("TORCHDYNAMO_DISABLE", None)  # which is for engines; here actor.compile says it
+        variables.pop("TORCHDYNAMO_DISABLE", None)  # which is for engines; here actor.compile decides
         return self.group.submit_build("gkd.actor.worker:ActorWorker", args, environment=variables)
 
     def load(self) -> int:

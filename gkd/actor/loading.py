@@ -115,7 +115,7 @@ def load(
 
     ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
     read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``. With ``packed`` no
-    weight is read: the student is on the meta device, and takes sequences laid end to end or not, as that says. Nothing
+    weight is read: the student is on the meta device, and takes sequences laid end to end or not, accordingly. Nothing
     is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the model cannot
     have.
     """

@@ -32,7 +32,7 @@ def require_adaptable(path: str, settings: Lora) -> None:
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the actor says the same
+        warnings.simplefilter("ignore")  # the actor warns of the same
         add_adapter(lm, settings)
 
 

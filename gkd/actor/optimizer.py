@@ -26,7 +26,7 @@ def learning_rate(settings: Actor, step: int, total_steps: int) -> float:
 
 
 def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
-    """Make AdamW, which knows its parameters' names; norms, biases and other vectors are not decayed.
+    """Make AdamW, with its parameters' names; norms, biases and other vectors are not decayed.
 
     Where torch has it for the parameters' device, a step is one fused kernel: without it there is a loop over them on a
     CPU, and temporaries of the parameters' size on a GPU.

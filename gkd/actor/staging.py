@@ -15,7 +15,7 @@ from gkd.errors import RunFailed
 
 
 class Staging:
-    """Knows which step the weights are of, and copies them.
+    """Notes which step the weights are of, and copies them.
 
     ``applied`` is None in the middle of a step, of which ``rows`` are done. :meth:`begin` and :meth:`end` are called
     by the thread that trains, around every optimizer step; :meth:`copy` and :meth:`write` by any other.

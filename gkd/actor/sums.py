@@ -23,7 +23,7 @@ class Sums:
     largest: Mapping[str, Tensor]
 
     def __add__(self, other: Sums) -> Sums:
-        """Return what both have together. All micro-batches of a step know the same names."""
+        """Return what both have together. All micro-batches of a step have the same names."""
         return Sums(
             {name: value + other.losses[name] for name, value in self.losses.items()},
             {name: value + other.sums[name] for name, value in self.sums.items()},

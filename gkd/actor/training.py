@@ -325,7 +325,7 @@ class RankTrainer:
         return agreed
 
     def _reduce(self, sums: Sums) -> Metrics:
-        """Return metrics of all ranks together. Every rank had at least one micro-batch, so all know the same names."""
+        """Return metrics of all ranks together. Every rank had at least one micro-batch, so all have the same names."""
         metrics: dict[str, float] = {}
         added = {**sums.losses, **sums.sums}
         for values, operation in ((added, dist.ReduceOp.SUM), (sums.largest, dist.ReduceOp.MAX)):

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 def show_each_score(results: Sequence[Results], out: Console) -> None:
     """Compare what was measured just now with the first model, each set by what it has, and print a table for each.
 
-    What cannot be compared is said so: it is measured and written all the same.
+    What cannot be compared is reported: it is measured and written all the same.
     """
     from gkd.evaluation.comparison import compare_all, group_by_score
 

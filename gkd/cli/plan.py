@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 def make(
     overrides: Sequence[str], run: str | None = None, best: int | None = None, by_memory: bool = False
 ) -> PlanReport:
-    """Plan what ``overrides`` say, with the timings of an earlier ``run`` where one is named.
+    """Plan what ``overrides`` configure, with the timings of an earlier ``run`` where one is named.
 
     Raises ConfigError for what cannot be planned.
     """

@@ -1,6 +1,6 @@
 """Serve a teacher outside the cluster: ``gkd serve-teacher teacher.model.path=DIR teacher.server_port=15555``.
 
-Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` says otherwise. Only
+Runs use it with ``teacher.server_ip=HOST``. It listens on 127.0.0.1 unless ``teacher.server_ip`` is another. Only
 clients with its key are answered. On loopback that is in ``~/.cache/gkd/teacher.key``; any other address needs
 ``teacher.key_file``, of which clients need a copy. Either is made when it does not exist. One engine on the GPUs this
 process sees. SIGTERM and SIGHUP end it with exit code 0, Ctrl-C with 130.

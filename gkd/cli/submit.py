@@ -7,11 +7,11 @@
     gkd submit --address http://HOST:8265 --stop JOB
 
 The directory it is started in goes with the job, without names that begin with a dot, virtual environments, linked
-directories, and outputs, data, build, dist, runs and wandb at its top; what is left out is said. Paths are made
+directories, and outputs, data, build, dist, runs and wandb at its top; what is left out is printed. Paths are made
 absolute, so models, data and the output directory are to be where every machine sees them. The address may be left out
 where launch/ray_cluster.sh started the head. With --follow, and for --attach, the exit code is the job's
 own; Ctrl-C stops following, not the job. Runs of --multirun wait for GPUs of each other, and with --follow their
-validations are in one table at the end. Otherwise: 0 done, 1 failed, 2 what was asked cannot be.
+validations are in one table at the end. Otherwise: 0 done, 1 failed, 2 what was requested cannot be.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _compare(runs: Sequence[Path], out: Console) -> None:
     """Compare every run with the first one, question by question, where they have a score in common."""
     try:
         results = read_all([run for run in runs if (run / "results").is_dir()][:MAX_COMPARED])
-    except ConfigError as error:  # the runs are done, whatever can be said of them
+    except ConfigError as error:  # the runs are done, whether they can be compared or not
         out.print(f"\nthe runs are not compared: {error}", soft_wrap=True)
         return
     show_each_score(results, out)

@@ -145,7 +145,7 @@ def _find_inputs(config: Config, saved: Saved | None, report: Callable[[str], No
 
 
 def _require_home(cache_dir: str | None) -> None:
-    """Give a user whom the system does not know, as in many containers, what libraries look up: a name and a home.
+    """Give a user without an account on the system, as in many containers, what libraries look up: a name and a home.
 
     They keep caches there. Raises ConfigError, naming what to set, where there is no directory for them.
     """

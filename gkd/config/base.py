@@ -1,4 +1,4 @@
-"""What every section of the configuration is, and the pools of GPUs that groups of workers ask for."""
+"""What every section of the configuration is, and the pools of GPUs that groups of workers request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one setting asks of another: checks over the whole configuration, in the order in which they are reported."""
+"""What one setting requires of another: checks over the whole configuration, in the order of their reports."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _questions_are_named(config: Config) -> None:
 
 
 def require_schedule(config: Config) -> None:
-    """Raise ValueError where what ``schedule`` asks to be done at the same time cannot be."""
+    """Raise ValueError where what ``schedule`` has done at the same time cannot be."""
     schedule = config.schedule
     if schedule.streaming is True and (why := config.streaming_obstacle) is not None:
         raise ValueError(f"schedule.streaming=true: {why}; schedule.streaming=auto would do without")

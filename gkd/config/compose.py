@@ -80,7 +80,7 @@ def compose(overrides: Sequence[str]) -> Config:
 
 @cache
 def _compose_groups(**choices: str) -> DictConfig:
-    """Return what the files of these groups say, the later above the earlier."""
+    """Return what the files of these groups set, the later above the earlier."""
     if not choices:
         return OmegaConf.create({})
     named = [f"+{group}={choice}" for group, choice in choices.items()]

@@ -15,10 +15,10 @@ class Rates(NamedTuple):
     most: float
 
 
-# A teacher says something of every token, as data does in supervised training: 2e-5, and 2e-4 for adapters, as in the
+# A teacher gives a signal at every token, as data does in supervised training: 2e-5, and 2e-4 for adapters, as in the
 # commands of TRL 1.16's distillation and SFT scripts. Measured, 60 steps of distillation: at 1e-6 the divergence goes
 # from 2.32 to 2.30, at 5e-5 to 1.75, with adapters at 1e-4 to 1.82.
-# A reward says one number of a response, and its gradient is mostly noise: 1e-6, as in TRL's GRPOConfig, verl's
+# A reward gives one number for a response, and its gradient is mostly noise: 1e-6, as in TRL's GRPOConfig, verl's
 # examples and DAPO (arXiv 2503.14476, section 4.1).
 # Adapters: ten times the rate of full fine-tuning, in supervised training and in reinforcement learning ("LoRA Without
 # Regret", Schulman et al., Thinking Machines, 2025).

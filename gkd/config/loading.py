@@ -29,7 +29,7 @@ CONF_DIR = _INSIDE if _INSIDE.is_dir() else _TOP
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read what a configuration file says, unchecked. Raises ConfigError for a file that holds no names and values."""
+    """Read what a configuration file holds, unchecked. Raises ConfigError for a file that holds no names and values."""
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except OSError as error:
@@ -138,7 +138,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def is_text(text: str) -> bool:
-    """Return whether a path may be ``text``, and config.yaml say it: no zero bytes, and nothing that UTF-8 has not."""
+    """Return whether a path may be ``text``, and config.yaml hold it: no zero bytes, and nothing that UTF-8 has not."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:

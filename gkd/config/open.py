@@ -93,7 +93,7 @@ class OpenSettings(Settings):
 
     @model_validator(mode="after")
     def _own_settings_are_complete(self) -> OpenSettings:
-        """Add defaults of settings that stand beside the class' name, so that what is written of a run says them."""
+        """Add defaults of settings that stand beside the class' name, so that what is written of a run holds them."""
         if "" in self.owners() and self.model_extra is not None and (own := self.own_settings()) is not None:
             self.model_extra.update(own.model_dump(mode="json"))
         return self

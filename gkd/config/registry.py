@@ -1,6 +1,6 @@
 """Names in the configuration that stand for code: built-in ones, and users' own as ``module:name`` or ``FILE.py:name``.
 
-A registry names its entries as ``module:attribute`` and imports one when it is asked for, so that :mod:`gkd.config` can
+A registry names its entries as ``module:attribute`` and imports one when it is needed, so that :mod:`gkd.config` can
 check names and settings without loading torch or vLLM. The modules of entries import these within functions alone.
 """
 

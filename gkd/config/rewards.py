@@ -89,7 +89,7 @@ class Reward(OpenSections):
     concurrency: int = Field(32, ge=1, description="samples that a process puts to an async function at the same time")
     workers: int = Field(2, ge=1, description="processes beside each rollout engine that compute rewards")
     max_failed_share: float = Field(0.2, ge=0, le=1, description="share of a step's samples beyond which the run ends")
-    # What the classes say, kept so that a worker imports no user's code beside its engine.
+    # What the classes state, kept so that a worker imports no user's code beside its engine.
     _functions_needing_answers: list[str] = PrivateAttr(default_factory=list)
     _group_of: dict[str, str | None] = PrivateAttr(default_factory=dict)
     _asynchronous: set[str] = PrivateAttr(default_factory=set)
@@ -146,7 +146,7 @@ class Reward(OpenSections):
         return list(self._functions_needing_answers)
 
     def functions_needing_columns(self) -> list[str]:
-        """Return functions that look at the columns of a row: those that say so, and users' own that say nothing."""
+        """Return functions that look at the columns of a row: those that state it, users' own that state nothing."""
         return list(self._functions_needing_columns)
 
     def own_functions(self) -> list[str]:
@@ -154,7 +154,7 @@ class Reward(OpenSections):
         return [name for name in self.functions if name not in REWARDS.names()]
 
     def is_async(self, name: str) -> bool:
-        """Return whether a function is asked about several samples at the same time."""
+        """Return whether a function is called for several samples at the same time."""
         return name in self._asynchronous
 
     def group_functions(self) -> list[str]:
@@ -185,7 +185,7 @@ def _section(tree: Mapping[str, Any], name: Any) -> Mapping[str, Any]:
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a callable by name; none of one that does not tell."""
+    """Return the parameters of a callable by name; none of one without a signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin

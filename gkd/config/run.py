@@ -174,7 +174,7 @@ class Config(Settings):
 
     @property
     def has_reference_group(self) -> bool:
-        """Whether a group of its own says what the reference thinks; with LoRA it is the actor without its adapter."""
+        """Whether the reference is a group of its own; with LoRA it is the actor without its adapter."""
         return self.algorithm.needs_reference and self.actor.lora.r is None
 
     @property

@@ -14,7 +14,7 @@ class ModelInfo:
 
     ``vocabulary``: rows of logits, padding included. ``positions``: the longest sequence in tokens, None for no limit.
     ``eos_ids``: tokens that end a response, of the model, its generation settings and its tokenizer together.
-    ``n_tokens``: ids the tokenizer knows, 0 without one; rows from there on are padding. ``stateful``: some layers keep
+    ``n_tokens``: ids the tokenizer has, 0 without one; rows from there on are padding. ``stateful``: some layers keep
     a state beside or instead of keys and values.
     """
 

@@ -30,7 +30,7 @@ def read_rows(file: str) -> Iterator[Row]:
 
     ``file`` is a file whose suffix is in :data:`FORMATS`; a directory that ``datasets`` wrote or can load; or the name
     of a data set in the local Hugging Face cache. The latter two may be followed by ``:SUBSET``, ``:SPLIT`` or both.
-    Raises ConfigError when it is missing, has no rows, is of an unknown format, or is not what its suffix says.
+    Raises ConfigError when it is missing, has no rows, is of an unknown format, or is not what its suffix names.
     """
     n_rows = 0
     for row in _rows(file):

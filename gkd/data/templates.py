@@ -17,7 +17,7 @@ def question_of(row: Row, key: str, data: Data) -> Any:
     """Return what a row asks: text for the model as it is, or messages for the chat template.
 
     Text goes into ``data.prompt_template``, and is a user's message where ``data.apply_chat_template`` or
-    ``data.system_prompt`` says so. Raises ConfigError as :func:`gkd.data.layouts.prompt_of`, and for a template that
+    ``data.system_prompt`` is set. Raises ConfigError as :func:`gkd.data.layouts.prompt_of`, and for a template that
     names what the row has not.
     """
     value = prompt_of(row, key) if data.prompt_template is None else _fill(row, data.prompt_template)

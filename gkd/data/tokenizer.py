@@ -113,7 +113,7 @@ def _is_causal_lm(config: dict[str, Any]) -> bool:
     architectures = [str(a) for a in config.get("architectures") or []]
     if any(a.endswith("ForCausalLM") for a in architectures):
         return True
-    # Old names such as GPT2LMHeadModel. Asked last: the import loads torch.
+    # Old names such as GPT2LMHeadModel. Checked last: the import loads torch.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
     if architectures:

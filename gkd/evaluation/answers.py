@@ -82,7 +82,7 @@ class AnswerLog:
             self.answers[key] = own
 
     def add(self, key: AnswerKey, answered: Answered, beside: Mapping[str, Any]) -> None:
-        """Append an answer; it is in the file when this returns. ``beside``: what else its line says.
+        """Append an answer; it is in the file when this returns. ``beside``: what else its line holds.
 
         Raises OSError, which names the file.
         """
@@ -96,12 +96,12 @@ class AnswerLog:
 
     def close(self) -> None:
         """Close the file, after which another program may write it."""
-        with contextlib.suppress(OSError):  # what could not be written was told of, and all else is
+        with contextlib.suppress(OSError):  # what could not be written was warned of, and all else is
             self._file.close()
 
 
 def fingerprint(directory: str) -> str:
-    """Return 16 hexadecimal digits of all that a model's directory says: configuration, tokenizer and weights.
+    """Return 16 hexadecimal digits of what a model's directory holds: configuration, tokenizer and weights.
 
     Every byte is read, as a model that was trained further has files of the same names and sizes.
     """

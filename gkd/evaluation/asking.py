@@ -24,7 +24,7 @@ class Source(Protocol):
         """How many questions keep it busy."""
 
     async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
-        """Return the reply to ``prompt``, None for the question as the set says it. Raises RunFailed."""
+        """Return the reply to ``prompt``, None for the question as the set has it. Raises RunFailed."""
 
     async def work(self) -> None:
         """Serve replies until this is cancelled. Raises RunFailed when that is not possible any more."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 LONGEST = 1 << 24
-"""Bytes of a question: how many tokens it has is the endpoint's to know."""
+"""Bytes of a question: the endpoint alone counts its tokens."""
 
 
 class Bytes:
@@ -113,7 +113,7 @@ class EndpointReplies:
 
 
 def _extra_parameters(sampling: Sampling) -> dict[str, Any]:
-    """Return what a set says of sampling beside temperature and nucleus; top_k and min_p as vLLM's server has them."""
+    """Return a set's settings of sampling beside temperature and nucleus; top_k and min_p as vLLM's server has them."""
     standard = {"presence_penalty": sampling.presence_penalty, "stop": list(sampling.stop)}
     own = {name: value for name, value in (("top_k", sampling.top_k), ("min_p", sampling.min_p)) if value}
     differing = {name: value for name, value in standard.items() if value}

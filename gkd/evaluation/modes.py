@@ -94,7 +94,7 @@ def smallest_width(config: Config, model: tuple[str, str], n: int) -> int:
 
 
 def memory_of_engine(config: Config, shape: ModelShape, width: int) -> GroupMemory:
-    """Return what an engine over ``width`` GPUs needs of each, as ``gkd plan`` says."""
+    """Return what an engine over ``width`` GPUs needs of each, by ``gkd plan``."""
     lengths = [
         chosen.max_response_length or config.rollout.max_response_length for chosen in config.evaluate.sets.values()
     ]

@@ -1,7 +1,7 @@
-"""Is one model better than another on the same questions, or was it chance? How many questions would say?
+"""Is one model better than another on the same questions, or was it chance? How many questions would show it?
 
 What a question has in common for both models, above all how hard it is, cancels in the difference of their scores on
-it; so differences say more than two intervals side by side (arXiv:2411.00640, section 4.2).
+it; so differences show more than two intervals side by side (arXiv:2411.00640, section 4.2).
 """
 
 from __future__ import annotations

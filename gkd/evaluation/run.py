@@ -151,7 +151,7 @@ def _place(place_now: Callable[[], Placement]) -> Placement:
 
 @dataclass
 class _Lines:
-    """Says now and then how far a measurement is."""
+    """Prints now and then how far a measurement is."""
 
     out: Console
     title: str

@@ -18,7 +18,7 @@ from gkd.observability.metrics import Z_95
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over questions, its standard error and the ends of its 95 % interval; None where one question tells none.
+    """A mean over questions, its standard error and the ends of its 95 % interval; None where one question gives none.
 
     The interval is ``value`` plus and minus 1.96 standard errors; of shares it may reach beyond 0 and 1, and it has no
     width where all questions agree, which few questions do by chance.

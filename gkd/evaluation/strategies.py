@@ -1,6 +1,6 @@
 """Strategies: how a question is answered with a model that may be asked several times.
 
-A strategy is ``async (ask, row) -> Answer``. ``await ask()`` puts the question as its set says it, and
+A strategy is ``async (ask, row) -> Answer``. ``await ask()`` puts the question as its set has it, and
 ``await ask(prompt)`` a text or messages of the strategy's own; each returns a :class:`Reply`. ``row`` is the question's
 row of the data file, by column. Questions are worked on beside each other, so a strategy only ever waits for its own
 replies.

@@ -14,14 +14,14 @@ from gkd.evaluation.statistics import Estimate
 COUNTED = ("cost", "iterations")
 PLAIN_NUMBERS = (*COUNTED, "length")
 LEFT_OUT = ("avg@",)
-"""What another column says as well."""
+"""What another column shows as well."""
 
 
 def show(results: Sequence[Results], out: Console) -> None:
     """Print the table: means over questions, and after ± half of the 95 % interval.
 
-    Cost and iterations are what several strategies are told apart by; of a single one that counts tokens, as the plain
-    one does, the length says it all.
+    Cost and iterations are what several strategies differ in; of a single one that counts tokens, as the plain
+    one does, the length shows it all.
     """
     names = list(dict.fromkeys(name for result in results for name in result.scores if not name.startswith(LEFT_OUT)))
     several = len({result.strategy for result in results}) > 1

@@ -47,7 +47,7 @@ def decode(
     """Return the tokens [B, T] that follow the prompts ``ids`` [B, P]; T is as long as it takes, or ``max_tokens``.
 
     ``mask`` [B, P] is 0 where a prompt is padded, on its left. ``choose(ids [B, P + t], scores [B, V])`` gives the next
-    tokens, [B, 1]. A row ends with one of ``end_ids``, or where ``stops(ids [B, P + t], None)`` [B] says so, and is
+    tokens, [B, 1]. A row ends with one of ``end_ids``, or where ``stops(ids [B, P + t], None)`` [B] is true, and is
     filled up with the first of these.
     """
     import torch

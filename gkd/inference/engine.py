@@ -1,8 +1,8 @@
 """What an inference engine is, whichever library runs the model, and whether it samples, scores or rates.
 
 The settings ``rollout.engine``, ``teacher.engine``, ``reference.engine`` and ``reward_model.engine`` name a class that
-derives from :class:`InferenceEngine`. Its class attributes state what it can do, so the configuration and the plan ask
-the class and nothing else asks for a name. The modules of such classes import torch, vLLM and transformers within
+derives from :class:`InferenceEngine`. Its class attributes state what it can do, so configuration and plan look at
+the class and nothing else depends on a name. The modules of such classes import torch, vLLM and transformers within
 functions alone.
 """
 
@@ -112,7 +112,7 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     continuous: ClassVar[bool] = True
     """Of an engine that samples: whether a request begins when another one is done, instead of all together."""
     needs_vllm: ClassVar[bool] = False
-    """Whether vLLM has to know the model, and be built for the device."""
+    """Whether vLLM has to support the model, and be built for the device."""
     tensor_parallel: ClassVar[bool] = False
     """Whether an engine may span GPUs (``tensor_parallel_size``) and nodes."""
     managed_memory: ClassVar[bool] = False

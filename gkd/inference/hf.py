@@ -1,4 +1,4 @@
-"""Sampling with transformers: for models that vLLM does not know, and for small ones with short responses on a CPU."""
+"""Sampling with transformers: for models that vLLM lacks, and for small ones with short responses on a CPU."""
 
 from __future__ import annotations
 

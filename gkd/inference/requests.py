@@ -47,7 +47,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Ask for the log-probabilities of the tokens of ``token_ids`` [L] at the N positions in ``spans``.
+    """Request the log-probabilities of the tokens of ``token_ids`` [L] at the N positions in ``spans``.
 
     Each is that of the token at its position, after all before it. ``top_k``: how many of the most likely tokens at
     each position come with them; 0 is none, ``FULL_VOCABULARY`` (or any number past the vocabulary) all. All are of
@@ -77,7 +77,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Ask for the greedy continuation of ``prompt_ids`` [P]: at most ``max_tokens``, its end token included."""
+    """Request the greedy continuation of ``prompt_ids`` [P]: at most ``max_tokens``, its end token included."""
 
     prompt_ids: Int32
     max_tokens: int
@@ -85,7 +85,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Ask a reward model for the reward of ``token_ids`` [L]: a prompt with its response, in that model's tokens."""
+    """Request a reward model's reward of ``token_ids`` [L]: a prompt with its response, in that model's tokens."""
 
     token_ids: Int32
 

@@ -39,7 +39,7 @@ def environment(device: Device, models: Iterable[str], cpu_threads: int | None =
 
     On a CPU those are among them that :func:`allocate_by` is to be given, and it computes with
     :func:`compute_threads` of ``models`` and ``cpu_threads``. vLLM logs errors only, unless ``VLLM_LOGGING_LEVEL``
-    already says otherwise.
+    already sets them.
     """
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; 38 s to start become 5
@@ -71,7 +71,7 @@ def environment(device: Device, models: Iterable[str], cpu_threads: int | None =
 
 
 def allocate_by(variables: Mapping[str, str]) -> None:
-    """Have this process, which has started, allocate as those of ``variables`` say that are among ALLOCATOR_VARIABLES.
+    """Have this process, which has started, allocate by those of ``variables`` that are among ALLOCATOR_VARIABLES.
 
     Other C libraries than glibc have no such limits, and nothing happens there.
     """

@@ -40,7 +40,7 @@ def engine_arguments(
     Prompts go in and come out as token ids, so no tokenizer is loaded, except ``with_tokenizer``. ``max_model_len``
     None is the model's own length, or as much of it as the key-value cache takes. ``logprobs_mode``
     "processed_logprobs" are those of the distribution that was sampled from (temperature, penalty and truncation
-    applied), "raw_logprobs" the model's. Any number of log-probabilities may be asked for. ``seeded``: requests carry
+    applied), "raw_logprobs" the model's. Any number of log-probabilities may be requested. ``seeded``: requests carry
     seeds.
     """
     settings, on_cpu, batched_tokens = spec.settings, spec.device == "cpu", spec.max_num_batched_tokens
@@ -86,7 +86,7 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
     """Start ``vllm.LLM`` with arguments of :func:`engine_arguments`. vLLM raises what it likes when it cannot."""
     from vllm import LLM
 
-    # An engine asks for several collections while it starts, each of which would search all that was imported: that is
+    # An engine makes several collections while it starts, each of which would search all that was imported: that is
     # more than half of its time. vLLM does the same once it has started.
     gc.freeze()
     compile_apart(device)
@@ -105,7 +105,7 @@ def _measured_cache(worker: Any) -> int | None:
 
 
 class Follower:
-    """The processes of an engine on a further node: they do what the leader's engine tells them.
+    """The processes of an engine on a further node: they do what the leader's engine requests.
 
     ``arguments`` are those of the leader but for the Span. Returns when all parts of the engine have met; vLLM raises
     what it likes when they do not.

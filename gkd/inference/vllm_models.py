@@ -1,6 +1,6 @@
 """What the installed vLLM can run, and whether it or torch scores, read from a model's configuration before any start.
 
-Which families it knows holds on every device; what its kernels for a CPU are built for holds there alone: on a GPU
+Which families it supports holds on every device; what its kernels for a CPU are built for holds there alone: on a GPU
 there is always some kernel. vLLM itself is not imported, which takes 14 s.
 """
 

@@ -59,7 +59,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
             vllm_backend.prepare(self.llm, spec.weights)
         if 0 < spec.model.n_tokens < spec.model.vocabulary:
-            # A padded row has some probability, however small, and no teacher and no tokenizer knows its id.
+            # A padded row has some probability, however small, and no teacher and no tokenizer has its id.
             self.llm.apply_model(SetShape(Shape(rows=spec.model.n_tokens)))
 
     @classmethod

@@ -8,8 +8,8 @@ of them for each span of positions. Five things are not as one would expect:
   :meth:`VLLMScorer._tap`.
 - Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.inference.vllm_logits.SetShape` divides the
   logits themselves.
-- Rows of tokens that come from the prefix cache are missing, so vLLM has scored requests read it only when told to.
-  They are where the prompt is most of a sequence, and are asked again without where a hit reaches into the response.
+- Rows of tokens that come from the prefix cache are missing, so vLLM has scored requests read it on request alone.
+  They do where the prompt is most of a sequence, and are repeated without where a hit reaches into the response.
 - The probability of all other tokens is in no row; :mod:`gkd.inference.tail` puts it where vLLM puts ranks.
 - One token has to be sampled, and needs room, though nobody reads it.
 """
@@ -186,7 +186,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
     def _fits(self, request: Score | Generate) -> bool:
         """Return whether ``request`` may join those that run: same shape and K, and memory for its results."""
         if not isinstance(request, Score):
-            return True  # greedy: no temperature and no result to speak of
+            return True  # greedy: no temperature and hardly a result
         # On a GPU vLLM takes the largest K of a step for all its rows, and the tail is what that leaves out.
         if (Shape(request.temperature, request.vocabulary), self.limits.width(request)) != (self._shape, self._top_k):
             return False

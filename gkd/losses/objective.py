@@ -34,7 +34,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
 
     The head sees ``chunk`` positions at a time. Distillation compares at ``algorithm.loss.temperature``, the supervised
     loss is at temperature 1, and everything that looks at tokens that the student sampled is under the distribution
-    that they were sampled from, weighted as :mod:`gkd.losses.off_policy` says.
+    that they were sampled from, weighted by :mod:`gkd.losses.off_policy`.
     """
     as_sampled = algorithm.distils and not algorithm.needs_policy and not rollout.is_plain
 

@@ -8,7 +8,7 @@ q, so each sampled token counts by
     q / mu  =  (q / old) * (old / mu)
 
 with ``old`` the trainer's own probability before the batch's first update. All three are of the distribution that was
-sampled from: softmax(logits / temperature), truncated as :mod:`gkd.losses.truncation` says.
+sampled from: softmax(logits / temperature), truncated by :mod:`gkd.losses.truncation`.
 
 - ``q / old``, the ratio of PPO (arXiv 1707.06347), is 1 in the first update of a batch.
 - ``old / mu`` is ``algorithm.importance_sampling``: truncated (Yao et al., "Your Efficient RL Framework Secretly

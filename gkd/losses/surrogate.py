@@ -17,7 +17,7 @@ class Surrogate(ABC):
     A class has its settings in a pydantic model ``Config`` and its code in :meth:`__call__`. All it works on is [N], so
     it costs no memory worth planning. Its module imports torch inside functions alone.
 
-    ``usual_range``: how far below and above 1 a ratio of the kind in use is clipped unless settings say otherwise.
+    ``usual_range``: how far below and above 1 a ratio of the kind in use is clipped unless settings give other bounds.
     """
 
     class Config(Settings):

@@ -90,7 +90,7 @@ def apply_presence_penalty(logits: Tensor, start: int, response_ids: Tensor, bou
     places = torch.arange(stop, device=logits.device)
     first = bounds[torch.searchsorted(bounds, places, right=True) - 1]
     # Where each token stands first in a response, in the row of the first logits that are of this response. Only shapes
-    # that the host knows, so that it need not wait for a GPU.
+    # that is known on the host, so that it need not wait for a GPU.
     row = (first - start).clamp(min=0)
     stands = torch.where(first >= first[start], places, stop).int()
     earliest = torch.full_like(logits, stop, dtype=torch.int32).view(-1)

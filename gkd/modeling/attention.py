@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 NAME = "gkd_packed"
 ASIDE = "gkd_packed_aside"
-# Arguments by which a model asks for an attention that is not the plain one; computing without them would be wrong.
+# Arguments by which a model selects an attention that is not the plain one; computing without them would be wrong.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 

@@ -35,7 +35,7 @@ TAIL = 1 << 18
 
 
 def view(run: RunFiles) -> list[RenderableType]:
-    """Lay out what a run's files say; nothing of what is not there yet."""
+    """Lay out what a run's files hold; nothing of what is not there yet."""
     rows = run.rows
     parts: list[RenderableType] = []
     if len(rows) > 1:

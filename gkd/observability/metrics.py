@@ -48,7 +48,7 @@ class JsonLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # what could not be written was told of, and all else is
+        with contextlib.suppress(OSError):  # what could not be written was warned of, and all else is
             self._file.close()
 
 

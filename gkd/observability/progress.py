@@ -128,7 +128,7 @@ class Progress:
         ):
             if name in metrics:
                 parts.append(f"{label} {metrics[name]:{form}}")
-        # The first step warms caches up and says little about the others.
+        # The first step warms caches up and is no measure of the others.
         if self._first is not None and step > self._first[0]:
             each = (time.monotonic() - self._first[1]) / (step - self._first[0])
             parts.append(f"{clock(each * (self.total - step))} left")

@@ -50,7 +50,7 @@ class RunFiles:
 
     @property
     def was_killed(self) -> bool:
-        """Return whether the run was ended before it could say so, as by kill -9.
+        """Return whether the run was ended before it could record that, as by kill -9.
 
         That is seen where its workers were on this machine: they are gone, nobody holds the directory, and nothing has
         been written for a minute.
@@ -74,7 +74,7 @@ class RunFiles:
 
     @property
     def failure(self) -> str | None:
-        """Return how the run failed; None of one that goes on, has finished, or was killed before it could say it."""
+        """Return how the run failed; None of one that goes on, has finished, or was killed before it recorded it."""
         events = self.events
         if self.is_finished or not events or events[-1]["kind"] != "end" or not events[-1].get("failed", False):
             return None

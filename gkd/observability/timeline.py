@@ -1,6 +1,6 @@
 """timeline.json: what every worker did when, with the cause of each wait, as Chrome trace events (ui.perfetto.dev).
 
-A step has stages, whose bounds the driver knows: ``generate`` until the batch's last sample was finished, ``score``
+A step has stages, whose bounds the driver measures: ``generate`` until the batch's last sample was finished, ``score``
 until it was scored, ``validate`` until a validation beside it was over, ``update`` and ``sync``. A worker that does
 nothing waits in each of them for the group that the stage belongs to, see :data:`CAUSES`.
 """
@@ -139,7 +139,7 @@ class Timeline:
     def _spans(self, report: WorkerReport) -> list[ActivitySpan]:
         """Return a worker's spans by the driver's clock.
 
-        The node's clock was read between two readings of the driver's. The closest two so far tell how far it is
+        The node's clock was read between two readings of the driver's. The closest two so far show how far it is
         ahead; one that may be equal is taken to be.
         """
         node, clock, width = report.worker.node, report.contents["clock"], report.received - report.sent

@@ -45,7 +45,7 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand the metrics of a step to all of them. What one raises is a warning, once: the run goes on.
 
-        One that does not return within :data:`CALL_S` is asked nothing more.
+        One that does not return within :data:`CALL_S` is not called again.
         """
         self._call_each(step, lambda tracker: tracker.log(step, metrics))
 

@@ -2,7 +2,7 @@
 
 Shapes come from a model's config.json, or from the published ones of usual models by size. Weights are listed as
 transformers names and lays them out, so that counts agree to the last number; a model of an unknown type is counted as
-a decoder like Llama, and ``note`` says so. Building the model by transformers on torch's meta device would need no
+a decoder like Llama, and ``note`` names it. Building the model by transformers on torch's meta device would need no
 formulas, but took 5 to 8 s on two cores, 1.6 to 2.8 s of them to import torch and 3.2 to 6.1 s to import transformers;
 a whole plan takes 0.9 s, and works where neither is installed. tests/planning/test_shapes.py compares the two.
 """

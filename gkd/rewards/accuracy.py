@@ -43,7 +43,7 @@ def agreement(response: str, answer: str) -> float:
     a number, or its last formula where it is one. Two answers agree as text, as choices (``(B)``), as numbers, element
     by element as lists, or in mathematics, which math-verify decides.
 
-    This is stricter than math-verify alone, and than the rewards of TRL and verl that ask it: to these, units count for
+    This is stricter than math-verify alone, and than the rewards of TRL and verl with it: to these, units count for
     nothing, every list is a set, "72 million" is 72, and some forms count although another answer follows. It accepts
     more than they do, and than verl's rewards for GSM8K and MATH, which compare strings after one marker: every form
     counts, and words and choices do. Here a number without a unit agrees with one that has one, and 50% with 50 and
@@ -71,7 +71,7 @@ def _is_plausible(content: str, expected: str) -> bool:
 
 
 def _guess_answers(response: str, expected: str) -> list[str]:
-    """Return what may be the answer of a response that does not say so."""
+    """Return what may be the answer of a response that marks none."""
     number = quantity(normalize_text(expected))
     if number is not None:
         return _with_unit(last_number(response), number)

@@ -149,7 +149,7 @@ def last_formula(text: str) -> str | None:
 def last_number(text: str) -> Numeral | None:
     """Return the last number of ``text``; exponents and parts of a ratio are none.
 
-    None where there is none, or where the text says that it is not the answer.
+    None where there is none, or where the text denies that it is the answer.
     """
     text = _cut_reasoning(text)
     numbers = list(_FINAL_NUMBER.finditer(text))

@@ -68,7 +68,7 @@ class Code(RewardFunction):
         if expected is not None:
             ended = run(program, given, timeout_s, memory, offline)
             return ended.code == 0 and _lines(ended.output) == _lines(expected)
-        # A program that ends the process early would else have passed; it cannot know this word.
+        # A program that ends the process early would else have passed; it cannot print this word.
         word = secrets.token_hex(16)
         ended = run(f"{program}\n\n{given}\n\nprint('\\n{word}')\n", "", timeout_s, memory, offline)
         return ended.code == 0 and ended.output.endswith(f"\n{word}\n")

@@ -1,4 +1,4 @@
-"""Whether two answers are the same in mathematics, asked of math-verify in a process that can be killed.
+"""Whether two answers are the same in mathematics, by math-verify in a process that can be killed.
 
 A sampled response may hold ``2^{2^{2^{2^{2^2}}}}`` or ``9999999!``. sympy then computes for ever inside one C call,
 which neither a thread nor a signal handler interrupts and which would hold the whole run. So math-verify lives in a

@@ -53,7 +53,7 @@ class RewardProcess:
         """Return the reward of one function for each completion, and how long it took, or what it raised.
 
         ``groups``: what the function is called with each time, one completion or those that it rates together. An
-        async function is asked about all groups at the same time, others about one after the other. Raises RewardError
+        async function is called for all groups at the same time, others for one after the other. Raises RewardError
         when the function needs longer than ``timeout_s`` a completion, or ends its process.
         """
         limit_s = timeout_s * max(map(len, groups))

@@ -36,7 +36,7 @@ Came = TrainingSample | Unscored
 class EngineGroup:
     """The workers of ``group``, one an engine, each of which runs its engine from the start.
 
-    One that died is started again as ``again`` says; one that does nothing for ``timeout_s`` while it has work hangs.
+    One that died is started again by ``again``; one that does nothing for ``timeout_s`` while it has work hangs.
     ``followers`` are parts of engines on further nodes: when one fails, its leader ends, and this is the reason.
     ``scorers`` are watched meanwhile, for the engines and for ``clients`` of this process, by model.
     """
@@ -173,7 +173,7 @@ class EngineGroup:
     def has_lost_node(self, engine: int) -> bool:
         """Return whether the node of an engine that died has left as well, with the samples that are stored there."""
         service, node_id = self.group.service, self.group.reports[engine].node_id
-        if service is not None and not service.answers():  # who would say which nodes are there
+        if service is not None and not service.answers():  # which has the list of nodes
             return False
         # Ray takes seconds to note that a node went down.
         node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)

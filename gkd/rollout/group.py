@@ -30,7 +30,7 @@ log = logging.getLogger("gkd")
 class RolloutGroup:
     """Hands requests to the engines as these have places free, and keeps what they finish until it is collected.
 
-    When an engine dies, what it was doing is done again by the others, or waits. It is started again as ``again`` says,
+    When an engine dies, what it was doing is done again by the others, or waits. It is started again by ``again``,
     gets the current weights from ``refresh``, and takes part once it has them; when none is left or comes back the run
     fails. One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died. What an engine had
     finished is not lost: samples belong to this process and stay in the object store of their node, and where that

@@ -20,7 +20,7 @@ Scored: TypeAlias = tuple[TrainingSample, ScoredSample]
 class Outbox:
     """Holds what is to be sent; :class:`gkd.rollout.stream.SampleStream` takes it in. Any thread may put.
 
-    ``capacity``: the engine's slots, which decide what the driver has to hear of before it is scored.
+    ``capacity``: the engine's slots, which decide what is announced to the driver before it is scored.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -80,7 +80,7 @@ class WeightLoader:
         self._sampler.hold(self._in_flight)
 
     def _arrivals_of(self, push: Push) -> Arrivals:
-        """Return what has come of a push; the first to ask begins it. Raises RunFailed for one that is over."""
+        """Return what has come of a push; the first call begins it. Raises RunFailed for one that is over."""
         with self._arriving:
             if self._arrivals is None or self._arrivals.push.number < push.number:
                 self._arrivals = Arrivals(push)

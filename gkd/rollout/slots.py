@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 
 class Slots:
-    """Decides which generated samples the driver has to hear of before they are scored.
+    """Decides which generated samples are announced to the driver before they are scored.
 
     An engine has ``capacity`` slots; the driver gives it no more requests than it has free ones. A sample that is
     scored comes with its arrays, and frees its slot by that. One that is still being scored is worth a message only
@@ -20,7 +20,7 @@ class Slots:
         self._capacity = capacity
         self._lock = threading.Lock()
         self._undelivered: dict[int, float] = {}  # orders by key
-        self._occupied: set[int] = set()  # of these, those that hold slots as far as the driver knows
+        self._occupied: set[int] = set()  # of these, those that hold slots by the driver's count
         self._generated: set[int] = set()  # of these, those being scored
 
     def take(self, orders: Mapping[int, float]) -> tuple[int, ...]:

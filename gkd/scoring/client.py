@@ -24,7 +24,7 @@ from gkd.scoring.replica import Call
 from gkd.scoring.wire import PROTOCOL, Welcome
 from gkd.types import Int32, Target
 
-MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client does not know its largest request
+MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client has no bound of its largest request
 
 
 class ScoringClient:

@@ -53,7 +53,9 @@ class Bounds:
 
 
 class Connection:
-    """An accepted connection. ``client``: its routing id, once it has sent a message; ``heard``: when it last did.
+    """An accepted connection. ``client``: its routing id, once it has sent a message.
+
+    ``last_message_at``: when it last sent one.
 
     Raises OSError where there is none any more.
     """
@@ -67,7 +69,7 @@ class Connection:
             os.close(duplicate)
             raise
         self.client: bytes | None = None
-        self.heard = time.monotonic()
+        self.last_message_at = time.monotonic()
         self.is_cut = False
         self._received_at_message = 0
 
@@ -84,7 +86,7 @@ class Connection:
 
     def message_came(self, now: float) -> None:
         """Count from here."""
-        self.heard, self._received_at_message = now, self._counter(_BYTES_RECEIVED)
+        self.last_message_at, self._received_at_message = now, self._counter(_BYTES_RECEIVED)
 
     def cut(self) -> None:
         """End the connection; ZeroMQ then forgets what it holds of and for the peer."""
@@ -157,7 +159,7 @@ class Connections:
             # A peer that has sent nothing yet goes before one that has: clients greet at once and then keep on.
             others = [c for other, c in self._by_fd.items() if other != fd and not c.is_cut]
             if others:
-                min(others, key=lambda c: (c.client is not None, c.heard)).cut()
+                min(others, key=lambda c: (c.client is not None, c.last_message_at)).cut()
 
     def find_overdrawn(self, now: float) -> Iterator[tuple[Connection, str]]:
         """Yield connections that are silent, or send what has no end, with what they do."""
@@ -165,7 +167,7 @@ class Connections:
         alive = [c for c in self._by_fd.values() if not c.is_cut]
         partial = {c: c.partial_bytes for c in alive}
         for connection in alive:
-            if now - connection.heard > (bounds.greeting_s if connection.client is None else bounds.silent_s):
+            if now - connection.last_message_at > (bounds.greeting_s if connection.client is None else bounds.silent_s):
                 yield connection, "silent"
             elif partial[connection] > self._partial_bytes:
                 yield connection, "endless"

@@ -149,7 +149,7 @@ class Dispatcher:
                 socket = replica.socket
                 for message in wire.unpack(frame):
                     self._handle(replica, message)
-                    if replica.socket is not socket:  # it was put out, and what it said besides is void
+                    if replica.socket is not socket:  # it was put out, and what else it sent is void
                         break
         except wire.WireError as error:
             self._lose(replica, f"sent what cannot be read ({error})")

@@ -28,7 +28,7 @@ def teacher_prompts(
 
     ``models``: directories of the teachers by name; none where it is an external one. ``tokenizer``: the student's.
     ``longest``: tokens a prompt may have. ``kwargs``: ``data.chat_template_kwargs``. Raises ConfigError where student
-    and teacher are prompted differently and nothing is said about it, or where the teacher's template cannot be used;
+    and teacher are prompted differently and no setting allows it, or where the teacher's template cannot be used;
     ScorerUnavailable where an external teacher does not answer.
     """
     wanted = teacher.chat_template

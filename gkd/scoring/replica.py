@@ -79,7 +79,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Requests it is working on, as far as this client knows."""
+        """Requests it is working on, by this client's count."""
         return len(self.outstanding) + len(self.abandoned)
 
     @property
@@ -122,7 +122,7 @@ class Replica:
         self.socket = self._open()
 
     def check(self, request: Request, size: int) -> None:
-        """Raise Refused for what is so long, ``size`` bytes, that the server would hang up instead of saying so."""
+        """Raise Refused for what is so long, ``size`` bytes, that the server would hang up instead of answering."""
         if size > wire.largest_request(self.limits.max_length):
             self.limits.check(request)
 
@@ -131,7 +131,7 @@ class Replica:
         return wire.group_frames(frames, wire.largest_request(self.limits.max_length))
 
     def send(self, frame: bytes) -> bool:
-        """Send, or say that it is not possible now."""
+        """Send, or return that it is not possible now."""
         try:
             self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:

@@ -70,7 +70,7 @@ class ScoringServer:
     def serve(self, stop: threading.Event) -> None:
         """Answer requests on the calling thread until ``stop`` is set, then close; what is unfinished is refused.
 
-        Raises RunFailed when the engine fails, after telling every client that waits.
+        Raises RunFailed when the engine fails, after an answer to every client that waits.
         """
         code: Code = "stopping"
         message = "the server is stopping"

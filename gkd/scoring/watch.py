@@ -24,7 +24,7 @@ class ScorerModel:
     """One model that scores: its replicas' workers, where these listen, and what is known of them.
 
     ``addresses`` change where a replica is started on another node. ``request_timeout_s`` of its clients;
-    ``start_timeout_s`` a replica has to come back, as ``again`` says.
+    ``start_timeout_s`` a replica has to come back, by ``again``.
     """
 
     group: Group

@@ -41,7 +41,7 @@ class Destination:
 
 
 class Delivery:
-    """Sends pieces of one rank to ``destinations``. One that died or failed gets no more; the driver asks it why.
+    """Sends pieces of one rank to ``destinations``. One that died or failed gets no more; the driver reads its error.
 
     ``served``: the versions that engines serve, by engine, which have loaded the last piece.
     """

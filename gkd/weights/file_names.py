@@ -1,7 +1,7 @@
 """A model's weights under the names, and in the shapes, that its files have.
 
 transformers changes some of both while it loads: experts become one tensor, modules get other names. What reads files,
-as vLLM's loaders do, knows the files' names alone.
+as vLLM's loaders do, takes the files' names alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights in pieces: which tensors travel together, and how those between GPUs lie in one buffer.
 
-Everything here works on any device, and asks neither Ray nor vLLM.
+Everything here works on any device, and needs neither Ray nor vLLM.
 """
 
 from __future__ import annotations
@@ -134,7 +134,10 @@ class PackingSender(Sender):
         return self._held[-1] if self._held else None
 
     def pack_buffer(self, tensors: Mapping[str, Tensor]) -> PackedLayout:
-        """Pack ``tensors`` into :attr:`packed_piece`; returns their layout, with weights.checksum its digest as well."""
+        """Pack ``tensors`` into :attr:`packed_piece`; returns their layout.
+
+        It has a digest where weights.checksum is set.
+        """
         layout = PackedLayout.from_tensors(tensors)
         packed = pack(layout, tensors, self.device)
         self._held.append(packed)

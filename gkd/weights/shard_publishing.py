@@ -34,7 +34,7 @@ class ShardPublisher:
         self._engine.send_weights()
 
     def _meeting(self, delivery: Delivery) -> tuple[Meeting | None, tuple[int, ...]]:
-        """Return whom to meet, and the engines' ranks; None where all are met. Rank 0 knows, and says it."""
+        """Return whom to meet, and the engines' ranks; None where all are met. Rank 0 broadcasts it."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if ranks > 1 else 0
         notice: list[Any] = [None]

@@ -42,7 +42,7 @@ class Piece:
 
 
 class Place(Protocol):
-    """A worker, as a transfer has to know it: on which device and which GPUs."""
+    """A worker, as a transfer needs it: on which device and which GPUs."""
 
     @property
     def device(self) -> str:
@@ -125,7 +125,7 @@ class Transfer:
     ray_executor: ClassVar[bool] = False
     """Whether vLLM's processes of an engine have to be actors of Ray's, which share GPUs with the workers."""
     backend: ClassVar[str] = "gkd"
-    """The name that vLLM knows the engines' end by, see :mod:`gkd.weights.vllm_plugin`."""
+    """The name by which vLLM finds the engines' end, see :mod:`gkd.weights.vllm_plugin`."""
     sender: ClassVar[type[Sender]]
     receiver: ClassVar[type[Receiver]]
 

@@ -63,7 +63,7 @@ class PieceTransferEngine(Reload, IPCWeightTransferEngine):  # type: ignore[misc
             self.receiver.join(init_info.address, rank, init_info.world)
 
     def receive_weights(self, update_info: PieceUpdate) -> None:
-        """Hand the tensors to the model's own loader, which knows its fused and sharded layers."""
+        """Hand the tensors to the model's own loader, which maps its fused and sharded layers."""
         tensors = update_info.tensors
         if tensors is None:
             assert self.receiver is not None and update_info.piece is not None

@@ -1,4 +1,4 @@
-"""Tells every vLLM process, also the children of a tensor-parallel engine, of this project's weight backends.
+"""Registers this project's weight backends in every vLLM process, also the children of a tensor-parallel engine.
 
 vLLM loads what is named under the entry point ``vllm.general_plugins`` (see pyproject.toml) as each of its processes
 starts, so nothing heavy is imported here.

@@ -215,7 +215,7 @@ def run(
         rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2,
         report=lambda: asked.read([actor_group, rollout_group]),
         validation=Validation(config, inputs, rollout, actor, teacher),
-        val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due=lambda *_: [], sets=[]),
+        val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due_sets=lambda *_: [], sets=[]),
         sync=SimpleNamespace(
             push=lambda: rollout.call_engines("load", actor.version, timeout_s=60, activity="loading")
         ),

@@ -1,4 +1,4 @@
-"""Every node of a cluster: the same clock, the same packages, the GPUs that Ray thinks it has."""
+"""Every node of a cluster: the same clock, the same packages, the GPUs that Ray counts."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def check_mps(gpus: Gpus | None) -> Iterator[Finding]:
 
 
 def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:
-    """Compare what torch knows (``facts``, of _PROBE) with the machine's GPUs."""
+    """Compare what torch finds (``facts``, of _PROBE) with the machine's GPUs."""
     version, cuda = metadata.version("torch"), facts["cuda"]
     if gpus is None or not gpus.names:
         yield ok("torch", f"{version} on the CPU")

@@ -1,4 +1,4 @@
-"""Python and the installed packages against what this project's own metadata asks for."""
+"""Python and the installed packages against what this project's own metadata requires."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     ./launch/ray_cluster.sh stop                                 # ends the nodes it started here, and no other Ray
 
 With --simulate-gpus N Ray hands out N GPUs that are not there. What follows `--` goes to `ray start` as it is.
-Exit codes: 0 done, 1 the node did not start or end, 2 what was asked cannot be.
+Exit codes: 0 done, 1 the node did not start or end, 2 what was requested cannot be.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HOLD = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from gkd.cli.launch.hold import main; sys.exit(main(sys.argv[1:]))"
 )
-STARTED = "Ray runtime started."  # what `ray start` says last
+STARTED = "Ray runtime started."  # what `ray start` prints last
 
 
 @entry_point

@@ -1,4 +1,4 @@
-"""Which engines and replicas work, which are gone, and which come back: the one place that knows."""
+"""Which engines and replicas work, which are gone, and which come back: the one place for it."""
 
 from __future__ import annotations
 

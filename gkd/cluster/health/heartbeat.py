@@ -41,7 +41,7 @@ class Heartbeat:
     def find_hanging(self, busy: Iterable[int]) -> list[int]:
         """Return those of the ``busy`` engines that hang. To be called every second or so while engines have work."""
         now = time.monotonic()
-        longest = min(LONGEST_TURN_S, self._timeout_s / 5)  # so that an engine is asked several times
+        longest = min(LONGEST_TURN_S, self._timeout_s / 5)  # so that an engine is called several times
         passed, self._looked = min(now - self._looked, longest), now
         hanging = []
         for engine in busy:

@@ -48,5 +48,5 @@ class QueueFile:
         try:
             temporary.write_text(json.dumps(asdict(queues())), encoding="utf-8")
             temporary.replace(self._file)
-        except OSError:  # a full disk is told of by what must be written
+        except OSError:  # what must be written warns of a full disk
             temporary.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ class StartAgain:
     """How members of a group are started again, at most ``limit`` times each.
 
     ``start`` gets the number of a member and returns its new worker, built, as a group of one. It is called on a thread
-    of its own, ends when that worker does, and raises where nothing comes of it. ``refusal`` says why no member can be;
+    of its own, ends when that worker does, and raises where nothing comes of it. ``refusal`` is why no member can be;
     None: they can.
     """
 

@@ -14,7 +14,7 @@ from gkd.cluster.gpu import are_simulated
 from gkd.cluster.layout.fit import range_text
 
 UUID_SHOWN = 14
-"""Characters of a UUID in a narrow table, which tell the GPUs of a machine apart."""
+"""Characters of a UUID in a narrow table, which distinguish the GPUs of a machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def faults(
 ) -> list[str]:
     """Return everything wrong with an assignment, one line each; empty when it is right.
 
-    ``ranges`` gives the exact indices each group asked for, one list for all of its nodes alike or one for each;
+    ``ranges`` gives the exact indices each group requested, one list for all of its nodes alike or one for each;
     ``shared`` the pairs of groups that may be on the same GPU.
     """
     return [*_collisions(reports, shared), *_wrong_devices(reports), *_broken_ranges(reports, ranges)]

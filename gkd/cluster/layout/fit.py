@@ -197,7 +197,7 @@ def _list_smaller(request: GroupRequest, nodes: Sequence[Node], few: bool = Fals
 def share_gpus(config: Config, nodes: Sequence[Node]) -> Config:
     """Return ``config`` with a layout in which groups share GPUs, where it takes that and may (``cluster.share_gpus``).
 
-    The same where its groups fit as they are, where a pool's own settings say which or how many GPUs it has, and where
+    The same where its groups fit as they are, where a pool's own settings name which or how many GPUs it has, and where
     no layout fits. ``nodes`` are taken to be idle.
     """
     if not may_share(config) or fits(config, nodes):

@@ -93,7 +93,7 @@ def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
 
 
 def require_same_ray(metadata: dict[str, str], where: str) -> None:
-    """Raise ConfigError, which begins with ``where``, for a cluster of another Ray or Python, as it says of itself."""
+    """Raise ConfigError, which begins with ``where``, for a cluster of another Ray or Python by its own metadata."""
     python = ".".join(map(str, sys.version_info[:3]))
     for name, key, here in (("Ray", "ray_version", ray.__version__), ("Python", "python_version", python)):
         there = metadata.get(key, here)

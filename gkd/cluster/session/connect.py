@@ -144,7 +144,7 @@ def _address(cluster: Cluster) -> str | None:
     simulate = isinstance(cluster.simulate_gpus, int)
     if cluster.address is not None and simulate:
         raise ConfigError("cluster.simulate_gpus is for a private Ray: it cannot add GPUs to cluster.address")
-    if simulate:  # what the command line says outweighs the environment
+    if simulate:  # the command line outweighs the environment
         return None
     return cluster_address(cluster.address)
 

@@ -27,7 +27,7 @@ INTERVAL_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
 STUCK_S = 60.0
 OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
-"""What this process lacks says nothing of the service."""
+"""Errors of what this process lacks, which are no sign of the service's state."""
 
 
 class ControlService:

@@ -146,7 +146,7 @@ def stop(node: LocalNode) -> list[int]:
 
 
 def stop_all() -> int:
-    """End every node of this user on this machine, workers before their head, and say so. Returns the exit code."""
+    """End every node of this user on this machine, workers before their head, and print that. Returns the exit code."""
     # Of a dead one agents may be left.
     left_over = [node for node in _read_records() if node.is_alive or node.processes()]
     if not left_over:

@@ -1,4 +1,4 @@
-"""A group of workers in rank order, and waiting for them so that the first failure is heard at once."""
+"""A group of workers in rank order, and waiting for them so that the first failure is raised at once."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Group:
         report = self.reports[rank]
         there = NodeAffinitySchedulingStrategy(report.node_id, soft=False)
         killing = _kill.options(num_cpus=0, scheduling_strategy=there).remote(report.pid)
-        ray.wait([killing], timeout=KILL_S)  # before Ray ends it: then nobody knows whose children they were
+        ray.wait([killing], timeout=KILL_S)  # before Ray ends it: then nothing shows whose children they were
         ray.kill(self.workers[rank], no_restart=True)
 
     def as_pending(self, activity: str, refs: Sequence[Any]) -> Pending:
@@ -232,7 +232,7 @@ def _seconds_to_next_look(deadline: float) -> float:
 
 
 def _take_last_part(method: str) -> str:
-    """Return what a call is named after where nothing else is said: ``update`` of ``trainer.update``."""
+    """Return what a call is named after where no activity is given: ``update`` of ``trainer.update``."""
     return method.rpartition(".")[2]
 
 

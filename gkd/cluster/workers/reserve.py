@@ -1,7 +1,7 @@
 """Reserving GPUs and CPUs for all groups at once, and starting one :class:`Worker` on each.
 
-Ray chooses which device a bundle gets, and only the process that runs in it knows. So the workers start first and
-report their device; then each is given its group and rank. Where exact GPUs are asked for, the free GPUs of those
+Ray chooses which device a bundle gets, and only the process that runs in it sees it. So the workers start first and
+report their device; then each is given its group and rank. Where exact GPUs are requested, the free GPUs of those
 nodes are taken, the wanted ones are kept and the rest is given back. When a wanted one is missing, all is given back,
 so that two runs waiting for each other cannot lock up, and it is tried again after a random pause.
 """
@@ -66,7 +66,7 @@ class _Missed(Exception):
 
 
 class NoRoom(RunFailed):
-    """What is asked for was not free in time."""
+    """What was requested was not free in time."""
 
 
 class NodeGone(_Missed):

@@ -32,7 +32,7 @@ _FREE = (
 """Where files are, whose prompts are compared, and how rewards are computed: a run may have ended for want of time."""
 
 _OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")
-"""Settings that say nothing of what a run does."""
+"""Settings that change nothing of what a run computes."""
 
 
 def explain_finished(config: Config, output: Path) -> str | None:

@@ -83,12 +83,12 @@ class Checkpoints:
         self._complete()
 
     def finish(self) -> None:
-        """Raise RunFailed when the last step's, if it was asked for, could not be written."""
+        """Raise RunFailed when the last step's, if it was due, could not be written."""
         if self._failure is not None:
             raise RunFailed(self._failure)
 
     def rescue(self, actor: ActorGroup) -> None:
-        """Save what is whole of a run that ends before its time, and say what there is to go on from. Never raises."""
+        """Save what is whole of a run that ends before its time, and print where it can go on from. Never raises."""
         self._ending = True
         try:
             if self._writing is None or is_done(self._writing.calls) or actor.answers():

@@ -45,7 +45,7 @@ class RolloutEngines:
     def start_again(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> StartAgain:
         """Return how one that died is started again, and reaches the scorers that are there. After the build.
 
-        On its GPU its cache has the size of before: what is free there, while others use it, says nothing.
+        On its GPU its cache has the size of before: what is free there, while others use it, is no measure.
         """
         limit = self.config.cluster.start_timeout_s
         caches = self.engines.leaders.control("cache_bytes", timeout_s=limit, activity="saying how large caches are")

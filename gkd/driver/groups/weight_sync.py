@@ -18,9 +18,9 @@ from gkd.weights.delivery import Destination, Push
 from gkd.weights.transfer import Transfer
 
 DEATH_IS_KNOWN_S = 5.0
-"""Ray tells of a process that ended within this time."""
+"""Ray reports a process that ended within this time."""
 ANSWERS_S = 5.0
-"""Time that an engine which is not hung takes to say how far it is."""
+"""Time that an engine which is not hung takes to report how far it is."""
 
 
 class WeightSync:
@@ -107,7 +107,7 @@ class WeightSync:
             return dict(zip(self._engines, served, strict=True))
         known = self._wait_for(sending, about)
         unheard = [engine for engine in self._engines if engine not in known]
-        if unheard:  # they say why
+        if unheard:  # they raise why
             known |= self._call_engines("weights.receive", push, activity=f"loading {about}", engines=unheard)
         return {engine: known[engine] for engine in self._engines if engine in known}
 
@@ -123,7 +123,7 @@ class WeightSync:
     def _wait_for(self, sending: Pending, about: str) -> dict[int, Any]:
         """Wait until all pieces are loaded, or their engines lost; those that hang at the deadline are.
 
-        Returns the versions that engines serve, by engine, as far as the ranks know. The push has its time again where
+        Returns the versions that engines serve, by engine, by the ranks' count. The push has its time again where
         an engine hung. Raises RunFailed where no engine hangs, but the actor does.
         """
         while True:
@@ -197,7 +197,7 @@ class WeightSync:
         try:
             return gather(calls, self._measure_left())
         except RunFailed as failure:
-            # Whoever lost its partner may say so before Ray has noticed the death that is behind it.
+            # Whoever lost its partner may report that before Ray has noticed the death that is behind it.
             death = failure if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
             if death is None:
                 raise

@@ -16,7 +16,7 @@ from gkd.errors import ConfigError
 class BestModel:
     """Writes the student to ``output/best`` whenever ``metric`` is better than at every validation before.
 
-    ``best.json`` says at which step that was, so that a run that goes on compares with it.
+    ``best.json`` has the step at which that was, so that a run that goes on compares with it.
     """
 
     def __init__(self, metric: str, output: Path) -> None:

@@ -11,7 +11,7 @@ from gkd.errors import ConfigError
 
 
 class EarlyStop:
-    """Looks at a figure of validation, from the first row of metrics.jsonl on, so that a run that goes on knows it.
+    """Looks at a figure of validation, from the first row of metrics.jsonl on, so that a run that goes on has it.
 
     ``rows``: that file of the run.
     """

@@ -1,4 +1,4 @@
-"""val/NAME/*: the student on the sets of ``data.val_sets``, each as often and sampled as its own settings say."""
+"""val/NAME/*: the student on the sets of ``data.val_sets``, each as often and sampled as its own settings have it."""
 
 from __future__ import annotations
 

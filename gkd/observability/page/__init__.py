@@ -1,1 +1,1 @@
-"""report.html: what a run's files say, on one page that needs neither a server nor a network."""
+"""report.html: what a run's files hold, on one page that needs neither a server nor a network."""

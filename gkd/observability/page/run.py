@@ -103,7 +103,7 @@ def read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[floa
 
 
 def _config(tree: Mapping[str, Any]) -> Config | None:
-    """Return the run's settings, None where this version of gkd does not know them any more."""
+    """Return the run's settings, None where this version of gkd does not accept them any more."""
     try:
         return load(tree)
     except ConfigError:

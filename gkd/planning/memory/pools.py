@@ -268,7 +268,7 @@ def _n_held(layout: Layout, group: str, engine: Engine, cache: float) -> int:
 def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     """Return the sequences that an engine may run at a time: ``max_num_seqs``, or what is planned where that is null.
 
-    That is as many as the schedule asks an engine for, vLLM's own limit, and what the cache holds of sequences of mean
+    That is as many as the schedule gives an engine, vLLM's own limit, and what the cache holds of sequences of mean
     length: of more, vLLM would throw caches away and compute them once more. But 128 at least: a mean length that is
     not known is taken to be the limit, and is far less than that where responses are long.
     """

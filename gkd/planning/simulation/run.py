@@ -61,7 +61,7 @@ class DriverTimes:
     sample and its scores besides scorers' work, messages and rewards; ``record_s``: from new weights until the driver
     has requested, measured and logged all, before which it takes no sample in; ``deliver_s``: from a scored batch until
     it takes it in; ``prepare_s``: until it has handed the batch to the actor; ``call_s``: of the actor's calls, until
-    the driver knows that the update is done.
+    the driver is notified that the update is done.
     """
 
     start_s: float = 0.0
@@ -79,7 +79,7 @@ class DriverTimes:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Says how much longer than on average groups take in a step, 1 for as long."""
+    """Holds how much longer than on average groups take in a step, 1 for as long."""
 
     sample: float = 1.0
     score: float = 1.0

@@ -84,7 +84,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Says how coarse a batch is simulated: ``weight`` samples each is for, ``n_prompts`` that are left."""
+    """Holds how coarse a batch is simulated: ``weight`` samples each is for, ``n_prompts`` that are left."""
 
     n_prompts: int
     weight: float

@@ -72,7 +72,7 @@ def test_it_ends_a_run_with_one_line_and_code_1(capsys: pytest.CaptureFixture[st
 class Lost:
     """A control service that has been gone for longer than a run may go on."""
 
-    lost = True
+    is_lost = True
 
     def require(self) -> None:
         raise ControlLost("gone")

@@ -61,9 +61,9 @@ def collected(config: Config, engines: Engines) -> list[int]:
     batches = Batches(config, PromptStream(PROMPTS, seed=0), rollout, 50, State(step=2))
     batches.dispatch(version=2)
     collected = batches.collect(step=3)
-    require_rewards(config, collected.all)
+    require_rewards(config, collected.all_samples)
     assert len(collected.batch) == config.trainer.batch_size * config.rollout.n
-    assert len(collected.all) == sum(map(len, engines.calls))
+    assert len(collected.all_samples) == sum(map(len, engines.calls))
     prompts = [sample.prompt_id for sample in collected.batch]
     assert prompts[::2] == prompts[1::2]
     return prompts[::2]

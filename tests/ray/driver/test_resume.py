@@ -137,7 +137,7 @@ class World:
             validation=SimpleNamespace(request=self.request, measure=self.measure), vocab_size=10, n_gpus=1,
             report=self.report, answers=None,
             val_sets=SimpleNamespace(
-                request=lambda due, order: due, measure=lambda due: {}, due=lambda step, rest=False: [], sets=[]
+                request=lambda due, order: due, measure=lambda due: {}, due_sets=lambda step, rest=False: [], sets=[]
             ),
         )  # fmt: skip
         checkpoints = Checkpoints(self.config, self.output, time.monotonic(), {}, start.step)
