@@ -45,8 +45,8 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     try:
         inject_adapter_in_model(_lora_config(settings, targets), lm)
     except ValueError as error:
-        given, reason = settings.target_modules, one_line(error)
-        raise ConfigError(f"actor.lora.target_modules={given}: {reason}") from None
+        target_modules, reason = settings.target_modules, one_line(error)
+        raise ConfigError(f"actor.lora.target_modules={target_modules}: {reason}") from None
     for name, module in lm.named_modules():
         if isinstance(module, BaseTunerLayer) and not _is_linear(module):
             raise ConfigError(f"actor.lora.target_modules: {name} is no linear layer; its adapter cannot be merged")

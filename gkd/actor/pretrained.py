@@ -106,10 +106,10 @@ def _stop_at(end: int | None, directory: Path) -> None:
     """Have generation_config.json name the token that ends a turn, as samples end there: a base model's need not."""
     if end is None:
         return
-    known = ModelInfo.read(str(directory), "model").eos_ids
+    eos_ids = ModelInfo.read(str(directory), "model").eos_ids
     file = directory / "generation_config.json"
     settings: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     named = settings.get("eos_token_id")
     if end not in (named if isinstance(named, list) else [named]):
-        settings["eos_token_id"] = sorted({*known, end})
+        settings["eos_token_id"] = sorted({*eos_ids, end})
         file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

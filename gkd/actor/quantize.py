@@ -44,8 +44,8 @@ def dequantize_weights(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) 
     """Yield ``tensors`` of ``model`` by name, 4-bit weights as what they stand for, without what describes them."""
     layers = find_quantized_layers(model)
     for name, value in tensors:
-        layer, _, rest = name.rpartition(".weight")
-        if layer in layers and not rest:
+        layer, _, suffix = name.rpartition(".weight")
+        if layer in layers and not suffix:
             from bitsandbytes.functional import dequantize_4bit
 
             weight = layers[layer].weight

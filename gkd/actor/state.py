@@ -88,11 +88,11 @@ def load_state(model: nn.Module, optimizer: Optimizer | None, files: Sequence[Pa
             saved = _Saved([opened.enter_context(safe_open(file, "pt")) for file in files])
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise RunFailed(f"a file of the checkpoint in {files[0].parent} cannot be read: {error}") from None
-        wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if apart := sorted(wanted.keys() ^ saved.names):
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if apart := sorted(parameters.keys() ^ saved.names):
             where = "there" if apart[0] in saved.names else "here"
             raise RunFailed(f"the checkpoint is of another model: {apart[0]} is only {where}")
-        for name, p in wanted.items():
+        for name, p in parameters.items():
             kinds = [_WEIGHT] if optimizer is None else saved.kinds(name)
             values = {kind: saved.rows(kind, name, p) for kind in kinds}
             _put(p, values, {} if optimizer is None else optimizer.state[p])

@@ -266,8 +266,8 @@ class RankTrainer:
         parts = pack([sample.n_tokens for sample in samples], self.budget)
         widest = max((s.teacher.ids.shape[1] for s in scored if s.teacher), default=0)
         # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
-        n_parts, top_k, known = self._agree(len(parts), widest, int(any(values is not None for values in old)))
-        has_old = bool(known) and train
+        n_parts, top_k, any_old = self._agree(len(parts), widest, int(any(values is not None for values in old)))
+        has_old = bool(any_old) and train
         losses, sums = (defaultdict[str, Tensor](self._make_zero) for _ in range(2))
         largest: dict[str, Tensor] = {}
         for part in [*parts, *[[]] * (n_parts - len(parts))]:

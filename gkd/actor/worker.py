@@ -102,6 +102,6 @@ def _n_threads(config: Config, model_path: str, world: int, device: Device) -> i
     """
     cores = len(os.sched_getaffinity(0))
     if device == "cpu":
-        wanted = config.cluster.cpu_threads
-        return wanted or min(compute_threads([model_path]), max(1, cores // world))
+        n_threads = config.cluster.cpu_threads
+        return n_threads or min(compute_threads([model_path]), max(1, cores // world))
     return max(1, cores // min(world, config.trainer.n_gpus_per_node))

@@ -50,9 +50,9 @@ class AdvantageEstimator(ABC):
         values, labels = np.asarray(rewards, np.float64), np.asarray(groups)
         advantages = np.zeros_like(values)
         for label in np.unique(labels):
-            known = (labels == label) & ~np.isnan(values)
-            if known.any():
-                advantages[known] = self.compute_advantages(values[known])
+            rewarded = (labels == label) & ~np.isnan(values)
+            if rewarded.any():
+                advantages[rewarded] = self.compute_advantages(values[rewarded])
         return advantages
 
 

@@ -51,13 +51,13 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
         return settle(config, samples), {}
     metrics = _function_metrics(config, samples)
     batch, rewards = settle(config, samples), np.array(rewards_of(config, samples))
-    groups, advantages, known = groups_of(config, samples), np.array([s.advantage for s in batch]), ~np.isnan(rewards)
-    if known.any():
+    groups, advantages, rated = groups_of(config, samples), np.array([s.advantage for s in batch]), ~np.isnan(rewards)
+    if rated.any():
         metrics |= {
-            "reward/mean": float(rewards[known].mean()),
-            "reward/std": float(rewards[known].std()),
-            "advantage/mean": float(advantages[known].mean()),
-            "advantage/std": float(advantages[known].std()),
+            "reward/mean": float(rewards[rated].mean()),
+            "reward/std": float(rewards[rated].std()),
+            "advantage/mean": float(advantages[rated].mean()),
+            "advantage/std": float(advantages[rated].std()),
         }
     n_groups = len(set(groups))
     metrics |= {
@@ -175,5 +175,5 @@ def validation_rewards(config: Config, samples: Sequence[TrainingSample]) -> dic
     metrics = {f"val/{name.removesuffix('/mean')}": v for name, v in by_function.items() if name.endswith("/mean")}
     metrics |= {f"val/{name}": share for name, share in by_function.items() if name.endswith("/failed") and share}
     counting = [name for name, weight in config.reward.weight_of().items() if weight]
-    known = [sample for sample in samples if not any(isinstance(sample.rewards[name], str) for name in counting)]
-    return metrics | ({"val/reward/mean": float(np.mean(rewards_of(config, known)))} if known else {})
+    rated = [sample for sample in samples if not any(isinstance(sample.rewards[name], str) for name in counting)]
+    return metrics | ({"val/reward/mean": float(np.mean(rewards_of(config, rated)))} if rated else {})

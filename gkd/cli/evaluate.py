@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     config, further = configure(options.overrides)
     results = evaluate(config, out, options.quick, further)
     out.print()
-    show(sorted(results, key=lambda one: list(config.evaluate.sets).index(one.set)), out)
+    show(sorted(results, key=lambda result: list(config.evaluate.sets).index(result.set)), out)
     show_each_score(results, out)
     out.print(f"\n{config.evaluate.output_dir}: results/ has these scores, answers.jsonl every answer", soft_wrap=True)
     return 0
@@ -120,6 +120,6 @@ def _require_effect(key: str, groups: Sequence[str]) -> None:
         raise ConfigError(f"{key}: evaluate.mode says how many GPUs an evaluation takes, rollout.gpus which")
     if key in SAMPLING:
         raise ConfigError(f"{key} is of training; a set of questions has its own: evaluate.sets.NAME.{SAMPLING[key]}")
-    known = key in settings() and key not in SETTINGS and key.partition(".")[0] not in SECTIONS
-    if known and key not in groups:
+    is_setting = key in settings() and key not in SETTINGS and key.partition(".")[0] not in SECTIONS
+    if is_setting and key not in groups:
         raise ConfigError(f"{key} has no effect on an evaluation, which takes {', '.join(SECTIONS)}")

@@ -108,8 +108,8 @@ def _gpus(present: Sequence[Gpu], run: RunFiles | None) -> Table:
         row = [str(gpu.index), gpu.name, gpu.capability, f"{gpu.total / GB:.1f}", f"{gpu.free / GB:.1f}"]
         row.append(", ".join(groups))
         for figure in FIGURES:
-            known = [value for report in reported if (value := report[figure]) is not None]
-            row.append(f"{sum(known):.1f}" if known and figure.endswith("_gb") else f"{sum(known):g}" if known else "")
+            cells = [value for report in reported if (value := report[figure]) is not None]
+            row.append(f"{sum(cells):.1f}" if cells and figure.endswith("_gb") else f"{sum(cells):g}" if cells else "")
         table.add_row(*row, advice(gpu, groups, last, "auto" if run is None else run.transfer))
     return table
 

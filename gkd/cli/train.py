@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.config.compose import compose
 
     if unknown:
-        meant = hint(unknown[0].partition("=")[0], settings())
-        raise ConfigError(f"unknown option {unknown[0]}: settings are written as section.name=value{meant}")
+        suggestion = hint(unknown[0].partition("=")[0], settings())
+        raise ConfigError(f"unknown option {unknown[0]}: settings are written as section.name=value{suggestion}")
     if options.settings:
         from gkd.cli.settings import show
 

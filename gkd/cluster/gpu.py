@@ -150,11 +150,11 @@ def index_of(token: str, uuids: list[str]) -> int | None:
 
 def real_tokens(visible: str | None, uuids: list[str]) -> list[str]:
     """Return devices that a process with this CUDA_VISIBLE_DEVICES may use: as for CUDA, up to an invalid entry."""
-    listed = tokens(visible)
-    if listed is None:
+    entries = tokens(visible)
+    if entries is None:
         return [str(i) for i in range(len(uuids))]
     valid: list[str] = []
-    for token in listed:
+    for token in entries:
         if uuid_of(token, uuids) is None:
             break
         valid.append(token)
@@ -163,8 +163,8 @@ def real_tokens(visible: str | None, uuids: list[str]) -> list[str]:
 
 def node_indices(visible: str | None, n_gpus: int, uuids: list[str]) -> list[int]:
     """Return indices of the ``n_gpus`` GPUs that Ray hands out where its raylet has this CUDA_VISIBLE_DEVICES."""
-    listed = (tokens(visible) or [str(i) for i in range(n_gpus)])[:n_gpus]
-    numbers = [index_of(token, uuids) for token in listed]
+    entries = (tokens(visible) or [str(i) for i in range(n_gpus)])[:n_gpus]
+    numbers = [index_of(token, uuids) for token in entries]
     return [position if number is None else number for position, number in enumerate(numbers)]
 
 
@@ -182,12 +182,12 @@ def visible_devices(visible: str, node_id: str) -> Devices:
 
     An entry that names no device counts for nothing, so that it shows as a fault later.
     """
-    listed = tokens(visible) or []
+    entries = tokens(visible) or []
     uuids = [] if os.environ.get(SIMULATED) == "1" else nvml_uuids()
     if not uuids:  # no GPU on this machine: Ray's numbers are all there is
-        indices = [int(token) if token.isdigit() else position for position, token in enumerate(listed)]
-        return Devices(len(listed), [f"{STAND_IN}{node_id[:8]}-{token}" for token in listed], indices)
-    pairs = [(uuid_of(token, uuids), index_of(token, uuids)) for token in listed]
+        indices = [int(token) if token.isdigit() else position for position, token in enumerate(entries)]
+        return Devices(len(entries), [f"{STAND_IN}{node_id[:8]}-{token}" for token in entries], indices)
+    pairs = [(uuid_of(token, uuids), index_of(token, uuids)) for token in entries]
     return Devices(
         count=sum(uuid is not None for uuid, _ in pairs),
         uuids=[uuid for uuid, _ in pairs if uuid is not None],

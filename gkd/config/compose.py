@@ -104,8 +104,8 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
             raise ConfigError(f"{file} does not fit: {key} is a section of settings, not {values[key]!r}")
     for group, choice in chosen.items():
         if choice not in (None, "none", *choices[group]):
-            known = f"{nearest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
-            raise ConfigError(f"{file}: {group}={choice}: no such choice{known}")
+            choices_text = f"{nearest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
+            raise ConfigError(f"{file}: {group}={choice}: no such choice{choices_text}")
     return {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}, values
 
 
@@ -227,8 +227,8 @@ def _check_choice(override: Override, choices: list[str], several: bool = False)
     choice = override.value()
     for value in choice if several and isinstance(choice, list) else [choice]:
         if value not in choices:
-            known = f"{nearest(str(value), choices)}; there are {', '.join(choices)}"
-            raise ConfigError(f"{override.key_or_group}={value}: no such choice{known}")
+            choices_text = f"{nearest(str(value), choices)}; there are {', '.join(choices)}"
+            raise ConfigError(f"{override.key_or_group}={value}: no such choice{choices_text}")
 
 
 def _choice_text(value: Any) -> str:

@@ -46,10 +46,10 @@ def search(words: Sequence[str]) -> list[Setting]:
 
     Raises ConfigError, naming what may have been meant, where there are none.
     """
-    known = describe_all()
-    matching = [setting for setting in known if all(_matches(setting, word.lower()) for word in words)]
+    described = describe_all()
+    matching = [setting for setting in described if all(_matches(setting, word.lower()) for word in words)]
     if not matching:
-        names = [setting.name for setting in known]
+        names = [setting.name for setting in described]
         raise ConfigError(f"no setting is about {' and '.join(words)}{hint(words[-1], names)}")
     return matching
 

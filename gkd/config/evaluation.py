@@ -76,7 +76,7 @@ class Evaluate(OpenSections):
                 raise ValueError(f"strategies: {name} is no function and no class")
             if not _takes_ask_and_row(strategy):
                 raise ValueError(f"strategies: {name} is no strategy: async, and called with ask and row, it has to be")
-        if scheduled := [name for name, one in self.sets.items() if one.every is not None]:
+        if scheduled := [name for name, eval_set in self.sets.items() if eval_set.every is not None]:
             raise ValueError(f"sets.{scheduled[0]}.every is for data.val_sets, in training")
         if not self.output_dir.strip():
             raise ValueError("output_dir is empty: name a directory")

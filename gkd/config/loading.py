@@ -153,10 +153,10 @@ def make_unknown_error(key: str, value: Any, own: Iterable[str] = ()) -> ConfigE
     while isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
-    known = settings()
-    if key in known:  # of another class than the one that its section names
-        return ConfigError(f"{key}={value}: is no setting of what is named, but of {known[key]}")
-    return ConfigError(f"unknown setting {key}{hint(plain_name(key), [*known, *own])}")
+    names = settings()
+    if key in names:  # of another class than the one that its section names
+        return ConfigError(f"{key}={value}: is no setting of what is named, but of {names[key]}")
+    return ConfigError(f"unknown setting {key}{hint(plain_name(key), [*names, *own])}")
 
 
 def plain_name(key: str) -> str:

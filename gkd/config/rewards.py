@@ -168,14 +168,14 @@ class Reward(OpenSections):
 
 def rewards_of_sets(tree: Mapping[str, Any]) -> list[str]:
     """Return the rewards that sets of a composed tree name. Raises ConfigError for one that cannot be imported."""
-    found: list[str] = []
+    names: list[str] = []
     for section, key in (("evaluate", "sets"), ("data", "val_sets")):
         for name, own in _section(_section(tree, section), key).items():
             rewards = _section({name: own}, name).get("rewards")
             for reward in map(str, rewards if isinstance(rewards, list) else []):
                 replace(REWARDS, setting=f"{section}.{key}.{name}.rewards").load(reward)
-                found.append(make_absolute(reward))
-    return list(dict.fromkeys(found))
+                names.append(make_absolute(reward))
+    return list(dict.fromkeys(names))
 
 
 def _section(tree: Mapping[str, Any], name: Any) -> Mapping[str, Any]:
@@ -194,7 +194,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 
 def required_parameters(function: Any) -> set[str]:
     """Return the parameters of a callable that have no defaults."""
-    return {name for name, one in parameters_of(function).items() if one.default is inspect.Parameter.empty}
+    return {name for name, parameter in parameters_of(function).items() if parameter.default is inspect.Parameter.empty}
 
 
 def _makes_callables(kind: type) -> bool:

@@ -109,11 +109,11 @@ class Config(Settings):
         present = self.groups()
         hosts: dict[str, str] = {}
         for group in present:
-            host, seen = group, [group]
-            while (following := getattr(self, sections[seen[-1]]).colocate_with) is not None:
-                if following in seen:
-                    raise ValueError(f"colocate_with goes in a circle: {' -> '.join([*seen, following])}")
-                seen.append(following)
+            host, chain = group, [group]
+            while (following := getattr(self, sections[chain[-1]]).colocate_with) is not None:
+                if following in chain:
+                    raise ValueError(f"colocate_with goes in a circle: {' -> '.join([*chain, following])}")
+                chain.append(following)
                 host = following if following in present else host
             if host != group:
                 hosts[group] = host

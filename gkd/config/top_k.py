@@ -14,14 +14,14 @@ def required_top_k(config: Config, vocab_size: int) -> int:
     loss = config.algorithm.loss
     if loss.compares_tokens_alone or not config.algorithm.distils:
         return 0
-    wanted = min(loss.top_k or vocab_size, vocab_size)
-    if wanted > config.teacher.max_top_k:
+    k = min(loss.top_k or vocab_size, vocab_size)
+    if k > config.teacher.max_top_k:
         setting = f"algorithm.loss.top_k={loss.top_k}" if loss.top_k else "algorithm.loss.top_k=null (full vocabulary)"
         raise ConfigError(
-            f"{setting} asks the teacher for {wanted:,} log-probabilities a position, more than "
+            f"{setting} asks the teacher for {k:,} log-probabilities a position, more than "
             f"teacher.max_top_k={config.teacher.max_top_k:,}"
         )
-    return wanted
+    return k
 
 
 def top_k_for_validation(config: Config, vocab_size: int) -> int:
@@ -29,10 +29,10 @@ def top_k_for_validation(config: Config, vocab_size: int) -> int:
 
     Raises ConfigError when that is more than the teacher sends.
     """
-    wanted = min(config.data.val_top_k, vocab_size)
-    if wanted > config.teacher.max_top_k:
+    k = min(config.data.val_top_k, vocab_size)
+    if k > config.teacher.max_top_k:
         raise ConfigError(
-            f"data.val_top_k={config.data.val_top_k} asks the teacher for {wanted:,} log-probabilities a position, "
+            f"data.val_top_k={config.data.val_top_k} asks the teacher for {k:,} log-probabilities a position, "
             f"more than teacher.max_top_k={config.teacher.max_top_k:,}"
         )
-    return wanted
+    return k

@@ -60,12 +60,12 @@ def with_answers(
     if not model.eos_ids:
         raise ConfigError("the model has no end token, so the data's answers, which are learned from, have no end")
     plain = model.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    answered = []
+    prompts_with_answers = []
     for prompt in prompts:
         if prompt.answer is None:
-            answered.append(prompt)
+            prompts_with_answers.append(prompt)
             continue
         ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
         ids = [*ids, plain if end is None or prompt.messages is None else end][:max_tokens]
-        answered.append(replace(prompt, answer_ids=np.asarray(ids, dtype=np.int32)))
-    return answered
+        prompts_with_answers.append(replace(prompt, answer_ids=np.asarray(ids, dtype=np.int32)))
+    return prompts_with_answers

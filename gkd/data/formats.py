@@ -48,8 +48,8 @@ def read_json(path: Path) -> Iterator[Row]:
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         if len(lists) != 1:
-            found = "none" if not lists else f"{len(lists)} lists"
-            raise ConfigError(f"{path} is an object with {found} of rows in it: expected a list of rows, or one in it")
+            count = "none" if not lists else f"{len(lists)} lists"
+            raise ConfigError(f"{path} is an object with {count} of rows in it: expected a list of rows, or one in it")
         (content,) = lists
     if not isinstance(content, list):
         raise ConfigError(f"{path} is not a list of rows but {_kind(content)}")

@@ -100,7 +100,7 @@ def _rows(table: Any, place: str) -> Iterator[Row]:
 
 
 @contextmanager
-def _failures(what: str, source: str = "", part: str = "") -> Iterator[None]:
+def _failures(subject: str, source: str = "", part: str = "") -> Iterator[None]:
     """Turn whatever ``datasets`` meets in its own files into one line."""
     try:
         yield
@@ -113,7 +113,7 @@ def _failures(what: str, source: str = "", part: str = "") -> Iterator[None]:
             f"this gets it: hf download --repo-type dataset {source}"
         ) from None
     except Exception as error:
-        raise ConfigError(f"{what}: {one_line(error)}") from None
+        raise ConfigError(f"{subject}: {one_line(error)}") from None
 
 
 @contextmanager

@@ -112,8 +112,8 @@ def _from_sharegpt(row: Row, key: str, turns: list[dict[str, Any]]) -> list[dict
     for turn in turns:
         role = SHAREGPT_ROLES.get(turn["from"])
         if role is None:
-            known = ", ".join(SHAREGPT_ROLES)
-            raise ConfigError(f"{row.place}: {key!r} has a turn from {turn['from']!r}; known are {known}")
+            roles = ", ".join(SHAREGPT_ROLES)
+            raise ConfigError(f"{row.place}: {key!r} has a turn from {turn['from']!r}; known are {roles}")
         messages.append({"role": role, "content": turn["value"]})
     system = row.values.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
@@ -131,9 +131,9 @@ def _content(row: Row, key: str, message: Mapping[str, Any]) -> Any:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
             kind = part.get("type", "a dict") if isinstance(part, dict) else type(part).__name__
-            found = "null" if part is None else kind
+            form = "null" if part is None else kind
             raise ConfigError(
-                f"{row.place}: {key!r} has a message whose content is not text but {found}; only text is trained on"
+                f"{row.place}: {key!r} has a message whose content is not text but {form}; only text is trained on"
             )
         texts.append(text)
     return "".join(texts)

@@ -29,10 +29,10 @@ class Row:
         value = self._look_up(key)
         if value is not _ABSENT:
             return value
-        known = list(flatten(self.values))
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        columns = list(flatten(self.values))
+        near = difflib.get_close_matches(key, columns, n=1, cutoff=0.6)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        shown = ", ".join(known[:KEYS_SHOWN]) + (", ..." if len(known) > KEYS_SHOWN else "")
+        shown = ", ".join(columns[:KEYS_SHOWN]) + (", ..." if len(columns) > KEYS_SHOWN else "")
         raise ConfigError(f"{self.place} has no key {key!r} ({setting}){hint}; the keys there are: {shown or 'none'}")
 
     def find(self, key: str) -> Any:

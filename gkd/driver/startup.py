@@ -120,7 +120,7 @@ def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     """Return the configuration with the way that weights take in place of ``auto``. Raises ConfigError for one that
     cannot.
     """
-    wanted = config.weights.transfer
+    name = config.weights.transfer
     way = choose(config.weights, config.rollout, groups["actor"].reports, groups["rollout"].reports)
-    log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, wanted)
+    log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, name)
     return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})

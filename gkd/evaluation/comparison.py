@@ -75,12 +75,12 @@ def group_by_score(results: Sequence[Results]) -> dict[str, list[Results]]:
     sets: dict[str, list[Results]] = {}
     for result in results:
         sets.setdefault(result.set, []).append(result)
-    found: dict[str, list[Results]] = {}
+    groups: dict[str, list[Results]] = {}
     for own in sets.values():
         common = [name for name in own[0].scores if all(name in other.scores for other in own)]
         if common and len({result.name for result in own}) > 1:
-            found.setdefault("accuracy" if "accuracy" in common else common[0], []).extend(own)
-    return found
+            groups.setdefault("accuracy" if "accuracy" in common else common[0], []).extend(own)
+    return groups
 
 
 def compare_all(
@@ -108,10 +108,10 @@ def compare_all(
         by_place[place] = result
     rows: list[Comparison] = []
     failed: list[ConfigError] = []
-    for (one, name), result in by_place.items():
-        if name != first and (one, first) in by_place:
+    for (model, name), result in by_place.items():
+        if name != first and (model, first) in by_place:
             try:
-                rows.append(_compare(by_place[one, first], result, score))
+                rows.append(_compare(by_place[model, first], result, score))
             except ConfigError as error:
                 failed.append(error)
     if not rows and failed:

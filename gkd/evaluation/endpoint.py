@@ -76,8 +76,8 @@ class EndpointReplies:
 
         assert self._client is not None, "work() runs before anything is asked"
         settings, client = self.model.settings, await self._client
-        wanted: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
-        wanted |= _extra_parameters(sampling)
+        body: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
+        body |= _extra_parameters(sampling)
         try:
             answer = await client.chat.completions.create(
                 model=settings.model,
@@ -85,7 +85,7 @@ class EndpointReplies:
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
-                **wanted,
+                **body,
             )
         except OpenAIError as error:
             cause = one_line(error.__cause__ or error)

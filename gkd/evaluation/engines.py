@@ -116,9 +116,9 @@ class EngineReplies:
         while True:
             await asyncio.sleep(0)  # strategies go on first: what they ask goes out together
             if self._wanted:
-                wanted, self._wanted = self._wanted, []
-                keys = self.rollout.submit([request for request, _ in wanted])
-                self._futures |= {key: future for key, (_, future) in zip(keys, wanted, strict=True)}
+                requests, self._wanted = self._wanted, []
+                keys = self.rollout.submit([request for request, _ in requests])
+                self._futures |= {key: future for key, (_, future) in zip(keys, requests, strict=True)}
             if not self._futures:
                 self._wake.clear()
                 await self._wake.wait()

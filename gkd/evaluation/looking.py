@@ -57,10 +57,10 @@ class Adaptive(Looking):
             task = f"Reply with the answer, or with MORE if you need {further}."
             reply = await ask(self._prompt(ask.question, seen, task))
             cost += reply.n_tokens
-            wanted = MORE.match(reply.text)
-            if wanted is None:
+            request = MORE.match(reply.text)
+            if request is None:
                 return Answer(reply.text, cost, step + 1)
-            seen.append(reply.text[wanted.end() :] if passages is None else passages[step])
+            seen.append(reply.text[request.end() :] if passages is None else passages[step])
         reply = await ask(self._prompt(ask.question, seen, "Reply with the answer."))
         return Answer(reply.text, cost + reply.n_tokens, most + 1)
 

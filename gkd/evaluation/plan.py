@@ -129,8 +129,8 @@ def measurements(
             for questions in sets:
                 measurements += _plan_strategies(config, own, questions)
     for name, endpoint in config.evaluate.endpoints.items():
-        for one, settings in config.evaluate.sets.items():
-            questions = load_questions(one, settings, Bytes(), LONGEST, QUICK if quick else None)
+        for set_name, settings in config.evaluate.sets.items():
+            questions = load_questions(set_name, settings, Bytes(), LONGEST, QUICK if quick else None)
             measurements += _plan_strategies(config, EndpointModel(name, endpoint), questions)
     return measurements
 

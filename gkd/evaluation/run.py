@@ -45,11 +45,11 @@ def evaluate(
     kept.
     """
     output = _directory(config.evaluate.output_dir)
-    wanted = measurements(config, quick, out.print, further)
+    to_measure = measurements(config, quick, out.print, further)
     log = AnswerLog(output / "answers.jsonl")
     try:
-        _ask_missing(config, wanted, log, out)
-        results = [_results(config, measurement, log) for measurement in wanted]
+        _ask_missing(config, to_measure, log, out)
+        results = [_results(config, measurement, log) for measurement in to_measure]
     finally:
         log.close()
     for result in results:
@@ -204,8 +204,8 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         ]
         rewards = rate(functions, rated)
     of_question: dict[str, list[Sampled]] = {question.key: [] for question in questions.questions}
-    for job, own, given in zip(jobs, answers, rewards, strict=True):
-        sampled = Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
+    for job, own, rating in zip(jobs, answers, rewards, strict=True):
+        sampled = Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
         of_question[job.question.key].append(sampled)
     values = {q.key: scores_of_question(q, settings, of_question[q.key]) for q in questions.questions}
     seconds = sum(own.seconds for own in answers)

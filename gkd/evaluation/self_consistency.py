@@ -27,8 +27,8 @@ class SelfConsistency:
 
     async def __call__(self, ask: Ask, row: Columns) -> Answer:
         """Answer one question; its samples are drawn beside each other."""
-        wanted = [ask(temperature=self.config.temperature) for _ in range(self.config.k)]
-        replies = await asyncio.gather(*wanted)
+        pending = [ask(temperature=self.config.temperature) for _ in range(self.config.k)]
+        replies = await asyncio.gather(*pending)
         chosen = majority([final_answer(reply.text) for reply in replies], is_same_answer)
         text = replies[chosen[0] if chosen else 0].text
         return Answer(text, sum(reply.n_tokens for reply in replies), self.config.k)

@@ -56,20 +56,20 @@ def decode(
     n_prompt, fill = ids.shape[1], end_ids[0] if end_ids else 0
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ends = torch.tensor(end_ids, dtype=ids.dtype, device=ids.device)
-    tokens, given, positions = ids, ids, (mask.cumsum(-1) - 1).clamp_(min=0)
+    tokens, inputs, positions = ids, ids, (mask.cumsum(-1) - 1).clamp_(min=0)
     unfinished = torch.ones_like(ids[:, :1], dtype=torch.bool)
     while True:
         out = model(
-            input_ids=given,
+            input_ids=inputs,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        given = choose(tokens, out.logits[:, -1]).where(unfinished, fill)
-        tokens = torch.cat([tokens, given], 1)
-        unfinished &= ~torch.isin(given, ends)
+        inputs = choose(tokens, out.logits[:, -1]).where(unfinished, fill)
+        tokens = torch.cat([tokens, inputs], 1)
+        unfinished &= ~torch.isin(inputs, ends)
         if stops is not None:
             unfinished &= ~stops(tokens, None)[:, None]
         if tokens.shape[1] == n_prompt + max_tokens or not unfinished.any():

@@ -157,6 +157,6 @@ def find_bundle(resources: Iterable[tuple[str, float]]) -> tuple[int, float]:
     ``resources`` are Ray's own names and amounts. Raises RunFailed for a worker outside of a reservation.
     """
     for name, amount in resources:
-        if found := _OF_BUNDLE.fullmatch(name):
-            return int(found[1]), amount
+        if match := _OF_BUNDLE.fullmatch(name):
+            return int(match[1]), amount
     raise RunFailed("weights.transfer=sharded_rdt: this worker has no reserved GPU that vLLM's process could share")

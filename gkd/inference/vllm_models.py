@@ -99,10 +99,10 @@ def require_vllm_runs(path: str, setting: str, remedy: str) -> None:
 
 def require_quantization(name: str | None, setting: str) -> None:
     """Raise ConfigError, naming ``setting``, for a method that the installed vLLM does not have."""
-    known = quantizations()
-    if name is not None and known and name not in known:
+    names = quantizations()
+    if name is not None and names and name not in names:
         raise ConfigError(
-            f"{setting}={name}: the installed vLLM has no such method{nearest(name, known)}; it has {', '.join(known)}"
+            f"{setting}={name}: the installed vLLM has no such method{nearest(name, names)}; it has {', '.join(names)}"
         )
 
 
@@ -139,8 +139,8 @@ def find_obstacle(config: Any) -> str | None:
         return f"vLLM cannot run a {kind} model: it leaves out the mask that these add to attention"
     own = class_of(config)
     names = config.architectures or ([own.__name__] if own is not None else [])
-    known = architectures()
-    if not known or not names or known.intersection(names):
+    supported = architectures()
+    if not supported or not names or supported.intersection(names):
         return None
     replaceable = own is not None and (own.is_backend_compatible() or own._can_set_attn_implementation())
     if replaceable and has_plain_attention(config):

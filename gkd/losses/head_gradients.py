@@ -57,9 +57,9 @@ class AutogradPass(HeadPass):
         differentiate(logits.detach(), slope)
         parameters = _leaves(logits, source)
         own, *slopes = torch.autograd.grad(logits, [source, *parameters], slope)
-        for parameter, one in zip(parameters, slopes, strict=True):
+        for parameter, gradient in zip(parameters, slopes, strict=True):
             # Not in place: autograd may have given several parameters the same memory.
-            self.slopes[parameter] = self.slopes[parameter] + one if parameter in self.slopes else one
+            self.slopes[parameter] = self.slopes[parameter] + gradient if parameter in self.slopes else gradient
         return own
 
 

@@ -76,8 +76,8 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             total = sum(parts.values(), start=hidden.new_zeros(()))
             measured = Measured({"actor/loss": total, **parts}, sums)
             if not algorithm.is_supervised:  # nobody sampled
-                known = trainers if micro.old_logprobs is None else micro.old_logprobs
-                add_mismatch(measured, known, micro.sampler_logprobs)
+                old_logprobs = trainers if micro.old_logprobs is None else micro.old_logprobs
+                add_mismatch(measured, old_logprobs, micro.sampler_logprobs)
         return total if gradients is None else gradients.attach_to(total), measured
 
     return evaluate

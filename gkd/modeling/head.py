@@ -42,7 +42,7 @@ class Head:
             return None
         if self._linear is None:
             row, seen = hidden.new_zeros(1, hidden.shape[-1]), list[Tensor]()
-            handle = layer.register_forward_hook(lambda _, given, result: seen.extend((*given, result)))
+            handle = layer.register_forward_hook(lambda _, inputs, result: seen.extend((*inputs, result)))
             try:
                 logits = self(row)
             finally:

@@ -82,12 +82,12 @@ def stages(row: Mapping[str, Any], width: int = CURVE) -> str:
     Stages that overlap with others have bars of their own length.
     """
     total = row.get("timing_s/step", 0.0)
-    known = [(stage, row[f"timing_s/{stage}"]) for stage in STAGES if f"timing_s/{stage}" in row]
-    if not total or not known:
+    timed = [(stage, row[f"timing_s/{stage}"]) for stage in STAGES if f"timing_s/{stage}" in row]
+    if not total or not timed:
         return ""
     return "\n".join(
         f"{stage:8}  {seconds:7.2f} s  {'█' * max(0, min(width, round(width * seconds / total)))}"
-        for stage, seconds in known
+        for stage, seconds in timed
     )
 
 

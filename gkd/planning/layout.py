@@ -73,14 +73,14 @@ def gpu_hardware(plan: Plan) -> Hardware:
     name, memory, shown = plan.gpu_type, plan.memory_gb, plan.gpu_type
     if name is None and memory is not None:
         n_bytes = memory * GB
-        name = min(GPU_TYPES, key=lambda known: abs(GPU_TYPES[known][0] * GIB - n_bytes))
+        name = min(GPU_TYPES, key=lambda gpu: abs(GPU_TYPES[gpu][0] * GIB - n_bytes))
         shown = f"a GPU, taken to be as fast as {name} (plan.gpu_type),"
     elif name is None:
         name, memory = _gpu_here() or (DEFAULT_GPU, None)
     if name not in GPU_TYPES:
-        known = ", ".join(GPU_TYPES)
+        names = ", ".join(GPU_TYPES)
         raise ConfigError(
-            f"plan.gpu_type={name} is not known{nearest(name, list(GPU_TYPES))}; there are {known}, or give "
+            f"plan.gpu_type={name} is not known{nearest(name, list(GPU_TYPES))}; there are {names}, or give "
             "plan.memory_gb, plan.tflops, plan.memory_bandwidth_gb_s and plan.link_gb_s beside one of them"
         )
     gib, tflops, bandwidth, link = GPU_TYPES[name]
@@ -114,8 +114,8 @@ def _gpu_here() -> tuple[str, float] | None:
 def known_gpu_type(name: str, gib: float) -> str | None:
     """Return the known type of a driver's name such as ``NVIDIA A100-SXM4-40GB``, by memory where several share it."""
     words = set(name.lower().replace("-", " ").split())
-    fitting = [known for known in GPU_TYPES if {part for part in known.split("-") if "gb" not in part} <= words]
-    return min(fitting, key=lambda known: abs(GPU_TYPES[known][0] - gib), default=None)
+    fitting = [gpu for gpu in GPU_TYPES if {part for part in gpu.split("-") if "gb" not in part} <= words]
+    return min(fitting, key=lambda gpu: abs(GPU_TYPES[gpu][0] - gib), default=None)
 
 
 @dataclass(frozen=True, slots=True)

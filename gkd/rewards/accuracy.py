@@ -64,9 +64,9 @@ def agreement(response: str, answer: str) -> float:
 
 def _is_plausible(content: str, expected: str) -> bool:
     """Return whether a sentence's end may be the answer: a letter, number or formula does not begin with a word."""
-    wanted = normalize_text(expected)
-    option = choice(wanted)
-    words = option[1] if option else not (quantity(wanted) or is_formula(strip_markup(expected)))
+    normalized = normalize_text(expected)
+    option = choice(normalized)
+    words = option[1] if option else not (quantity(normalized) or is_formula(strip_markup(expected)))
     return bool(words) or re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2}", normalize_text(content)) is None
 
 

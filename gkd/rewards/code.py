@@ -63,14 +63,14 @@ class Code(RewardFunction):
         return passed / len(tests)
 
     def _passes(self, program: str, test: Test, timeout_s: float) -> bool:
-        given, expected = test
+        test_input, expected = test
         offline, memory = not self.config.network, self.config.memory_mb
         if expected is not None:
-            ended = run(program, given, timeout_s, memory, offline)
+            ended = run(program, test_input, timeout_s, memory, offline)
             return ended.code == 0 and _lines(ended.output) == _lines(expected)
         # A program that ends the process early would else have passed; it cannot print this word.
         word = secrets.token_hex(16)
-        ended = run(f"{program}\n\n{given}\n\nprint('\\n{word}')\n", "", timeout_s, memory, offline)
+        ended = run(f"{program}\n\n{test_input}\n\nprint('\\n{word}')\n", "", timeout_s, memory, offline)
         return ended.code == 0 and ended.output.endswith(f"\n{word}\n")
 
 
@@ -96,8 +96,8 @@ def read_tests(column: Any) -> list[Test]:
 
 def _tests(column: Any) -> Iterator[Test]:
     if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
-        for given, expected in zip(column["inputs"], column["outputs"], strict=True):
-            yield str(given), str(expected)
+        for test_input, expected in zip(column["inputs"], column["outputs"], strict=True):
+            yield str(test_input), str(expected)
     elif isinstance(column, list):
         for test in column:
             if isinstance(test, str):

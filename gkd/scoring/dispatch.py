@@ -181,11 +181,11 @@ class Dispatcher:
         answer: Any
         if isinstance(body, wire.Scored) and isinstance(call.request, Score):
             answer = wire.decode_target(body, arrays)
-            wanted = (call.request.n_positions, replica.limits.width(call.request))
-            if answer.ids.shape != wanted:
-                raise wire.WireError(f"scores of shape {answer.ids.shape} where {wanted} were requested")
-            if answer.tail_logprobs is None and 0 < wanted[1] < replica.limits.rows(call.request):
-                raise wire.WireError(f"scores of the top {wanted[1]} without their tail")
+            shape = (call.request.n_positions, replica.limits.width(call.request))
+            if answer.ids.shape != shape:
+                raise wire.WireError(f"scores of shape {answer.ids.shape} where {shape} were requested")
+            if answer.tail_logprobs is None and 0 < shape[1] < replica.limits.rows(call.request):
+                raise wire.WireError(f"scores of the top {shape[1]} without their tail")
         elif isinstance(body, wire.Generated) and isinstance(call.request, Generate):
             answer = arrays[0]
         elif isinstance(body, wire.Rated) and isinstance(call.request, Rate):

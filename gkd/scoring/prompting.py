@@ -31,23 +31,23 @@ def teacher_prompts(
     and teacher are prompted differently and no setting allows it, or where the teacher's template cannot be used;
     ScorerUnavailable where an external teacher does not answer.
     """
-    wanted = teacher.chat_template
-    if wanted == "student":
+    choice = teacher.chat_template
+    if choice == "student":
         return dict(sets)
     renderers = {
         name: replace(renderer, kwargs=kwargs or {})
         for name, renderer in _renderers(teacher, models, tokenizer).items()
     }
-    if wanted is None:
+    if choice is None:
         for prompts in sets.values():
             check_same_prompts(prompts.prompts, renderers)
         return dict(sets)
-    if wanted != "own":
-        template = _read(wanted)
+    if choice != "own":
+        template = _read(choice)
         renderers = {
             name: replace(
                 renderer,
-                setting=f"teacher.chat_template={wanted}",
+                setting=f"teacher.chat_template={choice}",
                 rendering=replace(renderer.rendering, chat_template=template),
             )
             for name, renderer in renderers.items()

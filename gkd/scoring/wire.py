@@ -185,17 +185,17 @@ def decode(frame: bytes, max_header_bytes: int = MAX_REPLY_HEADER_BYTES) -> tupl
     if len(expected) != len(specs):
         raise WireError(f"{type(body).__name__} has {len(expected)} arrays; {len(specs)} announced")
     at = _LENGTH.size + length + -length % _ALIGNMENT
-    wanted = at + sum(math.prod(shape) * dtype.itemsize for (dtype, _), (_, shape) in zip(expected, specs, strict=True))
+    end = at + sum(math.prod(shape) * dtype.itemsize for (dtype, _), (_, shape) in zip(expected, specs, strict=True))
     arrays = []
     for (dtype, ndim), (name, shape) in zip(expected, specs, strict=True):
         if name != dtype.str or len(shape) != ndim:
             raise WireError(f"{type(body).__name__}: {name} {shape} where {dtype.str} of {ndim} axes belongs")
-        if wanted != len(frame):
-            raise WireError(f"{type(body).__name__}: {len(frame)} bytes where its arrays need {wanted}")
+        if end != len(frame):
+            raise WireError(f"{type(body).__name__}: {len(frame)} bytes where its arrays need {end}")
         arrays.append(np.frombuffer(frame, dtype, math.prod(shape), at).reshape(shape))
         at += arrays[-1].nbytes
-    if not arrays and wanted != len(frame):
-        raise WireError(f"{type(body).__name__}: {len(frame) - wanted} bytes too many")
+    if not arrays and end != len(frame):
+        raise WireError(f"{type(body).__name__}: {len(frame) - end} bytes too many")
     return body, arrays
 
 

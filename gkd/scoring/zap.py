@@ -32,8 +32,8 @@ class Gatekeeper:
                 )
             except zmq.Again:
                 return
-            known = (
+            is_known = (
                 mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], self._public)
             )
-            verdict = [b"200", b"OK", b"gkd"] if known else [b"400", b"unknown key", b""]
+            verdict = [b"200", b"OK", b"gkd"] if is_known else [b"400", b"unknown key", b""]
             self.socket.send_multipart([version, request, *verdict, b""], zmq.NOBLOCK)

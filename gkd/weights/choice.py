@@ -15,18 +15,20 @@ def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: S
     ``actor`` and ``rollout`` are the reports of all workers in rank order, also those of an engine that spans several
     GPUs. Raises ConfigError for a transfer that cannot work there.
     """
-    wanted = weights.transfer
+    transfer = weights.transfer
     names = TRANSFERS.names()
-    if wanted == "auto":  # nothing else is looked at, such as packages that others need
+    if transfer == "auto":  # nothing else is looked at, such as packages that others need
         names = [name for name in names if TRANSFERS.load(name).automatic]
-    why_not = {name: _find_obstacle(name, weights, engine, actor, rollout) for name in dict.fromkeys((*names, wanted))}
-    possible = [name for name in names if why_not[name] is None]
-    if wanted == "auto":
+    obstacles = {
+        name: _find_obstacle(name, weights, engine, actor, rollout) for name in dict.fromkeys((*names, transfer))
+    }
+    possible = [name for name in names if obstacles[name] is None]
+    if transfer == "auto":
         return possible[0]
-    if (reason := why_not[wanted]) is not None:
+    if (reason := obstacles[transfer]) is not None:
         others = " or ".join(f"weights.transfer={name}" for name in possible)
-        raise ConfigError(f"weights.transfer={wanted}: {reason}; {others} would work")
-    return wanted
+        raise ConfigError(f"weights.transfer={transfer}: {reason}; {others} would work")
+    return transfer
 
 
 def _find_obstacle(

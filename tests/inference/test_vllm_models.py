@@ -24,8 +24,8 @@ SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 def test_families_that_run_are_let_through(family: str, tmp_path: Path) -> None:
     config_of(family).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    why_not, never = find_cpu_obstacle(config), find_obstacle(config)
-    assert (why_not is None) == (family not in NOT_HERE), why_not
+    obstacle, never = find_cpu_obstacle(config), find_obstacle(config)
+    assert (obstacle is None) == (family not in NOT_HERE), obstacle
     assert (never is None) == (family not in NOT_AT_ALL), never
     assert ModelInfo.read(str(tmp_path), "model.path").stateful == (family in STATEFUL)
 

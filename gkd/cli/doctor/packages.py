@@ -23,11 +23,11 @@ def check_python() -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     here = ".".join(map(str, sys.version_info[:3]))
-    wanted = _requires_python()
-    if SpecifierSet(wanted).contains(here):
+    allowed = _requires_python()
+    if SpecifierSet(allowed).contains(here):
         yield ok("python", f"{here} in {sys.prefix}")
     else:
-        yield failed("python", f"{here}; supported is {wanted}", "install one of these and run ./launch/quickstart.sh")
+        yield failed("python", f"{here}; supported is {allowed}", "install one of these and run ./launch/quickstart.sh")
 
 
 def check_packages() -> Iterator[Finding]:

@@ -56,12 +56,12 @@ def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
 def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
     """Compare /dev/shm with what Ray's object store and NCCL put there."""
     size = shutil.disk_usage("/dev/shm").total
-    wanted = min(OBJECT_STORE_SHARE * memory(), 200e9)
-    state = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {wanted / GIB:.1f} GiB"
-    do = f"in Docker --shm-size={wanted / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
+    required = min(OBJECT_STORE_SHARE * memory(), 200e9)
+    state = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {required / GIB:.1f} GiB"
+    do = f"in Docker --shm-size={required / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if n_gpus > 1 and size < NCCL_SHM:
         yield failed("shared memory", f"{state}, and NCCL needs some too", do)
-    elif size < wanted:
+    elif size < required:
         yield warning("shared memory", f"{state}, or uses the disk, slowly", do)
     else:
         yield ok("shared memory", state)

@@ -129,14 +129,14 @@ class Jobs:
         return asyncio.run(self._follow(name, write))
 
     async def _follow(self, name: str, write: Write) -> JobDetails:
-        seen = 0  # characters passed on; a new connection begins at the log's start
+        n_read = 0  # characters passed on; a new connection begins at the log's start
         while True:
             at = 0
             async for text in self._tail(name):
                 at += len(text)
-                if at > seen:
-                    write(text[len(text) - (at - seen) :])
-                    seen = at
+                if at > n_read:
+                    write(text[len(text) - (at - n_read) :])
+                    n_read = at
             now = self.info(name)
             if now.status.is_terminal():
                 return now

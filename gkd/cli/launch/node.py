@@ -123,8 +123,8 @@ def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
     runs = (("--port", _port_of(node.address), options.port),
             ("--dashboard-port", _port_of(node.dashboard or ""), options.dashboard_port),
             ("--simulate-gpus", node.simulated_gpus, options.simulate_gpus))  # fmt: skip
-    for option, now, wanted in runs:
-        if wanted is not None and wanted != now:
+    for option, now, requested in runs:
+        if requested is not None and requested != now:
             has = "without" if now is None else "with"
             raise ConfigError(
                 f"a head at {node.address} runs here already, {has} {option}{'' if now is None else f' {now}'}: "

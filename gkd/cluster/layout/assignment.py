@@ -107,19 +107,19 @@ def _wrong_devices(reports: Sequence[Report]) -> list[str]:
 
 def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequence[int]] | None]) -> list[str]:
     faulty: list[str] = []
-    for group, wanted in ranges.items():
-        if wanted is None:
+    for group, exact in ranges.items():
+        if exact is None:
             continue
         got: dict[str, list[int]] = {}
         for report in sorted((r for r in reports if r.group == group), key=lambda r: r.rank):
             got.setdefault(report.node, []).extend(report.gpu_indices)
-        left = [sorted(indices) for indices in wanted] if len(wanted) > 1 else [sorted(wanted[0])] * len(got)
+        left = [sorted(indices) for indices in exact] if len(exact) > 1 else [sorted(exact[0])] * len(got)
         for node, indices in got.items():
             if indices in left:
                 left.remove(indices)
             else:
-                wished = " and ".join(range_text(sorted(its)) for its in wanted)
-                faulty.append(f"{group} asked for GPUs {wished} but has {range_text(indices)} on {node}")
+                expected = " and ".join(range_text(sorted(its)) for its in exact)
+                faulty.append(f"{group} asked for GPUs {expected} but has {range_text(indices)} on {node}")
     return faulty
 
 
@@ -141,8 +141,8 @@ def print_table(reports: Sequence[Report], file: IO[str] | None = None, narrow: 
         uuids = ",".join(uuid[:UUID_SHOWN] if narrow else uuid for uuid in r.gpu_uuids)
         table.add_row(r.group, str(r.rank), r.node, str(r.pid), r.cuda_visible_devices, *ids, uuids)
     console = Console(file=file, highlight=False, markup=False)
-    wanted = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    console.width = max(console.width, wanted)
+    width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    console.width = max(console.width, width)
     console.print(table)
 
 

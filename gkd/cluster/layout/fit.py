@@ -232,10 +232,10 @@ def _with_layout(config: Config, name: str, indices: Sequence[int]) -> Config:
     """
     tree, layout = config.model_dump(), read_yaml(str(CONF_DIR / "placement" / f"{name}.yaml"))
     for section, _ in config.pools():
-        wanted = _own_settings(tree[section], layout.get(section, {}), type(getattr(config, section)).model_fields)
-        if (gpus := parse_gpus(wanted.get("gpus"))) is not None:
-            wanted |= {"gpus": [indices[i] for i in gpus], "n_gpus_per_node": None}
-        tree[section] |= wanted
+        pool = _own_settings(tree[section], layout.get(section, {}), type(getattr(config, section)).model_fields)
+        if (gpus := parse_gpus(pool.get("gpus"))) is not None:
+            pool |= {"gpus": [indices[i] for i in gpus], "n_gpus_per_node": None}
+        tree[section] |= pool
     if config.plan.nodes is None:
         tree["plan"] |= layout["plan"]
     return load(tree)

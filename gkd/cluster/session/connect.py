@@ -190,13 +190,13 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
         config = share_gpus(config, [_local_node(n_gpus, 0, simulated, uuids)])
     requests = group_requests(config)
     named = [index for request in requests for gpus in request.ranges for index in gpus]
-    wanted = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
+    n_gpus_needed = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
     if for_layout:
-        n_gpus, simulated = min(wanted, MAX_AUTO_SIMULATED_GPUS), True
-        if wanted > n_gpus:
-            hint = f"cluster.simulate_gpus={wanted} would simulate them all"
+        n_gpus, simulated = min(n_gpus_needed, MAX_AUTO_SIMULATED_GPUS), True
+        if n_gpus_needed > n_gpus:
+            hint = f"cluster.simulate_gpus={n_gpus_needed} would simulate them all"
     elif not n_gpus:
-        hint = f"cluster.simulate_gpus={wanted} tries the layout without GPUs"
+        hint = f"cluster.simulate_gpus={n_gpus_needed} tries the layout without GPUs"
     workers = sum(request.workers_per_node * request.nnodes for request in requests)
     # Of a machine that is this run's, Ray only counts the cores: three workers on one GPU share two as well.
     n_cpus = max(os.cpu_count() or 1, math.ceil(workers * cluster.cpus_per_worker))
@@ -212,8 +212,8 @@ def _local_node(n_gpus: int, n_cpus: int, simulated: bool, uuids: list[str]) -> 
 
 def _lists_enough(n_gpus: int) -> bool:
     """Return whether simulated GPUs can take their ids from the parent's CUDA_VISIBLE_DEVICES."""
-    listed = gpu.tokens(os.environ.get(gpu.VISIBLE)) or []
-    return len(listed) >= n_gpus and all(token.isdigit() for token in listed)
+    entries = gpu.tokens(os.environ.get(gpu.VISIBLE)) or []
+    return len(entries) >= n_gpus and all(token.isdigit() for token in entries)
 
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -168,8 +168,8 @@ def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> 
     for old, new in zip(claims, started, strict=True):
         if new.device.gpu_uuids != old.device.gpu_uuids:
             session.release([claim.worker for claim in started], [])
-            seen, expected = (", ".join(claim.device.gpu_uuids) for claim in (new, old))
-            raise RunFailed(f"a worker started again (pid {new.device.pid}) has GPU {seen} instead of {expected}")
+            found_gpus, expected = (", ".join(claim.device.gpu_uuids) for claim in (new, old))
+            raise RunFailed(f"a worker started again (pid {new.device.pid}) has GPU {found_gpus} instead of {expected}")
     return started
 
 

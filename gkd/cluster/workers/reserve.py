@@ -135,9 +135,9 @@ def _count_gpus_to_take(slots: list[Slot], nodes: Sequence[Node], unlucky: froze
 def _count_lowest(node: Node, own: list[Slot]) -> int:
     """Return how many of a node's lowest GPUs cover its slots without a range besides those with one."""
     named = {index for slot in own for index in slot.gpus or ()}
-    wanted = sum(slot.n_gpus for slot in own if slot.gpus is None)
+    n_needed = sum(slot.n_gpus for slot in own if slot.gpus is None)
     spare = [position for position, index in enumerate(node.gpus) if index not in named]
-    return spare[wanted - 1] + 1 if wanted else 0
+    return spare[n_needed - 1] + 1 if n_needed else 0
 
 
 def _attempt(

@@ -63,17 +63,17 @@ class Worker:
             raise RunFailed(f"pid {os.getpid()}: torch was imported before {VISIBLE} was set, so it may use any GPU")
         context = ray.get_runtime_context()
         visible = os.environ[VISIBLE]
-        seen = visible_devices(visible, context.get_node_id())
+        devices = visible_devices(visible, context.get_node_id())
         return DeviceReport(
             node_id=context.get_node_id(),
             ip=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             cuda_visible_devices=visible,
             ray_gpu_ids=self._ray_gpu_ids,
-            device_count=seen.count,
-            gpu_uuids=seen.uuids,
-            gpu_indices=seen.indices,
-            gpu_bytes=smallest_memory(seen.uuids),
+            device_count=devices.count,
+            gpu_uuids=devices.uuids,
+            gpu_indices=devices.indices,
+            gpu_bytes=smallest_memory(devices.uuids),
         )
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]

@@ -42,13 +42,13 @@ def explain_finished(config: Config, output: Path) -> str | None:
     """
     if (steps := steps_done(output)) is None:
         return None
-    wanted = config.trainer.total_steps
-    if steps > wanted:
+    total = config.trainer.total_steps
+    if steps > total:
         raise ConfigError(
-            f"trainer.resume=true: the run in {output} has done {steps} steps, more than trainer.total_steps={wanted}"
+            f"trainer.resume=true: the run in {output} has done {steps} steps, more than trainer.total_steps={total}"
         )
-    stopped = None if steps == wanted else EarlyStop(config.trainer.stop_early, output / "metrics.jsonl").reason
-    if steps < wanted and stopped is None:
+    stopped = None if steps == total else EarlyStop(config.trainer.stop_early, output / "metrics.jsonl").reason
+    if steps < total and stopped is None:
         return None
     model = output / "model"
     try:

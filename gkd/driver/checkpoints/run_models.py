@@ -133,8 +133,8 @@ def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -
         data = config.data
         shared = {name: getattr(data, name) for name in PROMPT_SETTINGS if getattr(data, name) is not None}
         sets["val"] = {**shared, "files": find_files(config, log.debug)[3], "limit": data.val_limit}
-        for name, one in data.val_sets.items():
-            sets[name] = one.model_dump(exclude_defaults=True, exclude={"every"})
+        for name, val_set in data.val_sets.items():
+            sets[name] = val_set.model_dump(exclude_defaults=True, exclude={"every"})
         reward = config.reward.with_functions(config.reward.of_sets)
         reward = {name: value for name, value in reward.items() if name not in ("functions", "weights", "of_sets")}
     return {

@@ -62,9 +62,9 @@ class RolloutEngines:
             worker.control("pipeline.connect", reached, timeout_s=limit, activity="connecting to the models that score")
             return worker
 
-        cluster, why_not = self.config.cluster, refusal(self.engines, self.config.cluster.offload is True)
+        cluster, obstacle = self.config.cluster, refusal(self.engines, self.config.cluster.offload is True)
         within_s = cluster.start_timeout_s + cluster.reserve_timeout_s
-        return StartAgain(cluster.worker_restarts, start, self.placement.session.threads, why_not, within_s)
+        return StartAgain(cluster.worker_restarts, start, self.placement.session.threads, obstacle, within_s)
 
     def _arguments(self, engine: int, group: Group) -> tuple[Config, EngineSpec]:
         inputs, device = self.inputs, group.reports[engine].device

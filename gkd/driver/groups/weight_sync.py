@@ -105,11 +105,11 @@ class WeightSync:
             receiving = self._submit("weights.receive", push, activity=f"loading {about}")
             served = self._wait_together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
             return dict(zip(self._engines, served, strict=True))
-        known = self._wait_for(sending, about)
-        unheard = [engine for engine in self._engines if engine not in known]
+        versions = self._wait_for(sending, about)
+        unheard = [engine for engine in self._engines if engine not in versions]
         if unheard:  # they raise why
-            known |= self._call_engines("weights.receive", push, activity=f"loading {about}", engines=unheard)
-        return {engine: known[engine] for engine in self._engines if engine in known}
+            versions |= self._call_engines("weights.receive", push, activity=f"loading {about}", engines=unheard)
+        return {engine: versions[engine] for engine in self._engines if engine in versions}
 
     def _destinations(self) -> list[list[Destination]]:
         """Return by rank of the actor which engines that are there receive its pieces."""

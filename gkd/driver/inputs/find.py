@@ -88,8 +88,8 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     if config.algorithm.learns_answers:
         limit = config.rollout.max_response_length
         for name in ("train", "val") if config.algorithm.is_supervised else ("train",):
-            answered = with_answers(prompts[name].prompts, tokenizer, own, end, limit)
-            prompts[name] = replace(prompts[name], prompts=answered)
+            with_answer = with_answers(prompts[name].prompts, tokenizer, own, end, limit)
+            prompts[name] = replace(prompts[name], prompts=with_answer)
     return Inputs(
         student,
         scorers,

@@ -51,8 +51,8 @@ class ValSets:
     def measure(self, requested: RequestedSets) -> dict[str, float]:
         """Wait for the answers and measure."""
         limit = self.config.rollout.timeout_s
-        answered = [(questions, self.rollout.collect(keys, limit)) for questions, keys in requested]
-        return {name: value for of_set in answered for name, value in self._measure(*of_set).items()}
+        sampled = [(questions, self.rollout.collect(keys, limit)) for questions, keys in requested]
+        return {name: value for of_set in sampled for name, value in self._measure(*of_set).items()}
 
     def _requests(self, questions: Questions) -> list[SampleRequest]:
         sampling = sampling_of(self.config.rollout, questions.settings)

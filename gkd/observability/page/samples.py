@@ -72,10 +72,10 @@ def _read_evenly(file: Path, most: int) -> list[dict[str, Any]]:
             position += len(line)
         steps = list(dict.fromkeys(step for step, _ in places))
         n = max(1, min(len(steps), most * len(steps) // max(1, len(places))))
-        wanted = {steps[round(i * (len(steps) - 1) / max(1, n - 1))] for i in range(n)} if steps else set()
+        chosen_steps = {steps[round(i * (len(steps) - 1) / max(1, n - 1))] for i in range(n)} if steps else set()
         rows: list[dict[str, Any]] = []
         for step, position in places:
-            if step in wanted and len(rows) < most:
+            if step in chosen_steps and len(rows) < most:
                 lines.seek(position)
                 rows.append(_parse(lines.readline(), file))
     return rows

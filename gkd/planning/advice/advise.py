@@ -91,7 +91,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
         by_group = {group: advise(layout, group) for group in groups}
     if any(not by_group[group] and not _fits_alone(layout, group) for group in groups if group != "reference"):
         return None  # (a reference may come to be needed no more)
-    known = {(group, ""): list(by_group[group]) for group in groups}
+    advice_of = {(group, ""): list(by_group[group]) for group in groups}
     # The first in order may take GPUs that the next needs; the mildest changes of one may not be enough for another.
     for begin, pick, order in itertools.product(_smaller_shares(layout), (0, -1), (groups, groups[::-1])):
         settings = dict(begin)
@@ -99,10 +99,10 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
         for i, group in enumerate([*order, *order]):  # again, for what another's changes took from it or left it
             if group not in groups_that_do_not_fit(changed):
                 continue
-            if (key := (group, overrides(settings))) not in known:
-                known[key] = advise(changed, group)
-            if known[key]:
-                settings |= known[key][pick].settings
+            if (key := (group, overrides(settings))) not in advice_of:
+                advice_of[key] = advise(changed, group)
+            if advice_of[key]:
+                settings |= advice_of[key][pick].settings
                 changed = replace(layout, config=with_settings(layout.config, settings))
             elif i >= len(order):
                 break
@@ -225,7 +225,7 @@ def _cheapest(trials: _Trials, level: int) -> Advice | None:
                 saves = bytes_now - _sum_without_cache(memory)
                 fitting.append(Advice(group, level, whole, saves, memory.margin, slower, memory.host))
         if fitting:
-            return min(fitting, key=lambda one: (round(one.slower, 2), one.saves))
+            return min(fitting, key=lambda advice: (round(advice.slower, 2), advice.saves))
     return None
 
 

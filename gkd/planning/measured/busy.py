@@ -58,7 +58,7 @@ def _own_times(
     for span in spans:
         changes += [(span.start, span.group, 1), (span.end, span.group, -1)]
     busy, worked, at = Counter[str](), defaultdict[str, float](float), 0.0
-    found: dict[float, dict[str, float]] = {}
+    times: dict[float, dict[str, float]] = {}
     for time, group, change in sorted(changes):
         load = Counter(hosts.get(name, name) for name, n in busy.items() if n)
         for name, n in busy.items():
@@ -67,5 +67,5 @@ def _own_times(
         at = time
         busy[group] += change
         if not group:
-            found[time] = defaultdict(float, worked)
-    return found
+            times[time] = defaultdict(float, worked)
+    return times

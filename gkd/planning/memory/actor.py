@@ -144,8 +144,8 @@ def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> di
     c = training.compute
     kept = saved_activations(shape, c, training.rank)
     a_token = kept.outside
-    for layers, one in zip(shape.layers, kept.layers, strict=True):
-        a_token += layers.count * (c * shape.hidden if training.checkpointing else one)
+    for layers, layer_bytes in zip(shape.layers, kept.layers, strict=True):
+        a_token += layers.count * (c * shape.hidden if training.checkpointing else layer_bytes)
     gathered = c * shape.n_root if training.sharded else 0  # the root's; layers come and go
     return {
         "gathered weights": float(gathered),

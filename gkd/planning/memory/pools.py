@@ -277,9 +277,9 @@ def slots_of(layout: Layout, group: str, engine: Engine) -> int:
         return engine.slots
     ahead = layout.workload().samples * (1 + layout.config.schedule.max_staleness)
     most = VLLM_SEQS[gpu.memory >= LARGE_GPU]
-    wanted = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
-    cache = _cache_bytes(layout, group, engine, wanted)
-    return max(min(wanted, engine.slots), min(wanted, _n_held(layout, group, engine, cache)))
+    n_slots = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
+    cache = _cache_bytes(layout, group, engine, n_slots)
+    return max(min(n_slots, engine.slots), min(n_slots, _n_held(layout, group, engine, cache)))
 
 
 def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
