@@ -24,6 +24,8 @@ import pytest
 gc.disable()  # until all tests are collected: what imports make stays, and searching it is a fifth of their time
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.inference
+# What inductor makes of a graph is compared; finding out by compiling for which vector units takes longer than that.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 for number in (signal.SIGINT, signal.SIGHUP):  # `nohup` and `&` have programs ignore them, those of the tests too
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -100,6 +102,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return lane(nodeid)
+
+        def remove_node(self, node: Any) -> str | None:
+            """Return the test in which a process died, which has failed; what else it was to do is for others."""
+            lanes = self.assigned_work.pop(node)
+            left = {name: [test for test, done in tests.items() if not done] for name, tests in lanes.items()}
+            died_in = next((test for tests in left.values() for test in tests), None)
+            for name, tests in left.items():
+                if unfinished := dict.fromkeys((test for test in tests if test != died_in), False):
+                    self.workqueue[name] = unfinished
+            self._give_out()
+            return died_in
+
+        def schedule(self) -> None:
+            super().schedule()
+            self._give_out()  # a process begins with a test once it has the next one, or knows that there is none
+
+        def _give_out(self) -> None:
+            for node in self.nodes:
+                self._reschedule(node)
 
     config.option.loadscopereorder = False
     return Lanes(config, log)
