@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import ROOT
@@ -54,6 +55,7 @@ def test_the_wheel_has_configurations_the_task_and_its_types(wheel: Path) -> Non
 
 
 def test_six_parts_of_ones_own_in_one_run(start: Any, variables: dict[str, str], tmp_path: Path) -> None:
+    """Also where gradients are added up in chunks, of samples of the weights before."""
     where = [sys.executable, "-c", "import gkd; print(gkd.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True, timeout=60)
     assert found.stdout == f"{tmp_path}/site/gkd/__init__.py\n"
@@ -69,24 +71,38 @@ def test_six_parts_of_ones_own_in_one_run(start: Any, variables: dict[str, str],
         "rollout.engine=mine/random_tokens.py:RandomTokens", "rollout.n_tokens=3",
         "weights.transfer=mine/file_transfer.py:Files", f"weights.directory={tmp_path}/weights",
         "trainer.trackers=[mine/csv_tracker.py:Csv]", "trainer.Csv.file=own.csv",
-        "trainer.total_steps=2", "trainer.val_every=2", "trainer.batch_size=8", "data.val_limit=8",
+        "trainer.total_steps=3", "trainer.val_every=3", "trainer.batch_size=8", "data.val_limit=8",
+        "schedule.max_staleness=1", "actor.max_tokens_per_micro_batch=200",
         recipe="distill_and_reward",
     )  # fmt: skip
     assert run.end(240) == 0, run.text()
     rows = run.metrics()
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["staleness/max"] for row in rows[1:]] == [0, 1, 1]
+    assert ["mismatch/kl" in row for row in rows[1:]] == [True, False, False]  # of fresh tokens
     for row in rows[1:]:
-        assert row["advantage/mean"] == pytest.approx(row["reward/mean"] - 0.25)
-        assert 0 < row["distill/loss"] <= 0.8 * row["distill/forward_kl"]  # a share of 0.2 of the teacher mixed in
+        assert 0 <= row["timing_s/overlap"] <= row["timing_s/update"]  # gradients were added up in several chunks
+        assert row["timing_s/drain"] >= 0
+        assert row["advantage/mean"] == pytest.approx(row["reward/mean"] - 0.25)  # of built-in ones it is 0
+        # KL is convex: mixing a share of the teacher into the student takes at least that share off forward KL.
+        assert 0 < row["distill/loss"] <= 0.8 * row["distill/forward_kl"]
+        assert row["actor/grad_norm"] > 0
+        assert row["reward/Brevity/failed"] == 0.0
     with (run.output / "own.csv").open(newline="") as file:
         tracked = {(int(step), name): float(value) for step, name, value in csv.reader(file)}
     assert tracked == {(row["step"], name): value for row in rows for name, value in row.items() if name != "step"}
     samples = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
     assert [sample["logprob_mean"] for sample in samples] == pytest.approx([-math.log(3)] * len(samples))
-    assert all(f"{tmp_path}/mine/brevity.py:Brevity" in sample["rewards"] for sample in samples)
-    written = {f"{version}-0.safetensors" for version in (1, 2)}
+    for sample in samples:
+        right, brevity = (sample["rewards"][name] for name in ("accuracy", f"{tmp_path}/mine/brevity.py:Brevity"))
+        n_tokens = len(sample["response"].split()) + 1  # and the end token
+        assert brevity == (2.0 * (1 - n_tokens / 100) if right else 0.0)
+    config = yaml.safe_load((run.output / "config.yaml").read_text())
+    assert config["reward"]["Brevity"] == {"bonus": 2.0, "limit": 100}  # complete, to be repeated from
+    assert config["algorithm"]["loss"]["name"] == f"{tmp_path}/mine/divergence.py:SkewKL"
+    written = {f"{version}-0.safetensors" for version in (1, 2, 3)}
     assert {file.name for file in (tmp_path / "weights").iterdir()} == written | {f"{name}.read" for name in written}
-    before, after = (load_file(tmp_path / "weights" / f"{version}-0.safetensors") for version in (1, 2))
+    before, after = (load_file(tmp_path / "weights" / f"{version}-0.safetensors") for version in (1, 3))
     model = load_file(run.output / "model" / "model.safetensors")
     assert after.keys() == model.keys() and all((after[name] == model[name]).all() for name in model)
     assert any((before[name] != after[name]).any() for name in after)  # something was learned in between
