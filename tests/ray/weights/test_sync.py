@@ -117,6 +117,13 @@ def make_engines(config: Config, n: int) -> Group:
     return group("rollout", gpus, "tests.ray.weights.wire:CpuRollout", [(config, rank) for rank in range(n)])
 
 
+def end_worker(worker: Any) -> None:
+    """Return when it has ended, which Ray may do after ``kill``: an end in the middle of a push is another case."""
+    life = worker.block_until_end.remote()
+    ray.kill(worker)
+    assert ray.wait([life], timeout=30)[0]
+
+
 def end(found: Group) -> None:
     for worker in found.workers:
         ray.kill(worker)
@@ -185,7 +192,7 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     engines = make_engines(config, 3)
     system = start(actors, engines, config)
     system.push(1)
-    ray.kill(engines.workers[0])
+    end_worker(engines.workers[0])
     system.push(2)
     assert system.rollout.present_engines == [1, 2]
     assert [groups for *_, groups in system.expect_served(2)] == [[(2, 4), (1, 3)], [(3, 4), (2, 3)]]
