@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from gkd.config import TRANSFERS, Config, Engine, Pool
 from gkd.planning.layout import F32, Layout, engine_class, with_settings
 from gkd.planning.memory.actor import adapter_weights
-from gkd.planning.memory.pools import concurrent_sequences, kv_bytes, largest_micro_batch
+from gkd.planning.memory.pools import concurrent_sequences, kv_bytes
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
 from gkd.weights.choice import choose
@@ -237,7 +237,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     mini = min(actor.mini_batch_size or workload.samples, workload.samples)
     n_steps = -(-workload.samples // mini)
     each = -(-mini // world) * length  # tokens of a rank
-    micro = min(largest_micro_batch(layout, world).tokens, each)
+    micro = min(max(actor.max_tokens_per_micro_batch, length), each)  # the largest may be longer, and padded
     moved = 0.0 if world == 1 else (2 * layout.compute_bytes + (0 if lora else F32)) * shape.n_parameters
     link = hardware.link if nnodes == 1 else hardware.network
     a_micro = max(micro * (layers + head) / hardware.flops, moved / link)

@@ -17,7 +17,7 @@ import numpy as np
 from gkd.config import RewardModel, Scorer
 from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.colocation import needs_offload
-from gkd.planning.memory.pools import concurrent_sequences, largest_micro_batch, slots_of
+from gkd.planning.memory.pools import concurrent_sequences, slots_of
 from gkd.planning.simulation.events import simulate
 from gkd.planning.simulation.run import SamplingGroup, ScoringGroup, SimulatedRun, Step, TrainingGroup
 from gkd.planning.simulation.stages import (
@@ -55,7 +55,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     config, workload, scale = layout.config, layout.workload(), _Scale.from_layout(layout)
     trainer, schedule, world = config.trainer, config.schedule, config.trainer.n_workers
     adam = adam_s(layout, world) * factors.update
-    chunk = largest_micro_batch(layout, world).tokens * world / scale.weight if streams(layout) else None
+    chunk = config.actor.max_tokens_per_micro_batch * world / scale.weight if streams(layout) else None
     n_samples = scale.n_prompts * config.rollout.n
     seen = factors.seen if config.plan.response_length == factors.response else ()
     return SimulatedRun(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from gkd.planning.advice.splits import best_splits
 from gkd.planning.measured.factors import factors_of
 from gkd.planning.simulation import steps
 from gkd.planning.simulation.events import simulate
@@ -203,7 +204,10 @@ def test_a_streamed_step_takes_the_actors_time_and_a_tail() -> None:
     assert whole.seconds == pytest.approx(whole.scored + actor)
     assert actor <= streamed.seconds <= actor + streamed.generate < whole.seconds
     assert ahead.seconds == pytest.approx(actor, rel=0.001)
-    assert [round(step.seconds) for step in (whole, streamed, ahead)] == [6161, 5421, 5120]
+    assert [round(step.seconds) for step in (whole, streamed, ahead)] == [7440, 6691, 6399]
+    fastest = best_splits(layout_of(*EXAMPLE), 8)[0]
+    assert fastest.gpus == {"actor": 3, "rollout": 1, "teacher": 4}
+    assert round(fastest.step.seconds) == 1172
 
 
 def test_factors_scale_what_they_are_of() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gkd.planning.simulation.stages import (
+    HOST_LINK,
     Stages,
+    adam_s,
     forward_flops,
     generate_s,
     quick_step_s,
@@ -101,6 +103,18 @@ def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:
     slow, fast = (layout_of(*H200, f"plan.network_gb_s={g}") for g in ("0.1", "400"))
     assert update_s(slow, 16, 2) > 5 * update_s(fast, 16, 2)
     assert update_s(slow, 8, 1) == update_s(fast, 8, 1)
+
+
+def test_weights_cross_the_hosts_link_for_every_micro_batch() -> None:
+    """As many as the budget makes of the batch, however long a response may be and whatever packs are padded to."""
+    large = ("+recipe=grpo", "model.size=7b", "plan.gpu_type=h100-80gb", "actor.offload_optimizer=true",
+             "trainer.batch_size=1024", "rollout.n=4", "plan.prompt_length=500",
+             "plan.response_length=3000")  # fmt: skip
+    layouts = [layout_of(*large, f"rollout.max_response_length={longest}", f"actor.compile={compiles}")
+               for longest in (4096, 8192) for compiles in ("auto", "false")]  # fmt: skip
+    times = [update_s(layout, 1, 1) - adam_s(layout, 1) for layout in layouts]
+    moved = 3 * 4 * layouts[0].models.student.n_parameters  # weights twice, gradients once
+    assert times == pytest.approx([4096 * 3500 / 8192 * moved / HOST_LINK] * 4)
 
 
 @pytest.mark.parametrize(
