@@ -16,10 +16,10 @@ WAITING = "0.88"
 
 
 def lanes(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the events of each worker, the driver's left out."""
+    """Return the events of each worker; the driver's and validations are left out."""
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    own = [event for event in events if event["ph"] == "X" and not names[event["pid"]].startswith("driver")]
+    own = [e for e in events if e["ph"] == "X" and not names[e["pid"]].startswith(("driver", "validation"))]
     return {name: [e for e in own if names[e["pid"]] == name] for name in sorted({names[e["pid"]] for e in own})}
 
 
