@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
+from gkd.rollout.columns import ScoredSamples
 from gkd.rollout.slots import Slots
 from gkd.types import SampleRequest, ScoredSample, TrainingSample, Unscored
 
@@ -52,7 +53,7 @@ class Outbox:
         """
         while True:
             batch = self.gather()
-            arrays: list[ScoredSample] = []
+            arrays = ScoredSamples()
             samples: list[TrainingSample | Unscored] = []
             for item in batch:
                 if isinstance(item, BaseException):

@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from gkd.errors import RunFailed
+from gkd.rollout.columns import ScoredSamples
 from gkd.types import FinishReason, Int32, Prompt, Sample, SampleRequest, Sampling, ScoredSample, TrainingSample
 
 
@@ -57,7 +58,7 @@ class OwnAnswers:
 
 
 def _store(samples: Sequence[Sample]) -> list[TrainingSample]:
-    ref: Any = ray.put([ScoredSample(sample) for sample in samples])
+    ref: Any = ray.put(ScoredSamples(ScoredSample(sample) for sample in samples))
     now = time.time()
     described = [TrainingSample.from_sample(sample, 0, now) for sample in samples]
     return [replace(sample, ref=ref, slot=slot) for slot, sample in enumerate(described)]
