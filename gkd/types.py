@@ -262,19 +262,29 @@ class TrainingSample:
     in_loss: bool = True
 
     @staticmethod
-    def from_sample(sample: Sample, worker: int, generated_s: float) -> TrainingSample:
+    def from_sample(
+        sample: Sample,
+        worker: int,
+        generated_s: float,
+        rewards: Mapping[str, float | str] | None = None,
+        reward_s: Mapping[str, float] | None = None,
+        kl_reference: float | None = None,
+    ) -> TrainingSample:
         """Describe ``sample``, whose scoring ends now."""
         return TrainingSample(
             key=sample.request.key,
             prompt_id=sample.request.prompt.id,
             index=sample.request.index,
             n_tokens=len(sample.token_ids),
-            n_sampled=int(sample.sampled.sum()),
+            n_sampled=int(np.count_nonzero(sample.sampled)),
             finish_reason=sample.finish_reason,
             versions=sample.versions,
             worker=worker,
             generated_s=generated_s,
             scored_s=time.time(),
+            rewards=rewards or {},
+            reward_s=reward_s or {},
+            kl_reference=kl_reference,
         )
 
     @property

@@ -75,6 +75,8 @@ def settle(config: Config, samples: Sequence[TrainingSample]) -> list[TrainingSa
     as well its divergence still counts. Raises RunFailed where ``algorithm.advantage.name`` fails.
     """
     algorithm = config.algorithm
+    if not algorithm.policy_weight and algorithm.overlong.action != "mask":
+        return list(samples)
     in_loss = np.array([algorithm.overlong.action != "mask" or sample.finish_reason != "length" for sample in samples])
     if not algorithm.policy_weight:
         return [replace(sample, in_loss=bool(keep)) for sample, keep in zip(samples, in_loss, strict=True)]

@@ -100,7 +100,7 @@ def collate(
     lengths = [len(sample.token_ids) for sample in samples]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     positions = np.flatnonzero(np.concatenate([sample.sampled for sample in samples]))
-    counts = [int(sample.sampled.sum()) for sample in samples]
+    counts = [int(np.count_nonzero(sample.sampled)) for sample in samples]
     references = [s.reference for s in scored if s.reference is not None]
     assert len(references) in (0, len(scored)), "the reference scored some samples and not others"
     token_ids = torch.from_numpy(np.concatenate([sample.token_ids for sample in samples]).astype(np.int64))

@@ -6,7 +6,6 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TypeAlias
 
 from gkd.rollout.columns import ScoredSamples
@@ -61,7 +60,7 @@ class Outbox:
                 if isinstance(item, Unscored):
                     samples.append(item)
                     continue
-                samples.append(replace(item[0], slot=len(arrays)))
+                samples.append(item[0])
                 arrays.append(item[1])
             self._slots.deliver(sample.key for sample in samples if not isinstance(sample, Unscored))
             yield arrays

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -189,8 +189,10 @@ class ScoringPipeline:
         targets = {name: future.result() for name, future in pending.models.items()}
         rewards = {name: _reward(future) for name, future in pending.rewards.items()}
         reference = targets["reference"].token_logprobs if "reference" in targets else None
-        training = replace(
-            TrainingSample.from_sample(sample, self.rank, pending.generated_s),
+        training = TrainingSample.from_sample(
+            sample,
+            self.rank,
+            pending.generated_s,
             rewards={name: reward if isinstance(reward, str) else reward[0] for name, reward in rewards.items()},
             reward_s={name: reward[1] for name, reward in rewards.items() if not isinstance(reward, str)},
             kl_reference=None if reference is None else float((sample.sampled_logprobs - reference).sum()),

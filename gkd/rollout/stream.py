@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import ray
@@ -56,4 +57,8 @@ class SampleStream:
 
     def _complete(self, samples: list[TrainingSample | Unscored]) -> list[TrainingSample | Unscored]:
         arrays, self._arrays, self._late = self._arrays, None, None
-        return [sample if isinstance(sample, Unscored) else replace(sample, ref=arrays) for sample in samples]
+        slots = count()
+        return [
+            sample if isinstance(sample, Unscored) else replace(sample, ref=arrays, slot=next(slots))
+            for sample in samples
+        ]
