@@ -1,6 +1,6 @@
 """Scored samples as they are pickled: the arrays of all of them end to end.
 
-Each array by itself takes as long as thousands of numbers, and a sample has up to ten.
+Each array by itself takes as long as thousands of numbers, and a sample has up to ten. Larger ones stay as they are.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 from gkd.types import Prompt, Sample, SampleRequest, ScoredSample, Target, VersionSpan
 
 Array: TypeAlias = NDArray[Any]
-Column: TypeAlias = tuple[Array | None, list[tuple[int, ...] | None]]
-"""Arrays of one type end to end, None without any; and the shape of each, None where there is none."""
+Shapes: TypeAlias = list[tuple[int, ...] | None]
+Column: TypeAlias = tuple[Array, Shapes] | list[Array | None]
+"""Arrays of one type end to end, and the shape of each, None where there is none; or those arrays themselves."""
+LARGE_BYTES = 1 << 14
+"""From this mean size on, copying an array takes longer than pickling it by itself."""
 
 _PROMPT_ARRAYS = ("token_ids", "answer_ids", "teacher_ids")
 _PROMPT = [field.name for field in fields(Prompt) if field.name not in _PROMPT_ARRAYS]
@@ -74,14 +77,19 @@ def _restore(rows: Sequence[tuple[Any, ...]], columns: Sequence[Column]) -> list
 
 def _join(arrays: Sequence[Array | None]) -> Column:
     there = [array.ravel() for array in arrays if array is not None]
-    return np.concatenate(there) if there else None, [None if array is None else array.shape for array in arrays]
+    if sum(array.nbytes for array in there) >= LARGE_BYTES * len(there):  # also where there is none
+        return list(arrays)
+    return np.concatenate(there), [None if array is None else array.shape for array in arrays]
 
 
 def _split(column: Column) -> Iterator[Array | None]:
+    if isinstance(column, list):
+        yield from column
+        return
     values, shapes = column
     start = 0
     for shape in shapes:
-        if shape is None or values is None:
+        if shape is None:
             yield None
             continue
         stop = start + math.prod(shape)

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.rollout.columns import ScoredSamples
+from gkd.rollout.columns import LARGE_BYTES, ScoredSamples
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Scoring, Target, VersionSpan
 
 
@@ -69,8 +69,13 @@ def test_samples_are_the_same_after_pickling(of: list[tuple[Any, ...]]) -> None:
     assert all(map(equal, again, samples))
 
 
-def test_what_is_pickled_of_many_samples_is_few_arrays() -> None:
+def test_small_arrays_are_pickled_together_and_large_ones_without_a_copy() -> None:
     buffers: list[pickle.PickleBuffer] = []
     samples = ScoredSamples(scored(i, 3, 2, 2, True, True) for i in range(50))
     pickle.dumps(samples, protocol=5, buffer_callback=buffers.append)
     assert len(buffers) < 20
+    large = ScoredSamples(scored(i, 3, 2, LARGE_BYTES, True, True) for i in range(2))
+    data = pickle.dumps(large, protocol=5, buffer_callback=(views := list[pickle.PickleBuffer]()).append)
+    for sample, again in zip(large, pickle.loads(data, buffers=views), strict=True):
+        assert np.shares_memory(sample.teacher.ids, again.teacher.ids)
+        assert equal(sample, again)
