@@ -97,8 +97,11 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the small task's models are kept between the tests of one session."""
-    return tmp_path_factory.mktemp("cache")
+    """Where the small task's models are kept, for all processes of one test run."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 @pytest.fixture

@@ -117,8 +117,7 @@ def variables(cluster: ClusterHere) -> dict[str, str]:
 
 
 @pytest.fixture(scope="package")
-def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def small(cache: Path) -> list[str]:
     """Settings of a run of a few seconds, GRPO on the built-in task without vLLM."""
-    cache = tmp_path_factory.mktemp("cache")
-    few = ["data.sort_digits.student_steps=5", "data.val_limit=16", "trainer.batch_size=4", "rollout.n=4"]
+    few = ["data.val_limit=16", "trainer.batch_size=4", "rollout.n=4"]
     return ["+recipe=grpo", "rollout.engine=hf", *SMALL, *few, f"data.cache_dir={cache}"]

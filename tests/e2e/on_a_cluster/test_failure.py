@@ -41,10 +41,10 @@ def test_workers_that_are_killed_come_back_and_every_sample_is_trained_once(star
     """Both engines, and a replica of the teacher, at once; then one engine of two. The run ends as if nothing was."""
     pools = ("rollout.n_gpus_per_node=2", "rollout.engine=hf", "teacher.n_gpus_per_node=2", "teacher.heartbeat_s=1")
     size = ("trainer.batch_size=8", "rollout.n=4", "trainer.n_logged_samples=32", "data.val_limit=16")
-    run = start("trainer.total_steps=30", "schedule.max_staleness=1", "trainer.restarts=0", *size, *pools)
+    run = start("trainer.total_steps=20", "schedule.max_staleness=1", "trainer.restarts=0", *size, *pools)
     run.wait_for_step(2, timeout_s=300)
     before = run.workers()
-    _the_monitor_shows(run, {"actor": 1, "rollout": 2, "teacher": 2}, 30)
+    _the_monitor_shows(run, {"actor": 1, "rollout": 2, "teacher": 2}, 20)
     for lost in (("teacher", 1), ("rollout", 0), ("rollout", 1)):
         os.kill(before[lost], signal.SIGKILL)
     at = run.metrics()[-1]["step"]
@@ -53,12 +53,12 @@ def test_workers_that_are_killed_come_back_and_every_sample_is_trained_once(star
     assert run.end(180) == 0, run.text()
     assert run.errors() == []
     steps = [row["step"] for row in run.metrics()]
-    assert steps == list(range(31))
+    assert steps == list(range(21))
     assert max(row["staleness/max"] for row in run.metrics()[1:]) <= 1
     rows = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
     trained = Counter((row["step"], row["prompt_id"], row["index"]) for row in rows)
-    assert sum(trained.values()) == len(trained) == 30 * 8 * 4
-    assert Counter(step for step, _, _ in trained) == dict.fromkeys(range(1, 31), 32)
+    assert sum(trained.values()) == len(trained) == 20 * 8 * 4
+    assert Counter(step for step, _, _ in trained) == dict.fromkeys(range(1, 21), 32)
     events = [json.loads(line) for line in (run.output / "events.jsonl").read_text().splitlines()]
     deaths, back = ([row for row in events if row["kind"] == kind] for kind in ("death", "restart"))
     assert len(deaths) >= 4
