@@ -26,7 +26,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedRun:
     """A run that has ended: where it is, and what its summary.json holds."""
 
     output_dir: Path
@@ -38,7 +38,7 @@ class Trained:
         return self.output_dir / "model"
 
 
-def train(settings: Settings, on_step: OnStep | None = None) -> Trained:
+def train(settings: Settings, on_step: OnStep | None = None) -> TrainedRun:
     """Do a run, as ``gkd train`` does.
 
     ``on_step`` is called with each step and its metrics as they are logged, 0 being the validation before training;
@@ -50,7 +50,7 @@ def train(settings: Settings, on_step: OnStep | None = None) -> Trained:
     from gkd.observability.report import read
 
     output = run(configure(overrides_of(settings)), on_step=on_step)
-    return Trained(output, read(output))
+    return TrainedRun(output, read(output))
 
 
 def evaluate(settings: Settings, quick: bool = False, run: str | Path | None = None) -> list[Results]:

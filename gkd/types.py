@@ -298,7 +298,7 @@ class TrainingSample:
         return self.ref, self.slot
 
 
-class Unscored(NamedTuple):
+class UnscoredSample(NamedTuple):
     """The sample of request ``key`` is generated and is scored now: its slot in the engine is free."""
 
     key: int

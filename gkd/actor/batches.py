@@ -9,7 +9,7 @@ Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedUpdate:
     """Weights and optimizer state are those after all updates of ``step``, whose mini-batches' metrics are ``rows``."""
 
     step: int

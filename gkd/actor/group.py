@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gkd.actor.batches import Applied, combine_mini_batches, share
+from gkd.actor.batches import AppliedUpdate, combine_mini_batches, share
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.group import Group, Pending, gather, is_any_done, is_done, settle
+from gkd.cluster.workers.group import Group, PendingCall, gather, is_any_done, is_done, settle
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_environment import environment
@@ -49,10 +49,10 @@ class ActorGroup:
         self.beside: Callable[[], None] | None = None
         """What is to be done once, as soon as ranks compute; None: nothing."""
         self._chunks: list[list[TrainingSample]] = []  # of the step that is being accumulated
-        self._accumulating: list[Pending] = []
-        self._writing: Pending | None = None  # files of a checkpoint, by the present processes
+        self._accumulating: list[PendingCall] = []
+        self._writing: PendingCall | None = None  # files of a checkpoint, by the present processes
 
-    def submit_build(self) -> Pending:
+    def submit_build(self) -> PendingCall:
         """Start building every rank, without a model yet."""
         world, device = len(self.group), self.group.reports[0].device
         args = [(self.config, self.model_path, rank, world, device) for rank in range(world)]
@@ -90,7 +90,7 @@ class ActorGroup:
         """Whether ranks are at work on chunks, behind which any other call waits."""
         return not all(map(is_done, self._accumulating))
 
-    def _submit_chunk(self, number: int) -> list[Pending]:
+    def _submit_chunk(self, number: int) -> list[PendingCall]:
         samples, activity = self._chunks[number], f"accumulating chunk {number + 1} of a batch"
         shares, algorithm = self._shares(samples), self.config.algorithm
         lengths, in_loss = [sample.n_sampled for sample in samples], [sample.in_loss for sample in samples]
@@ -213,7 +213,7 @@ class ActorGroup:
                 self._shrink(failure)
                 self.settle_chunks()
 
-    def _gather(self, calls: Sequence[Pending]) -> list[list[Any]]:
+    def _gather(self, calls: Sequence[PendingCall]) -> list[list[Any]]:
         """Wait for calls, which the ranks answer one after the other, within trainer.update_timeout_s for all."""
         deadline = time.monotonic() + self.config.trainer.update_timeout_s
         beside, self.beside = self.beside, None
@@ -279,7 +279,7 @@ class ActorGroup:
             return False
         return True
 
-    def read_applied(self) -> Applied:
+    def read_applied(self) -> AppliedUpdate:
         """Return the step that the weights of all ranks are of, whatever these are doing.
 
         Raises RunFailed when one does not answer, or they are in the middle of a step for longer than an optimizer step
@@ -287,7 +287,7 @@ class ActorGroup:
         """
         return self._call_in_one_step("state.read_applied", ANSWERS_S, "saying which step it is at")
 
-    def stage(self) -> Applied:
+    def stage(self) -> AppliedUpdate:
         """Have every rank copy its weights and optimizer state, for :meth:`write_staged`; returns their step.
 
         Raises what :meth:`read_applied` raises.
@@ -295,10 +295,10 @@ class ActorGroup:
         self.read_applied()  # a rank that is hung is found out here
         return self._call_in_one_step("state.stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
 
-    def _call_in_one_step(self, method: str, timeout_s: float, activity: str) -> Applied:
+    def _call_in_one_step(self, method: str, timeout_s: float, activity: str) -> AppliedUpdate:
         end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
         while True:
-            results: list[Applied | None] = self.group.control(method, timeout_s=timeout_s, activity=activity)
+            results: list[AppliedUpdate | None] = self.group.control(method, timeout_s=timeout_s, activity=activity)
             if results[0] is not None and all(
                 applied is not None and applied.step == results[0].step for applied in results
             ):
@@ -308,7 +308,7 @@ class ActorGroup:
                 raise RunFailed("the actor is in the middle of an update")
             time.sleep(0.2)
 
-    def write_staged(self, directory: str) -> Pending:
+    def write_staged(self, directory: str) -> PendingCall:
         """Start writing what :meth:`stage` copied; each rank returns the name and the sum of its file."""
         self._writing = self.group.submit_control("state.write_staged", directory, activity=f"writing {directory}")
         return self._writing

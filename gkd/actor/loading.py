@@ -47,15 +47,15 @@ def load_sharded(
     quantize = lora is not None and lora.quantize is not None
     if mesh.size() == 1 or quantize:
         student = load(path, gradient_checkpointing, lora, device, dtype)
-        student.compilation = compiled(student.lm, student.packed)
+        student.compilation = compiled(student.lm, student.is_packed)
         if not _is_whole(mesh, dtype, offload):
             shard(student, mesh, dtype, offload)
         return student
     whole = load(path, False, lora, device, dtype) if mesh.get_rank() == 0 else None
-    packed = torch.tensor(whole is not None and whole.packed, dtype=torch.int32, device=device)
+    packed = torch.tensor(whole is not None and whole.is_packed, dtype=torch.int32, device=device)
     dist.broadcast(packed, 0, group=mesh.get_group())
     student = load(path, gradient_checkpointing, lora, device, dtype, packed=bool(packed))
-    student.compilation = compiled(student.lm, student.packed)
+    student.compilation = compiled(student.lm, student.is_packed)
     shard(student, mesh, dtype, offload)
     student.to_empty(device=CPU if offload else device)
     _fill(student, whole, mesh, device)

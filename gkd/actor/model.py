@@ -39,7 +39,7 @@ class Student(nn.Module):
         """How its layers are compiled."""
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether sequences go through it laid end to end, without padding."""
         return is_packed(self.lm)
 

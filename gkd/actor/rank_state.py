@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from gkd.actor.batches import Applied, Metrics
+from gkd.actor.batches import AppliedUpdate, Metrics
 from gkd.actor.model import Student
 from gkd.actor.pretrained import write_pretrained
 from gkd.actor.state import Part, load_state, move, part_of, put_part
@@ -20,7 +20,7 @@ from gkd.durable import Sum
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RankSnapshot:
     """What a rank has: its part of weights and optimizer state, and the log-probabilities that it keeps.
 
     ``applied`` is the step that the weights are of, None in the middle of one, of which ``rows`` are done.
@@ -29,7 +29,7 @@ class Kept:
     part: Part
     old: LogprobsByPlace
     reference: LogprobsByPlace
-    applied: Applied | None
+    applied: AppliedUpdate | None
     rows: tuple[Metrics, ...]
 
 
@@ -44,22 +44,22 @@ class RankState:
         self._student: Student = trainer.student
         self._optimizer: Optimizer = trainer.optimizer
 
-    def read_applied(self) -> Applied | None:
+    def read_applied(self) -> AppliedUpdate | None:
         """Return the step that the weights are of; None in the middle of one."""
         return self._staging.applied
 
-    def keep(self) -> Kept:
+    def keep(self) -> RankSnapshot:
         """Return what a new process in place of this one needs; also while this rank waits in a collective."""
         part = part_of(self._optimizer, self._device, self._staging.updated)
-        return Kept(part, self._trainer.old, self._trainer.reference, self._staging.applied, self._staging.rows)
+        return RankSnapshot(part, self._trainer.old, self._trainer.reference, self._staging.applied, self._staging.rows)
 
-    def take_over(self, kept: Kept) -> None:
+    def take_over(self, kept: RankSnapshot) -> None:
         """Go on with what the process before this one had."""
         put_part(self._optimizer, kept.part)
         self._trainer.old, self._trainer.reference = kept.old, kept.reference
         self._staging.set(kept.applied, kept.rows)
 
-    def stage(self) -> Applied | None:
+    def stage(self) -> AppliedUpdate | None:
         """Copy weights and optimizer state for :meth:`write_staged`, on any thread, whatever this rank is doing.
 
         Returns the step that the copy is of; None, and nothing is copied, in the middle of one.
@@ -74,7 +74,7 @@ class RankState:
     def load(self, files: Sequence[str], step: int) -> None:
         """Go on with what all ranks of some number wrote after ``step``."""
         load_state(self._student, self._optimizer, [Path(file) for file in files])
-        self._staging.set(Applied(step))
+        self._staging.set(AppliedUpdate(step))
 
     @record_activity("save")
     def save(self, directory: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from gkd.actor.batches import Applied, Metrics
+from gkd.actor.batches import AppliedUpdate, Metrics
 from gkd.actor.state import Part, part_of, write_part
 from gkd.durable import Sum
 from gkd.errors import RunFailed
@@ -23,7 +23,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.applied: Applied | None = None
+        self.applied: AppliedUpdate | None = None
         self.rows: tuple[Metrics, ...] = ()
         self.updated: torch.cuda.Event | None = None
         """Recorded when the weights were last changed, for copies on another stream."""
@@ -37,16 +37,16 @@ class Staging:
     def end(self, step: int, row: Metrics, final: bool) -> None:
         """Note that they are those after an update of ``step``, the ``final`` one or not, with the metrics ``row``."""
         rows = (*self.rows, row)
-        self.set(Applied(step, rows) if final else None, () if final else rows)
+        self.set(AppliedUpdate(step, rows) if final else None, () if final else rows)
 
-    def set(self, applied: Applied | None, rows: tuple[Metrics, ...] = ()) -> None:
+    def set(self, applied: AppliedUpdate | None, rows: tuple[Metrics, ...] = ()) -> None:
         """Note that the weights are now others."""
         if self.device.type == "cuda":
             self.updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.updated.record()
         self.applied, self.rows = applied, rows
 
-    def copy(self, optimizer: Optimizer) -> Applied | None:
+    def copy(self, optimizer: Optimizer) -> AppliedUpdate | None:
         """Copy what the rank holds, for :meth:`write`; returns the step it is of.
 
         None, and nothing is copied, in the middle of a step.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from gkd.actor.batches import Applied
+from gkd.actor.batches import AppliedUpdate
 from gkd.actor.compiling import Compilation, compile_layers, use_liger
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
@@ -76,7 +76,7 @@ class ActorWorker:
             actor.gradient_checkpointing, actor.lora, actor.offload_optimizer, self._fuse,
         )  # fmt: skip
         staging, optimizer = Staging(self.device), adamw(student, actor)
-        staging.set(Applied(0))
+        staging.set(AppliedUpdate(0))
         self.trainer = RankTrainer(student, optimizer, staging, self.config, self.rank, self.world, self.device)
         self.state = RankState(self.trainer, self.model_path, self.dtype)
         self.weights.trainer = self.trainer

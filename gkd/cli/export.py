@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gkd.errors import ConfigError, Parser, entry_point
 
 if TYPE_CHECKING:
-    from gkd.driver.checkpoints.checkpoint import Saved
+    from gkd.driver.checkpoints.checkpoint import SavedCheckpoint
 
 
 @entry_point
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def choose_checkpoint(directory: Path, step: int | None) -> Saved:
+def choose_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
     """Find the checkpoint of ``step`` in ``directory``, or the newest intact one.
 
     Raises ConfigError when there is none, or when the one of that step is damaged.

@@ -18,7 +18,7 @@ from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, entry_point 
 
 if TYPE_CHECKING:
     from gkd.config import Config
-    from gkd.driver.checkpoints.checkpoint import Saved
+    from gkd.driver.checkpoints.checkpoint import SavedCheckpoint
     from gkd.driver.inputs.find import Inputs
     from gkd.observability.tracking import OnStep
 
@@ -129,7 +129,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         os.close(descriptor)
 
 
-def _find_inputs(config: Config, saved: Saved | None, report: Callable[[str], None]) -> Inputs:
+def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable[[str], None]) -> Inputs:
     """Find models and data of a run. Raises ConfigError where they are not those of the ``saved`` run that goes on."""
     from gkd.cluster.workers.worker import pause_garbage_collection
     from gkd.driver.checkpoints.resume import differences, require_same_data

@@ -18,7 +18,7 @@ from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, pl
 from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
-from gkd.driver.checkpoints.checkpoint import Saved, State
+from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, State
 from gkd.driver.checkpoints.restart import restarts
 from gkd.driver.checkpoints.resume import cut
 from gkd.driver.checkpoints.saving import Checkpoints
@@ -54,7 +54,7 @@ def drive(
     output: Path,
     out: Console,
     started_s: float,
-    saved: Saved | None = None,
+    saved: SavedCheckpoint | None = None,
     on_step: OnStep | None = None,
 ) -> None:
     """Do everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``): when the run began.
@@ -83,7 +83,7 @@ def _drive(
     output: Path,
     out: Console,
     started_s: float,
-    saved: Saved | None,
+    saved: SavedCheckpoint | None,
     events: Events,
     on_step: OnStep | None,
 ) -> tuple[report.Summary, Checkpoints]:
@@ -130,7 +130,7 @@ def _drive(
     return summary, checkpoints
 
 
-def _forget_after(saved: Saved, output: Path, metrics: Path, samples: Path) -> int:
+def _forget_after(saved: SavedCheckpoint, output: Path, metrics: Path, samples: Path) -> int:
     """Forget what the run's files state of steps after a checkpoint, and of its end; returns the checkpoint's step."""
     cut(metrics, saved.state.last_logged_step)
     cut(samples, saved.state.step)
@@ -153,11 +153,13 @@ def _write(config: Config, output: Path) -> None:
     replace(output / "config.yaml", f"# gkd {__version__}\n{text}".encode())
 
 
-def _first_step(saved: Saved | None) -> int:
+def _first_step(saved: SavedCheckpoint | None) -> int:
     return 0 if saved is None else saved.state.last_logged_step + 1
 
 
-def _train_and_save(config: Config, parts: Parts, log: RunLog, saved: Saved | None, model: Path) -> tuple[State, State]:
+def _train_and_save(
+    config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint | None, model: Path
+) -> tuple[State, State]:
     """Train, from a checkpoint where there is one, and write the student to ``model``.
 
     Returns where it began and where it ended.
@@ -229,7 +231,7 @@ def _validate_before(parts: Parts, log: RunLog) -> State:
     return State(before=before, teacher=teacher)
 
 
-def _restore(config: Config, parts: Parts, log: RunLog, saved: Saved) -> State:
+def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) -> State:
     """Have the actor, the engines and the order of prompts go on from a checkpoint."""
     log.progress.show_status(f"reading {saved.path}")
     parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)

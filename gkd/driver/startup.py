@@ -10,7 +10,7 @@ from functools import partial
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.colocation import Colocation
 from gkd.cluster.workers.engines import Engines
-from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.data.stream import PromptStream
@@ -51,7 +51,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     colocation = Colocation()
     actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), colocation)
     scorers = Scorers.from_groups(config, inputs, groups, rollout)
-    builds: dict[str, Callable[[], list[Pending]]] = {
+    builds: dict[str, Callable[[], list[PendingCall]]] = {
         "actor": lambda: [actor.submit_build()],
         "rollout": own.build,
         **scorers.builds(),

@@ -32,7 +32,7 @@ class AnswerKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class RecordedAnswer:
     """One line of the file, without its key.
 
     ``n_tokens`` were sampled for it in all. ``truncated``: the limit cut its last reply. ``seconds`` since the answer
@@ -60,7 +60,7 @@ class AnswerLog:
         if not hold(self._file.fileno()):
             self._file.close()
             raise ConfigError(f"evaluate.output_dir: another evaluation is writing {path} now")
-        self.answers: dict[AnswerKey, Answered] = {}
+        self.answers: dict[AnswerKey, RecordedAnswer] = {}
         self._read()
 
     def _read(self) -> None:
@@ -74,14 +74,14 @@ class AnswerLog:
             try:
                 values = json.loads(line)
                 key = AnswerKey(**{name: values[name] for name in AnswerKey.__dataclass_fields__})
-                own = Answered(**{name: values[name] for name in Answered.__dataclass_fields__})
+                own = RecordedAnswer(**{name: values[name] for name in RecordedAnswer.__dataclass_fields__})
             except (ValueError, KeyError, TypeError):
                 raise ConfigError(
                     f"{self.path} line {number} is no answer of gkd evaluate: move the file away"
                 ) from None
             self.answers[key] = own
 
-    def add(self, key: AnswerKey, answered: Answered, beside: Mapping[str, Any]) -> None:
+    def add(self, key: AnswerKey, answered: RecordedAnswer, beside: Mapping[str, Any]) -> None:
         """Append an answer; it is in the file when this returns. ``beside``: what else its line holds.
 
         Raises OSError, which names the file.

@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobAnswer:
-    """What came of a job, with all that was sampled for it. ``seconds`` as in :class:`Answered`."""
+    """What came of a job, with all that was sampled for it. ``seconds`` as in :class:`RecordedAnswer`."""
 
     job: Job
     answer: Answer

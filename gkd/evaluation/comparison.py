@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gkd.errors import ConfigError
-from gkd.evaluation.paired import Paired, compare_paired, holm
+from gkd.evaluation.paired import PairedDifference, compare_paired, holm
 from gkd.evaluation.results import Results, read_results
 
 
@@ -20,7 +20,7 @@ class Comparison:
     first: str
     second: str
     values: tuple[float, float]
-    paired: Paired
+    paired: PairedDifference
     holm_p: float
     n_left_out: int
     """Questions that only one of both answered."""

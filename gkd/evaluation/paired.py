@@ -25,7 +25,7 @@ Z_POWER = 1.959963984540054 + 0.8416212335729143
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
+class PairedDifference:
     """The difference of two models on ``n`` questions that both answered: the second's mean less the first's.
 
     ``p``: chance of a mean difference at least as large, either way, if both were alike. ``needed``: questions with
@@ -38,11 +38,11 @@ class Paired:
     needed: int | None
 
 
-def compare_paired(first: Sequence[float], second: Sequence[float]) -> Paired:
+def compare_paired(first: Sequence[float], second: Sequence[float]) -> PairedDifference:
     """Compare one value a question of each model, in the same order. Raises ValueError for none or unequal numbers."""
     differences = [b - a for a, b in zip(first, second, strict=True)]
     difference = estimate(differences)
-    return Paired(len(differences), difference, sign_flip_p(differences), questions_needed(differences))
+    return PairedDifference(len(differences), difference, sign_flip_p(differences), questions_needed(differences))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:

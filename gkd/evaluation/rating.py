@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gkd.config import Config, Reward
 from gkd.errors import ConfigError, RunFailed
-from gkd.evaluation.answers import Answered
+from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
@@ -22,7 +22,7 @@ class RatedAnswer:
     """
 
     question: Question
-    answered: Answered
+    answered: RecordedAnswer
     max_tokens: int
     token_ids: tuple[int, ...] | None = None
     step: int = 0

@@ -18,7 +18,7 @@ from gkd.cluster.workers.placement import Placement, PlacementFault, place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import Config
 from gkd.errors import ConfigError
-from gkd.evaluation.answers import Answered, AnswerLog
+from gkd.evaluation.answers import AnswerLog, RecordedAnswer
 from gkd.evaluation.asking import JobAnswer, Source, answer_all
 from gkd.evaluation.endpoint import EndpointModel, EndpointReplies
 from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
@@ -27,7 +27,7 @@ from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.reloading import FurtherWeights, load_weights
 from gkd.evaluation.results import PLAIN, Results
-from gkd.evaluation.scores import Sampled, group_by_difficulty, means, scores_of_question
+from gkd.evaluation.scores import SampledAnswer, group_by_difficulty, means, scores_of_question
 from gkd.inference.vllm_environment import installed_device
 from gkd.observability.progress import LINE_EVERY_S, clock
 from gkd.version import __version__
@@ -180,7 +180,7 @@ def _ask(config: Config, source: Source, measurement: Measurement, log: AnswerLo
 
     def done(result: JobAnswer) -> None:
         answer = result.answer
-        answered = Answered(
+        answered = RecordedAnswer(
             answer.text, float(answer.cost), int(answer.iterations), result.n_tokens, result.truncated, result.seconds
         )
         beside = {"model": measurement.model.name, "answer": result.job.question.prompt.answer}
@@ -203,9 +203,9 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
             for job, own in zip(jobs, answers, strict=True)
         ]
         rewards = rate(functions, rated)
-    of_question: dict[str, list[Sampled]] = {question.key: [] for question in questions.questions}
+    of_question: dict[str, list[SampledAnswer]] = {question.key: [] for question in questions.questions}
     for job, own, rating in zip(jobs, answers, rewards, strict=True):
-        sampled = Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
+        sampled = SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
         of_question[job.question.key].append(sampled)
     values = {q.key: scores_of_question(q, settings, of_question[q.key]) for q in questions.questions}
     seconds = sum(own.seconds for own in answers)

@@ -18,7 +18,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledAnswer:
     """One answer to a question as scores need it. ``rewards``: by name, what the set's rewards gave."""
 
     text: str
@@ -29,7 +29,7 @@ class Sampled:
     rewards: Mapping[str, float]
 
 
-def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[Sampled]) -> dict[str, float]:
+def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:
     """Return the values of one question, by score: means over its answers, and what takes all of them together."""
     n = len(answers)
     values: dict[str, float] = {}

@@ -18,7 +18,7 @@ from gkd.losses.position import position_losses
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MicroBatchMetrics:
     """Metrics of a micro-batch by name: shares of the batch's ``losses``, ``sums`` over tokens, and ``largest``."""
 
     losses: Values = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Measured:
     largest: Values = field(default_factory=dict)
 
 
-Objective = Callable[[Tensor, Head], tuple[Tensor, Measured]]
+Objective = Callable[[Tensor, Head], tuple[Tensor, MicroBatchMetrics]]
 
 
 def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: int) -> Objective:
@@ -56,7 +56,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
                 values["as_sampled"] = policy.token_logprobs(logits, start, micro, rollout)
         return values
 
-    def evaluate(hidden: Tensor, head: Head) -> tuple[Tensor, Measured]:
+    def evaluate(hidden: Tensor, head: Head) -> tuple[Tensor, MicroBatchMetrics]:
         gradients = None
         if torch.is_grad_enabled():
             share = _share(micro, algorithm, rollout, hidden, head, chunk)
@@ -74,7 +74,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             losses, sums = _losses(micro, algorithm, log_q, values)
             parts = {name: (loss * micro.weights).sum() for name, loss in losses.items()}
             total = sum(parts.values(), start=hidden.new_zeros(()))
-            measured = Measured({"actor/loss": total, **parts}, sums)
+            measured = MicroBatchMetrics({"actor/loss": total, **parts}, sums)
             if not algorithm.is_supervised:  # nobody sampled
                 old_logprobs = trainers if micro.old_logprobs is None else micro.old_logprobs
                 add_mismatch(measured, old_logprobs, micro.sampler_logprobs)
@@ -182,7 +182,7 @@ def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, Head], Tens
     return lambda hidden, head: evaluate_in_chunks(hidden, head, values_at, config.actor.loss_chunk)["logprobs"]
 
 
-def add_mismatch(measured: Measured, trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> None:
+def add_mismatch(measured: MicroBatchMetrics, trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> None:
     """Measure how far trainer and sampler disagree on the same weights, over N tokens.
 
     KL(sampler || trainer) by the k3 estimate r - 1 - log r with r = trainer / sampler (Schulman, 2020). The data's own

@@ -45,14 +45,14 @@ os.execv(sys.executable, [sys.executable, "-I", "-B", "program.py"])
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProgramResult:
     """How a program ended: its exit ``code``, None where its time was over, and what it wrote to standard output."""
 
     code: int | None
     output: str
 
 
-def run(program: str, stdin: str, timeout_s: float, memory_mb: int, offline: bool) -> Ended:
+def run(program: str, stdin: str, timeout_s: float, memory_mb: int, offline: bool) -> ProgramResult:
     """Run the Python ``program`` with ``stdin`` for at most ``timeout_s``.
 
     ``offline``: without a network. Raises OSError where that, or the process, cannot be had.
@@ -66,7 +66,7 @@ def run(program: str, stdin: str, timeout_s: float, memory_mb: int, offline: boo
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _run(directory: Path, timeout_s: float, memory_mb: int, offline: bool) -> Ended:
+def _run(directory: Path, timeout_s: float, memory_mb: int, offline: bool) -> ProgramResult:
     limits = [str(int(timeout_s) + 1), str(memory_mb), str(int(offline))]
     output = directory / "output"
     with (directory / "stdin").open("rb") as stdin, output.open("wb") as written:
@@ -89,7 +89,7 @@ def _run(directory: Path, timeout_s: float, memory_mb: int, offline: bool) -> En
             process.wait()
     if code == NOT_ALLOWED and offline:
         raise PermissionError("this machine does not let a process be without a network (unshare)")
-    return Ended(code, output.read_bytes().decode("utf-8", "replace"))
+    return ProgramResult(code, output.read_bytes().decode("utf-8", "replace"))
 
 
 @cache

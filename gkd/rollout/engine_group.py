@@ -15,12 +15,12 @@ from gkd.cluster.health.heartbeat import Heartbeat
 from gkd.cluster.health.restarts import Restarts, StartAgain, return_text
 from gkd.cluster.session.port import listens
 from gkd.cluster.workers.failure import WorkerDied, WorkerHangs, explain
-from gkd.cluster.workers.group import Group, Pending
+from gkd.cluster.workers.group import Group, PendingCall
 from gkd.errors import RunFailed
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
-from gkd.scoring.watch import Expected, ScorerWatch
-from gkd.types import SampleRequest, TrainingSample, Unscored
+from gkd.scoring.watch import ExpectedReplica, ScorerWatch
+from gkd.types import SampleRequest, TrainingSample, UnscoredSample
 
 log = logging.getLogger("gkd")
 ENGINES = "rollout"
@@ -30,7 +30,7 @@ LOOK_EVERY_S = 1.0
 NODE_ANSWERS_S = 2.0
 LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 
-Came = TrainingSample | Unscored
+Came = TrainingSample | UnscoredSample
 
 
 class EngineGroup:
@@ -46,7 +46,7 @@ class EngineGroup:
         group: Group,
         timeout_s: float,
         scorers: ScorerWatch,
-        followers: Sequence[Pending],
+        followers: Sequence[PendingCall],
         again: StartAgain | None,
         clients: Mapping[str, ScoringClient],
     ) -> None:
@@ -194,7 +194,7 @@ class EngineGroup:
         """Count an engine among those that sample: it has the current weights, whole."""
         self._fleet.change(ENGINES, engine, HealthEvent.READY)
 
-    def _expect_scorers(self, expected: Iterable[Expected], engines: Sequence[int]) -> None:
+    def _expect_scorers(self, expected: Iterable[ExpectedReplica], engines: Sequence[int]) -> None:
         """Have clients wait for scorers that are being started, where there is no other."""
         for its in expected:
             for engine in engines:

@@ -15,14 +15,14 @@ from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
 from gkd.cluster.health.restarts import StartAgain
 from gkd.cluster.workers.colocation import SLACK_S, Colocation
 from gkd.cluster.workers.failure import WorkerDied
-from gkd.cluster.workers.group import Group, Pending, fetch_samples, gather
+from gkd.cluster.workers.group import Group, PendingCall, fetch_samples, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.engine_group import FETCH_TIMEOUT_S, EngineGroup
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.watch import ScorerWatch
-from gkd.types import SampleRequest, ScoredSample, TrainingSample, Unscored
+from gkd.types import SampleRequest, ScoredSample, TrainingSample, UnscoredSample
 
 log = logging.getLogger("gkd")
 
@@ -45,7 +45,7 @@ class RolloutGroup:
         config: Config,
         scorers: ScorerWatch | None = None,
         colocation: Colocation | None = None,
-        followers: Sequence[Pending] = (),
+        followers: Sequence[PendingCall] = (),
         require: Callable[[], None] = lambda: None,
         again: StartAgain | None = None,
         clients: Mapping[str, ScoringClient] | None = None,
@@ -165,7 +165,7 @@ class RolloutGroup:
             self.lose(engine, failure)
         for engine, samples in came.items():
             for sample in samples:
-                if isinstance(sample, Unscored):
+                if isinstance(sample, UnscoredSample):
                     self._dispatcher.mark_generated(engine, sample.key)
                 elif self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample

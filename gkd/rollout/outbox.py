@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from gkd.rollout.columns import ScoredSamples
 from gkd.rollout.slots import Slots
-from gkd.types import SampleRequest, ScoredSample, TrainingSample, Unscored
+from gkd.types import SampleRequest, ScoredSample, TrainingSample, UnscoredSample
 
 GATHER_S = 0.05
 """Scored samples wait so long for others, so that the driver gets few messages."""
@@ -25,7 +25,7 @@ class Outbox:
 
     def __init__(self, capacity: int) -> None:
         self._slots = Slots(capacity)
-        self._items: queue.Queue[list[Scored] | Unscored | BaseException] = queue.Queue()
+        self._items: queue.Queue[list[Scored] | UnscoredSample | BaseException] = queue.Queue()
 
     def put(self, item: list[Scored] | BaseException) -> None:
         """Send scored samples, or what ends :meth:`batches`."""
@@ -41,9 +41,9 @@ class Outbox:
 
     def _announce(self, keys: Sequence[int]) -> None:
         for key in keys:
-            self._items.put(Unscored(key))
+            self._items.put(UnscoredSample(key))
 
-    def batches(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Unscored]]:
+    def batches(self) -> Iterator[list[ScoredSample] | list[TrainingSample | UnscoredSample]]:
         """Yield scored samples as they come, several at a time: a list of their arrays, then their numbers.
 
         Being streamed, they belong to the driver, not to this process: they outlive it. Samples that are generated and
@@ -53,24 +53,24 @@ class Outbox:
         while True:
             batch = self.gather()
             arrays = ScoredSamples()
-            samples: list[TrainingSample | Unscored] = []
+            samples: list[TrainingSample | UnscoredSample] = []
             for item in batch:
                 if isinstance(item, BaseException):
                     raise item
-                if isinstance(item, Unscored):
+                if isinstance(item, UnscoredSample):
                     samples.append(item)
                     continue
                 samples.append(item[0])
                 arrays.append(item[1])
-            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, Unscored))
+            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, UnscoredSample))
             yield arrays
             yield samples
 
-    def gather(self) -> list[Scored | Unscored | BaseException]:
+    def gather(self) -> list[Scored | UnscoredSample | BaseException]:
         """Wait for scored samples, and a moment for more of them where nobody waits for these."""
-        batch: list[Scored | Unscored | BaseException] = []
+        batch: list[Scored | UnscoredSample | BaseException] = []
         keys: set[int] = set()
-        item: list[Scored] | Unscored | BaseException = self._items.get()
+        item: list[Scored] | UnscoredSample | BaseException = self._items.get()
         end = time.monotonic() + GATHER_S
         with suppress(queue.Empty):
             while True:

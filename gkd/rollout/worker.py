@@ -14,7 +14,7 @@ from gkd.rollout.outbox import Outbox
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.rollout.receiving import WeightLoader
 from gkd.rollout.sampler import Sampler
-from gkd.types import Sample, SampleRequest, ScoredSample, TrainingSample, Unscored
+from gkd.types import Sample, SampleRequest, ScoredSample, TrainingSample, UnscoredSample
 
 
 class RolloutWorker:
@@ -72,7 +72,7 @@ class RolloutWorker:
         finally:
             self.pipeline.close()
 
-    def stream_samples(self) -> Iterator[list[ScoredSample] | list[TrainingSample | Unscored]]:
+    def stream_samples(self) -> Iterator[list[ScoredSample] | list[TrainingSample | UnscoredSample]]:
         """Yield scored samples as they come; as :meth:`gkd.rollout.outbox.Outbox.batches`."""
         return self.outbox.batches()
 

@@ -13,7 +13,7 @@ from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEven
 from gkd.cluster.health.heartbeat import Heartbeat
 from gkd.cluster.health.restarts import Restarts, StartAgain, return_text
 from gkd.cluster.workers.failure import WorkerHangs, explain
-from gkd.cluster.workers.group import Group, Pending
+from gkd.cluster.workers.group import Group, PendingCall
 from gkd.errors import ConfigError, RunFailed
 
 LOG = logging.getLogger("gkd")
@@ -28,14 +28,14 @@ class ScorerModel:
     """
 
     group: Group
-    serving: Pending
+    serving: PendingCall
     addresses: list[str]
     request_timeout_s: float
     start_timeout_s: float
     again: StartAgain | None = None
 
 
-class Expected(NamedTuple):
+class ExpectedReplica(NamedTuple):
     """A replica that may be away for ``within_s``: requests are to wait for it where there is no other one.
 
     ``name`` is the address that its clients began with, ``address`` where it is or comes back.
@@ -72,7 +72,7 @@ class ScorerWatch:
     def __init__(self, models: Mapping[str, ScorerModel], fleet: Fleet) -> None:
         self.fleet = fleet
         self._models: dict[str, _Replicas] = {}
-        self._expected: list[Expected] = []
+        self._expected: list[ExpectedReplica] = []
         for model, its in models.items():
             fleet.add(model, len(its.group))
             heartbeat = Heartbeat(its.group, its.request_timeout_s)
@@ -116,7 +116,7 @@ class ScorerWatch:
         LOG.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})
         self._expect(model, member, replicas.of.start_timeout_s)
 
-    def look(self) -> list[Expected]:
+    def look(self) -> list[ExpectedReplica]:
         """Take back replicas that were started again, and end those that hang; to be called every second or so.
 
         Returns what clients are to wait for that was not returned before. Raises as :meth:`lose`.
@@ -155,12 +155,12 @@ class ScorerWatch:
 
     def _expect(self, model: str, member: int, within_s: float) -> None:
         its = self._models[model]
-        self._expected.append(Expected(model, its.names[member], within_s, its.of.addresses[member]))
+        self._expected.append(ExpectedReplica(model, its.names[member], within_s, its.of.addresses[member]))
 
-    def absent_replicas(self) -> list[Expected]:
+    def absent_replicas(self) -> list[ExpectedReplica]:
         """Return the replicas that are being started now, and those that have moved; for clients that begin."""
         return [
-            Expected(model, name, its.of.start_timeout_s, address)
+            ExpectedReplica(model, name, its.of.start_timeout_s, address)
             for model, its in self._models.items()
             for member, (name, address) in enumerate(zip(its.names, its.of.addresses, strict=True))
             if name != address or self.fleet.health(model, member) not in WORKING

@@ -30,7 +30,7 @@ class ShardedRdt(ShardTransfer):
             ShardedRDTTrainerWeightTransferEngine,
         )
 
-        from gkd.weights.vllm_sources import Whole
+        from gkd.weights.vllm_sources import GatheredTensors
 
         info = ShardedRDTTrainerInitInfo(
             rank=meeting.rank,
@@ -40,6 +40,8 @@ class ShardedRdt(ShardTransfer):
             stall_timeout_s=meeting.limit_s,
         )
         try:
-            return ShardedRDTTrainerWeightTransferEngine.trainer_init(info, client=client, source=Whole(source))
+            return ShardedRDTTrainerWeightTransferEngine.trainer_init(
+                info, client=client, source=GatheredTensors(source)
+            )
         except (ValueError, ImportError) as error:
             raise RunFailed(f"weights.transfer=sharded_rdt: {error}") from None

@@ -37,7 +37,7 @@ class Shards(M2NWeightSource):  # type: ignore[misc]
         return self._source.parts()
 
 
-class Whole(WeightSource):  # type: ignore[misc]
+class GatheredTensors(WeightSource):  # type: ignore[misc]
     """Yields each tensor gathered. A collective."""
 
     def __init__(self, source: ShardSource) -> None:

@@ -59,7 +59,7 @@ def logprobs(model: PreTrainedModel, scored: ScoredSample) -> Tensor:
 def test_the_students_logprobs_and_files_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Scaled and capped logits, experts, windows, states: whatever the family does, in one micro-batch of five."""
     student, model = student_of(family, tmp_path)
-    assert student.packed == (family not in PADDED)
+    assert student.is_packed == (family not in PADDED)
     assert student.training
     found = samples()
     micro = collate(found, None, [1.0] * 5, [0.0] * 5)

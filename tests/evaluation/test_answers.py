@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import ConfigError
-from gkd.evaluation.answers import Answered, AnswerKey, AnswerLog, fingerprint
+from gkd.evaluation.answers import AnswerKey, AnswerLog, RecordedAnswer, fingerprint
 
 KEY = AnswerKey("f", "sums", "q1", 0, "s", "plain")
-ANSWERED = Answered("1 \u2028 2\n", 3.0, 1, 3, False, 0.25)
+ANSWERED = RecordedAnswer("1 \u2028 2\n", 3.0, 1, 3, False, 0.25)
 
 
 def test_answers_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from gkd.config.eval_set import EvalSet
 from gkd.evaluation.questions import Question
-from gkd.evaluation.scores import Sampled, final_answer, group_by_difficulty, scores_of_question
+from gkd.evaluation.scores import SampledAnswer, final_answer, group_by_difficulty, scores_of_question
 from gkd.types import Prompt
 
 SETTINGS = EvalSet(files=["x"], answer_key="answer", samples=4, temperature=1.0, pass_k=[1, 2, 4])
@@ -17,8 +17,8 @@ def question(answer: str | None, key: str = "q", difficulty: str | None = None) 
     return Question(key, Prompt(0, np.array([1], np.int32), "?", answer), {}, difficulty)
 
 
-def sampled(*texts: str) -> list[Sampled]:
-    return [Sampled(text, 4, i == 0, 4.0, 1, {"format": float(i)}) for i, text in enumerate(texts)]
+def sampled(*texts: str) -> list[SampledAnswer]:
+    return [SampledAnswer(text, 4, i == 0, 4.0, 1, {"format": float(i)}) for i, text in enumerate(texts)]
 
 
 def test_one_of_four_is_right() -> None:

@@ -87,7 +87,7 @@ def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, agg
     """Packing and accumulation change nothing, whatever the lengths and however tokens are weighed."""
     models.make(family).save_pretrained(tmp_path)
     student = load(tmp_path)
-    assert student.packed == (family != "gemma2")
+    assert student.is_packed == (family != "gemma2")
     samples, algorithm = models.scored(7), OBJECTIVES[name]
     lengths = [len(s.sample.sampled_ids) for s in samples]
     weights = token_weights(lengths, [True] * 7, aggregation, 12)

@@ -18,7 +18,7 @@ from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Sample, SampleRequest, Unscored
+from gkd.types import Sample, SampleRequest, UnscoredSample
 from tests.data.models import word_tokenizer
 from tests.rollout.test_dispatch import wanted
 
@@ -116,7 +116,7 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
         if dispatcher.n_waiting:
             assert next(stream) == []
             for item in next(stream):
-                assert isinstance(item, Unscored)
+                assert isinstance(item, UnscoredSample)
                 dispatcher.mark_generated(0, item.key)
     assert len(dispatcher) == N
     while worker.progress()[1]:
@@ -127,6 +127,6 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
     while len(dispatcher):
         next(stream)
         for item in next(stream):
-            if not isinstance(item, Unscored):
+            if not isinstance(item, UnscoredSample):
                 assert dispatcher.finish(0, item.key)
     assert [sample.request.key for sample in held] == list(range(N))

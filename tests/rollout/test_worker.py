@@ -21,7 +21,7 @@ from gkd.inference.engine import EngineSpec
 from gkd.rollout.own_answers import own_answer
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample, Unscored
+from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample, UnscoredSample
 from gkd.weights.transfer import Piece
 from tests.data.models import WORDS, save_model
 
@@ -56,7 +56,7 @@ def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSam
         except queue.Empty:
             worker.sampler.step()
             continue
-        if isinstance(item, Unscored):
+        if isinstance(item, UnscoredSample):
             continue
         assert isinstance(item, list)
         for training, scored in item:
@@ -79,7 +79,7 @@ def test_what_was_begun_ends_under_its_weights_unless_others_come_in_flight(work
     worker.sampler.hold(in_flight=False)
     assert not worker.engine.has_unfinished_requests() and worker.sampler.n_unfinished == 0
     worker.sampler.release(worker.engine.version)
-    assert sum(not isinstance(item, Unscored) for item in worker.outbox.gather()) == 4
+    assert sum(not isinstance(item, UnscoredSample) for item in worker.outbox.gather()) == 4
 
 
 def test_an_own_answer_without_its_end_was_cut(worker: RolloutWorker) -> None:

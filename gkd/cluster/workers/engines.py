@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.cluster.workers.failure import NodeLeft
-from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.errors import RunFailed
 from gkd.inference.engine import Span
@@ -77,7 +77,7 @@ class Engines:
 
     def submit_build(
         self, target: str, follower: str, args_per_engine: Sequence[Sequence[Any]], environment: Mapping[str, str]
-    ) -> list[Pending]:
+    ) -> list[PendingCall]:
         """Start building every engine: ``target`` at its leader, ``follower`` at its other parts.
 
         Both take the arguments of their engine and then their Span, None for an engine on one node. The parts of an
@@ -98,7 +98,7 @@ class Engines:
             self.followers.submit_build(follower, following, environment=environment),
         ]
 
-    def bind(self) -> Pending:
+    def bind(self) -> PendingCall:
         """Have followers serve, and all parts of an engine end as soon as one of them does; after the build.
 
         Returns the followers' calls, which end only when one fails. Raises RunFailed when a worker does not answer.

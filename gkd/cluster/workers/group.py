@@ -32,7 +32,7 @@ GET_S = 20.0
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCall:
     """Calls under way, one a worker, in rank order; :func:`gather` waits for them."""
 
     activity: str
@@ -69,14 +69,14 @@ class Group:
         workers[position], reports[position] = worker.workers[0], worker.reports[0]
         return replace(self, workers=tuple(workers), reports=tuple(reports))
 
-    def submit(self, method: str, *args: Any, activity: str | None = None, **kwargs: Any) -> Pending:
+    def submit(self, method: str, *args: Any, activity: str | None = None, **kwargs: Any) -> PendingCall:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
         refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
         return self.as_pending(activity or _take_last_part(method), refs)
 
     def submit_each(
         self, method: str, args_per_rank: Sequence[Sequence[Any]], *, activity: str | None = None
-    ) -> Pending:
+    ) -> PendingCall:
         """Start calling ``method`` of every worker's object, rank ``i`` with ``args_per_rank[i]``."""
         pairs = zip(self.workers, args_per_rank, strict=True)
         return self.as_pending(
@@ -85,7 +85,7 @@ class Group:
 
     def submit_build(
         self, target: str, args_per_rank: Sequence[Sequence[Any]], *, environment: Mapping[str, str] | None = None
-    ) -> Pending:
+    ) -> PendingCall:
         """Start building ``package.module:Class`` in every worker, rank ``i`` with ``args_per_rank[i]``.
 
         ``environment`` is set first. All groups are to be submitted before any is gathered, so that they start at the
@@ -117,7 +117,7 @@ class Group:
         """
         return gather([self.submit_control(method, *args, activity=activity)], timeout_s, keep_deaths=keep_deaths)[0]
 
-    def submit_control(self, method: str, *args: Any, activity: str | None = None) -> Pending:
+    def submit_control(self, method: str, *args: Any, activity: str | None = None) -> PendingCall:
         """Start what :meth:`control` does; wait with :func:`gather`."""
         return self.as_pending(
             activity or _take_last_part(method), [worker.control.remote(method, *args) for worker in self.workers]
@@ -148,9 +148,9 @@ class Group:
         ray.wait([killing], timeout=KILL_S)  # before Ray ends it: then nothing shows whose children they were
         ray.kill(self.workers[rank], no_restart=True)
 
-    def as_pending(self, activity: str, refs: Sequence[Any]) -> Pending:
+    def as_pending(self, activity: str, refs: Sequence[Any]) -> PendingCall:
         """Return calls under way, one a worker; wait with :func:`gather`."""
-        return Pending(f"{self.name}: {activity}", tuple(map(str, self.reports)), tuple(refs), self.service)
+        return PendingCall(f"{self.name}: {activity}", tuple(map(str, self.reports)), tuple(refs), self.service)
 
 
 @ray.remote(max_retries=0)  # type: ignore[untyped-decorator]
@@ -171,7 +171,7 @@ def kill_worker(pid: int) -> None:
 
 
 def gather(
-    calls: Sequence[Pending], timeout_s: float, *, keep_deaths: bool = False, keep_late: bool = False
+    calls: Sequence[PendingCall], timeout_s: float, *, keep_deaths: bool = False, keep_late: bool = False
 ) -> list[list[Any]]:
     """Wait for calls of any number of groups; results per call, in rank order.
 
@@ -236,7 +236,7 @@ def _take_last_part(method: str) -> str:
     return method.rpartition(".")[2]
 
 
-def settle(call: Pending, timeout_s: float) -> None:
+def settle(call: PendingCall, timeout_s: float) -> None:
     """Wait until a call is done, without fetching what it returns: that may be handed on by reference.
 
     What went wrong, if anything did, is raised where the references are used. Raises RunFailed after ``timeout_s``, and
@@ -253,17 +253,17 @@ def settle(call: Pending, timeout_s: float) -> None:
             call.service.require_time()
 
 
-def is_done(call: Pending) -> bool:
+def is_done(call: PendingCall) -> bool:
     """Return whether every worker has answered, or failed."""
     return not ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)[1]
 
 
-def is_any_done(call: Pending) -> bool:
+def is_any_done(call: PendingCall) -> bool:
     """Return whether any worker has answered, or failed."""
     return bool(ray.wait(list(call.refs), num_returns=1, timeout=0, fetch_local=False)[0])
 
 
-def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None:
+def first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | None:
     """Return the first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
     waiting, deadline = list(owner), time.monotonic() + timeout_s
@@ -280,7 +280,7 @@ def first_death(calls: Sequence[Pending], timeout_s: float) -> WorkerDied | None
     return None
 
 
-def _timeout_text(calls: Sequence[Pending], waiting: set[Any], owner: Mapping[Any, str], timeout_s: float) -> str:
+def _timeout_text(calls: Sequence[PendingCall], waiting: set[Any], owner: Mapping[Any, str], timeout_s: float) -> str:
     activity = "; ".join(call.activity for call in calls if waiting & set(call.refs))
     late = [owner[ref] for call in calls for ref in call.refs if ref in waiting]
     others = f" and {len(late) - 3} more" if len(late) > 3 else ""

@@ -60,7 +60,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint, as ``state.json`` describes it.
 
     ``config`` is the run's configuration; ``model`` the directory of the model that was trained, ``dtype`` what was
@@ -84,7 +84,7 @@ class Saved:
         return [self.path / name for name in sorted(self.files)]
 
 
-def write(saved: Saved) -> None:
+def write(saved: SavedCheckpoint) -> None:
     """Make a checkpoint whose other files are on the disk complete. Raises OSError."""
     content = asdict(saved)
     del content["path"]
@@ -95,7 +95,7 @@ def write(saved: Saved) -> None:
     replace(saved.path.parent / "latest", saved.path.name.encode())
 
 
-def read(path: Path) -> Saved:
+def read(path: Path) -> SavedCheckpoint:
     """Describe the checkpoint in ``path``, without looking at its other files. Raises Damaged."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def read(path: Path) -> Saved:
         content.setdefault("version", "0.1.0")  # the last that did not write its own
         content["state"] = State(**content["state"])
         content["files"] = {name: Sum(**saved) for name, saved in content["files"].items()}
-        saved = Saved(path, **content)
+        saved = SavedCheckpoint(path, **content)
     except OSError as error:
         raise Damaged(reason(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -116,7 +116,7 @@ def read(path: Path) -> Saved:
     return saved
 
 
-def read_intact(path: Path) -> Saved:
+def read_intact(path: Path) -> SavedCheckpoint:
     """Do as :func:`read`, with every file compared with its sum. Raises Damaged."""
     saved = read(path)
     if not saved.files:
@@ -134,7 +134,7 @@ def read_intact(path: Path) -> Saved:
     return saved
 
 
-def newest_intact(directory: Path) -> tuple[Saved | None, dict[Path, str]]:
+def newest_intact(directory: Path) -> tuple[SavedCheckpoint | None, dict[Path, str]]:
     """Return the newest intact checkpoint in ``directory``, and what is wrong with each complete one after it."""
     damaged: dict[Path, str] = {}
     for path in reversed(complete(directory)):

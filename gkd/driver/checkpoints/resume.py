@@ -11,7 +11,7 @@ from typing import Any
 from gkd.config import Config
 from gkd.config.overrides import flatten
 from gkd.data.tokenizer import check_causal_lm
-from gkd.driver.checkpoints.checkpoint import Saved, complete, newest_intact, step_of
+from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, complete, newest_intact, step_of
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.durable import replace
 from gkd.errors import ConfigError
@@ -72,7 +72,7 @@ def explain_finished(config: Config, output: Path) -> str | None:
     )
 
 
-def find(config: Config, output: Path) -> Saved:
+def find(config: Config, output: Path) -> SavedCheckpoint:
     """Return the newest intact checkpoint in ``output``; damaged ones after it are named in a warning.
 
     Raises ConfigError when there is none, or when it is of a run with other settings.
@@ -99,7 +99,7 @@ def find(config: Config, output: Path) -> Saved:
     return saved
 
 
-def differences(saved: Saved, config: Config) -> str:
+def differences(saved: SavedCheckpoint, config: Config) -> str:
     """Return settings with other values than in the run's earlier part, in one line; empty where there are none.
 
     Another version of gkd counts as one of them.
@@ -114,7 +114,7 @@ def differences(saved: Saved, config: Config) -> str:
     return f"goes on with other settings: {', '.join(changed)}" if changed else ""
 
 
-def require_same_data(saved: Saved, data: Mapping[str, str]) -> None:
+def require_same_data(saved: SavedCheckpoint, data: Mapping[str, str]) -> None:
     """Raise ConfigError unless ``data``, fingerprints of the prompts by their use, are those of the checkpoint."""
     for use, fingerprint in data.items():
         if saved.data.get(use) != fingerprint:

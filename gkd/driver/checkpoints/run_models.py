@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.config import Config, Lora
 from gkd.data.tokenizer import check_causal_lm
-from gkd.driver.checkpoints.checkpoint import Damaged, Saved, complete, read_intact
+from gkd.driver.checkpoints.checkpoint import Damaged, SavedCheckpoint, complete, read_intact
 from gkd.driver.inputs.find import find_files
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import fingerprint
@@ -43,7 +43,7 @@ def models_of_run(run: Path, config: Config) -> RunModels:
 
     Raises ConfigError where nothing was trained yet, or the model that was trained is not where it was.
     """
-    checkpoints: dict[int, Saved] = {}
+    checkpoints: dict[int, SavedCheckpoint] = {}
     for path in complete(run / "checkpoints"):
         try:
             saved = read_intact(path)
@@ -64,13 +64,13 @@ def models_of_run(run: Path, config: Config) -> RunModels:
     return RunModels(base, tuple(further))
 
 
-def _sum(model: str, saved: Saved) -> str:
+def _sum(model: str, saved: SavedCheckpoint) -> str:
     """Return the fingerprint of a checkpoint of what began as the model with that fingerprint."""
     files = {name: asdict(sum_) for name, sum_ in saved.files.items()}
     return hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(saved: Saved) -> Iterator[tuple[str, Tensor]]:
+def _read(saved: SavedCheckpoint) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a checkpoint, an adapter merged into them."""
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -82,7 +82,7 @@ def _read(saved: Saved) -> Iterator[tuple[str, Tensor]]:
         yield from student.file_tensors(getattr(torch, saved.dtype))
 
 
-def _load_student(saved: Saved, base: str) -> Student:
+def _load_student(saved: SavedCheckpoint, base: str) -> Student:
     """Load the student of a checkpoint of what began as the model in ``base``."""
     import torch
 
@@ -94,11 +94,11 @@ def _load_student(saved: Saved, base: str) -> Student:
     return student
 
 
-def _lora(saved: Saved) -> Lora:
+def _lora(saved: SavedCheckpoint) -> Lora:
     return Lora.model_validate(saved.config["actor"]["lora"])
 
 
-def export(saved: Saved, out: Path) -> None:
+def export(saved: SavedCheckpoint, out: Path) -> None:
     """Write a checkpoint as a Hugging Face model directory ``out``, as the run itself writes its student.
 
     Raises ConfigError where the model that was trained is not where it was.

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from gkd.actor.batches import combine_mini_batches
 from gkd.actor.group import ActorGroup
-from gkd.cluster.workers.group import Pending, gather, is_done, settle
+from gkd.cluster.workers.group import PendingCall, gather, is_done, settle
 from gkd.config import Config
 from gkd.driver.checkpoints import checkpoint
-from gkd.driver.checkpoints.checkpoint import RANKS, Cause, Saved, State
+from gkd.driver.checkpoints.checkpoint import RANKS, Cause, SavedCheckpoint, State
 from gkd.durable import Sum, reason
 from gkd.errors import RunFailed, one_line
 from gkd.observability import events
@@ -26,11 +26,11 @@ log = logging.getLogger("gkd")
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class RunningWrite:
     """A checkpoint that the ranks are writing, until ``deadline`` (``time.monotonic``)."""
 
-    saved: Saved
-    calls: Pending
+    saved: SavedCheckpoint
+    calls: PendingCall
     deadline: float
 
 
@@ -48,7 +48,7 @@ class Checkpoints:
         self.config, self.directory, self.started, self.data = config, output / "checkpoints", started, data
         self._newest = self._done = first  # steps: of the newest checkpoint; that are trained, validated and logged
         self._states: dict[int, State] = {}
-        self._writing: Writing | None = None
+        self._writing: RunningWrite | None = None
         self._begun = time.monotonic()
         self._failure: str | None = None
         self._last: int | None = None  # the step that the run ends with, once that is known
@@ -137,9 +137,9 @@ class Checkpoints:
         checkpoint.remove(path)
         (path / RANKS).mkdir(parents=True)
         config = self.config.model_dump(mode="json")
-        saved = Saved(path, cause, state, config, actor.model_path, actor.dtype, self.data, {})
+        saved = SavedCheckpoint(path, cause, state, config, actor.model_path, actor.dtype, self.data, {})
         deadline = time.monotonic() + self.config.trainer.save_timeout_s
-        self._writing = Writing(saved, actor.write_staged(str(path / RANKS)), deadline)
+        self._writing = RunningWrite(saved, actor.write_staged(str(path / RANKS)), deadline)
 
     def _complete(self, warn: bool = True) -> None:
         """Wait until the checkpoint under way is written, and complete it. With ``warn`` a failure is a warning."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from gkd.cluster.health.restarts import StartAgain
 from gkd.cluster.workers.engines import Engines
-from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.driver.inputs.find import Inputs
@@ -37,7 +37,7 @@ class RolloutEngines:
     placement: Placement
     engines: Engines
 
-    def build(self) -> list[Pending]:
+    def build(self) -> list[PendingCall]:
         """Start building all of them."""
         arguments = [self._arguments(engine, self.engines.leaders) for engine in range(len(self.engines.leaders))]
         return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)

@@ -14,7 +14,7 @@ from gkd.cluster.health.restarts import StartAgain
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.engines import Engines
-from gkd.cluster.workers.group import Group, Pending, gather
+from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config, RewardModel, Scorer
 from gkd.config.top_k import required_top_k, top_k_for_validation
@@ -65,11 +65,11 @@ class Scorers:
         """The engines' leaders, by group."""
         return {name: engines.leaders for name, engines in self.engines.items()}
 
-    def builds(self) -> dict[str, Callable[[], list[Pending]]]:
+    def builds(self) -> dict[str, Callable[[], list[PendingCall]]]:
         """Return, by group, how to start loading its models."""
         return {name: partial(self._build, name, engines) for name, engines in self.engines.items()}
 
-    def _build(self, name: str, engines: Engines) -> list[Pending]:
+    def _build(self, name: str, engines: Engines) -> list[PendingCall]:
         group = engines.leaders
         args = [self._worker_arguments(name, engine, report) for engine, report in enumerate(group.reports)]
         if self._rates(name):

@@ -10,7 +10,7 @@ from gkd.actor.group import ActorGroup
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.failure import WorkerDied, WorkerHangs
-from gkd.cluster.workers.group import Pending, first_death, gather
+from gkd.cluster.workers.group import PendingCall, first_death, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
@@ -120,7 +120,7 @@ class WeightSync:
                 by_rank[rank].append(Destination(engine, self.rollout.group.workers[engine], sum(packing)))
         return by_rank
 
-    def _wait_for(self, sending: Pending, about: str) -> dict[int, Any]:
+    def _wait_for(self, sending: PendingCall, about: str) -> dict[int, Any]:
         """Wait until all pieces are loaded, or their engines lost; those that hang at the deadline are.
 
         Returns the versions that engines serve, by engine, by the ranks' count. The push has its time again where
@@ -189,10 +189,10 @@ class WeightSync:
         engines = [(engine, self.rollout.group.reports[engine].pid) for engine in self._engines]
         return self.actor.group.reports[0].pid, engines
 
-    def _submit(self, method: str, *args: object, activity: str) -> Pending:
+    def _submit(self, method: str, *args: object, activity: str) -> PendingCall:
         return self.rollout.group.select(self._engines).submit_control(method, *args, activity=activity)
 
-    def _wait_together(self, calls: list[Pending], activity: Callable[[], str]) -> list[list[Any]]:
+    def _wait_together(self, calls: list[PendingCall], activity: Callable[[], str]) -> list[list[Any]]:
         """Wait for calls whose workers wait for each other, so that the first death ends the run; their results."""
         try:
             return gather(calls, self._measure_left())

@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectedBatch:
     """Samples of one step: the ``batch``, and those that dynamic sampling left out of it.
 
     ``requested_s``: when they were requested (``time.time``).
@@ -92,7 +92,9 @@ class Batches:
         """Return passes over the prompts up to ``step``."""
         return self.prompts.epoch_without(len(self.schedule.steps_ahead(step)) * self.config.trainer.batch_size)
 
-    def collect(self, step: int, take: Callable[[Sequence[TrainingSample]], None] = lambda samples: None) -> Collected:
+    def collect(
+        self, step: int, take: Callable[[Sequence[TrainingSample]], None] = lambda samples: None
+    ) -> CollectedBatch:
         """Collect scored samples of ``trainer.batch_size`` prompts, ``rollout.n`` neighbours each.
 
         With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
@@ -112,14 +114,16 @@ class Batches:
                 samples += arrived
             rounds -= 1
             if not config.algorithm.policy_weight or config.algorithm.dynamic_sampling.max_rounds == 1:
-                return Collected(samples, [], requested)
+                return CollectedBatch(samples, [], requested)
             groups = groups_of(config, samples)
             differ = groups_that_differ(rewards_of(config, samples), groups)
             for group, neighbours in groupby(zip(groups, samples, strict=True), key=itemgetter(0)):
                 (useful if group in differ else spare).append([sample for _, sample in neighbours])
             n_missing = batch - len(useful)
             if not n_missing or not rounds:
-                return Collected(_flatten(spread(useful, spare[:n_missing])), _flatten(spare[n_missing:]), requested)
+                return CollectedBatch(
+                    _flatten(spread(useful, spare[:n_missing])), _flatten(spare[n_missing:]), requested
+                )
             keys = self._submit(self.schedule.replace(step, n_missing))
 
 

@@ -11,19 +11,19 @@ from gkd.config import Config
 from gkd.driver.checkpoints.checkpoint import State
 from gkd.driver.loop.collect import Batches
 from gkd.driver.loop.parts import Parts, RunLog
-from gkd.driver.validation.held_out import Requested
+from gkd.driver.validation.held_out import RequestedValidation
 from gkd.driver.validation.val_sets import RequestedSets
 from gkd.observability import metrics as measured
 from gkd.observability.watch import Watcher
 
 
 @dataclass(frozen=True, slots=True)
-class Validating:
+class RunningValidation:
     """A validation under way, of the weights after ``step``, since ``began`` (``time.time``). None: not due."""
 
     step: int
     began: float
-    usual: Requested | None
+    usual: RequestedValidation | None
     sets: RequestedSets
 
 
@@ -39,7 +39,7 @@ class StepEnds:
     def __init__(self, config: Config, parts: Parts, log: RunLog, batches: Batches, first: int) -> None:
         self.config, self.parts, self.log, self.batches, self.first = config, parts, log, batches, first
         self._watcher = Watcher(config)
-        self._validating: Validating | None = None
+        self._validating: RunningValidation | None = None
         self._epoch = 0.0
 
     @property
@@ -54,7 +54,7 @@ class StepEnds:
         """
         self._validating = self._request(step)
 
-    def _request(self, step: int, rest: bool = False) -> Validating | None:
+    def _request(self, step: int, rest: bool = False) -> RunningValidation | None:
         """Request what is due after ``step``, or what is not, for the ``rest``."""
         parts, due, sets = self.parts, self._is_due(step) != rest, self.parts.val_sets.due_sets(step, rest)
         if not due and not sets:
@@ -64,7 +64,7 @@ class StepEnds:
             parts.sync.push()
         began, order = time.time(), step + 1.5  # after what is requested for the next step
         usual = parts.validation.request(order) if due else None
-        return Validating(step, began, usual, parts.val_sets.request(sets, order))
+        return RunningValidation(step, began, usual, parts.val_sets.request(sets, order))
 
     def _is_due(self, step: int) -> bool:
         """Return whether the student is validated after ``step``, besides on sets with intervals of their own."""
@@ -84,7 +84,7 @@ class StepEnds:
         return self._log(state, figures)
 
     @record_activity("validate")
-    def _measure(self, validating: Validating | None) -> dict[str, float]:
+    def _measure(self, validating: RunningValidation | None) -> dict[str, float]:
         if validating is None:
             return {}
         of_sets = self.parts.val_sets.measure(validating.sets)

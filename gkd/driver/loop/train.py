@@ -11,7 +11,7 @@ from gkd.algorithms.training_samples import require_rewards, with_advantages
 from gkd.cluster.workers.activity import HERE, record_activity
 from gkd.config import Config
 from gkd.driver.checkpoints.checkpoint import State
-from gkd.driver.loop.collect import Batches, Collected
+from gkd.driver.loop.collect import Batches, CollectedBatch
 from gkd.driver.loop.parts import Parts, RunLog
 from gkd.driver.loop.step_ends import StepEnds
 from gkd.driver.loop.streaming import BatchStream
@@ -97,7 +97,7 @@ class Moments:
         return {**row, "timing_s/sync": self.done - before, "timing_s/step": self.done - self.started}
 
 
-def _collect(config: Config, parts: Parts, batches: Batches, step: int) -> tuple[Collected, BatchStream]:
+def _collect(config: Config, parts: Parts, batches: Batches, step: int) -> tuple[CollectedBatch, BatchStream]:
     """Return a step's samples, and the stream that the actor has accumulated them from, as far as it could."""
     batches.dispatch(step - 1)
     stream = BatchStream(config, parts.actor)
@@ -118,7 +118,7 @@ def _push(config: Config, parts: Parts, at: Moments) -> None:
 
 
 def _add_advantages(
-    config: Config, log: RunLog, collected: Collected, step: int
+    config: Config, log: RunLog, collected: CollectedBatch, step: int
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """Return the batch with its advantages, and what these and its settings measure.
 

@@ -26,7 +26,7 @@ SEED = 1  # the same samples' seeds at every validation, so that curves are comp
 
 
 @dataclass(frozen=True, slots=True)
-class Requested:
+class RequestedValidation:
     """Keys of what a validation has requested: answers ``drawn`` at temperature 1, and ``greedy`` ones."""
 
     drawn: list[int]
@@ -63,7 +63,7 @@ class Validation:
         """Measure the student as it is."""
         return self.measure(self.request())
 
-    def request(self, order: float = 0) -> Requested:
+    def request(self, order: float = 0) -> RequestedValidation:
         """Request the answers that are measured, from the weights that the engines have now.
 
         ``order``: as of :meth:`gkd.rollout.group.RolloutGroup.submit`.
@@ -74,9 +74,11 @@ class Validation:
             drawn = [SampleRequest(p, 0, SEED + i, sampling, scoring) for i, p in enumerate(self.prompts)]
         scoring, sampling = Scoring(rewards=self.rewarded), self._sampling(0.0)
         greedy = [SampleRequest(p, 0, SEED, sampling, scoring) for p in self._greedy_prompts]
-        return Requested(*(self.rollout.submit(requests, order) if requests else [] for requests in (drawn, greedy)))
+        return RequestedValidation(
+            *(self.rollout.submit(requests, order) if requests else [] for requests in (drawn, greedy))
+        )
 
-    def measure(self, requested: Requested) -> dict[str, float]:
+    def measure(self, requested: RequestedValidation) -> dict[str, float]:
         """Wait for the answers and measure; the actor's weights are to be those that the engines had."""
         limit, metrics = self.config.rollout.timeout_s, dict[str, float]()
         # All of them first: engines that share the actor's GPUs sleep while it computes.

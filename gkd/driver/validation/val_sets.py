@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gkd.config import Config
-from gkd.evaluation.answers import Answered
+from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.asking import seed_in_set
 from gkd.evaluation.questions import Question, Questions, sampling_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
-from gkd.evaluation.scores import Sampled, means, scores_of_question
+from gkd.evaluation.scores import SampledAnswer, means, scores_of_question
 from gkd.rollout.group import RolloutGroup
 from gkd.types import SampleRequest, ScoredSample, TrainingSample
 
@@ -78,7 +78,7 @@ class ValSets:
             ]
             rewards = rate(functions, rated)
         sampled = [
-            Sampled(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
+            SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
             for own, given in zip(answers, rewards, strict=True)
         ]
         values = [
@@ -88,10 +88,10 @@ class ValSets:
         self.scores[questions.name] = {q.key: own for q, own in zip(questions.questions, values, strict=True)}
         return _metrics(questions.name, values)
 
-    def _answer_of(self, scored: ScoredSample) -> Answered:
+    def _answer_of(self, scored: ScoredSample) -> RecordedAnswer:
         ids = scored.sample.sampled_ids.tolist()
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Answered(text, float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0)
+        return RecordedAnswer(text, float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0)
 
 
 def _jobs(questions: Questions) -> list[tuple[Question, int]]:

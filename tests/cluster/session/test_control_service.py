@@ -11,7 +11,7 @@ import pytest
 from gkd.cluster.session import control_service
 from gkd.cluster.session.control_service import ControlService, finish_s
 from gkd.cluster.workers import group
-from gkd.cluster.workers.group import Group, Pending, gather, settle
+from gkd.cluster.workers.group import Group, PendingCall, gather, settle
 from gkd.errors import ControlLost, RunFailed, catch_errors
 from tests.cluster.layout.test_assignment import report
 from tests.ray.cluster.conftest import eventually
@@ -85,7 +85,7 @@ def test_every_wait_for_workers_looks_whether_it_is_there(monkeypatch: pytest.Mo
     """Workers that never answer."""
     monkeypatch.setattr(group.ray, "wait", lambda refs, **_: ([], refs))
     with pytest.raises(ControlLost):
-        wait(Pending("learning", ("actor rank 0",), ("ref",), Lost()))  # type: ignore[operator,arg-type]
+        wait(PendingCall("learning", ("actor rank 0",), ("ref",), Lost()))  # type: ignore[operator,arg-type]
 
 
 def test_what_ray_would_ask_it_for_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_what_ray_would_ask_it_for_is_not_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(group.ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(group.ray, "get", never)
     with pytest.raises(ControlLost):
-        gather([Pending("learning", ("actor rank 0",), ("ref",), Lost())], 600.0)  # type: ignore[arg-type]
+        gather([PendingCall("learning", ("actor rank 0",), ("ref",), Lost())], 600.0)  # type: ignore[arg-type]
 
 
 def test_no_worker_is_ended_through_it(monkeypatch: pytest.MonkeyPatch) -> None:

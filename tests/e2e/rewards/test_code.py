@@ -11,7 +11,7 @@ import pytest
 
 from gkd.rewards.code import Code
 from gkd.rewards.completion import Completion
-from gkd.rewards.sandbox import Ended, network_can_be_cut, run
+from gkd.rewards.sandbox import ProgramResult, network_can_be_cut, run
 
 OFFLINE = network_can_be_cut()
 
@@ -34,7 +34,7 @@ def test_a_program_is_worth_the_tests_that_it_passes() -> None:
 
 def test_time_memory_output_and_environment_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_RUN", "1")
-    assert run("while True: pass", "", 0.5, 512, OFFLINE) == Ended(None, "")
+    assert run("while True: pass", "", 0.5, 512, OFFLINE) == ProgramResult(None, "")
     assert run("x = bytearray(1 << 30)", "", 30.0, 512, OFFLINE).code != 0
     assert len(run("while True: print('a' * 1000)", "", 30.0, 512, OFFLINE).output) <= 1 << 20
     seen = run("import os; print('SECRET_OF_THE_RUN' in os.environ, os.listdir())", "", 30.0, 512, OFFLINE).output

@@ -64,8 +64,8 @@ def students(model: object, path: Path, **settings: object) -> tuple[Student, St
     model.save_pretrained(path)
     plain, compiled = load(path, **settings), load(path, **settings)
     compiled.load_state_dict(plain.state_dict())  # adapters begin at random
-    compiled.compilation = compile_layers(compiled.lm, True, BUDGET, CPU, compiled.packed)
-    assert compiled.compilation == Compilation(BUDGET, dynamic=not compiled.packed, strict=True)
+    compiled.compilation = compile_layers(compiled.lm, True, BUDGET, CPU, compiled.is_packed)
+    assert compiled.compilation == Compilation(BUDGET, dynamic=not compiled.is_packed, strict=True)
     return plain, compiled
 
 
@@ -92,7 +92,7 @@ def test_packs_of_any_lengths_share_what_is_compiled(family: str, settings: dict
 @pytest.mark.parametrize("family", ["gemma", "gemma2"])
 def test_families_of_gemma_packed_and_padded(family: str, tmp_path: Path) -> None:
     plain, compiled = students(make(family, seed=0), tmp_path)
-    assert compiled.packed == (family == "gemma")
+    assert compiled.is_packed == (family == "gemma")
     for seed in (0, 1):
         compare(plain, compiled, seed)
     assert counters["stats"]["unique_graphs"] > 0

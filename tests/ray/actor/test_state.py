@@ -15,16 +15,16 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gkd.actor.batches import Applied
+from gkd.actor.batches import AppliedUpdate
 from gkd.actor.group import ActorGroup
 from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging
 from gkd.actor.state import part_of, write_part
 from gkd.cli.export import main as export
-from gkd.cluster.workers.group import Pending
+from gkd.cluster.workers.group import PendingCall
 from gkd.config import Config
 from gkd.driver.checkpoints import checkpoint
-from gkd.driver.checkpoints.checkpoint import Saved, State
+from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, State
 from gkd.errors import RunFailed
 from tests.actor import models
 from tests.actor.test_lora import base
@@ -32,7 +32,7 @@ from tests.ray.actor.ranks import Ranks, call, config, put
 from tests.ray.actor.test_lora import tokenizer
 
 
-def save(ranks: Ranks, path: Path, settings: Config, student: Path) -> Saved:
+def save(ranks: Ranks, path: Path, settings: Config, student: Path) -> SavedCheckpoint:
     """A checkpoint of what the ranks hold."""
     (path / "actor").mkdir(parents=True)
     applied = ray.get([call(w, "state.stage") for w in ranks.workers], timeout=60)
@@ -40,17 +40,17 @@ def save(ranks: Ranks, path: Path, settings: Config, student: Path) -> Saved:
     written = ray.get([call(w, "state.write_staged", str(path / "actor")) for w in ranks.workers], timeout=60)
     files = {f"actor/{name}": found for name, found in written}
     tree = settings.model_dump(mode="json")
-    saved = Saved(path, "end", State(applied[0].step), tree, str(student), "float32", {}, files)
+    saved = SavedCheckpoint(path, "end", State(applied[0].step), tree, str(student), "float32", {}, files)
     checkpoint.write(saved)
     return saved
 
 
-def read(ranks: Ranks, saved: Saved) -> None:
+def read(ranks: Ranks, saved: SavedCheckpoint) -> None:
     files = [str(file) for file in saved.rank_files]
     ray.get([call(w, "state.load", files, saved.state.step) for w in ranks.workers], timeout=60)
 
 
-def everything(saved: Saved) -> dict[str, torch.Tensor]:
+def everything(saved: SavedCheckpoint) -> dict[str, torch.Tensor]:
     """Weights and moments by name, whole: the rows of all ranks one after the other."""
     found: dict[str, list[torch.Tensor]] = {}
     for file in saved.rank_files:
@@ -158,8 +158,8 @@ def test_a_copy_that_an_update_came_into_is_none(monkeypatch: pytest.MonkeyPatch
     model = torch.nn.Linear(3, 2)
     optimizer, staging = torch.optim.AdamW(model.named_parameters()), Staging(torch.device("cpu"))
     assert staging.copy(optimizer) is None  # no model is there yet
-    staging.set(Applied(3))
-    assert staging.copy(optimizer) == Applied(3)
+    staging.set(AppliedUpdate(3))
+    assert staging.copy(optimizer) == AppliedUpdate(3)
 
     def part_while_training(*_: object) -> Any:
         staging.begin()
@@ -169,7 +169,7 @@ def test_a_copy_that_an_update_came_into_is_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("gkd.actor.staging.part_of", part_while_training)
     assert staging.copy(optimizer) is None
     monkeypatch.undo()
-    assert staging.copy(optimizer) == Applied(4, ({"loss": 1.0},))
+    assert staging.copy(optimizer) == AppliedUpdate(4, ({"loss": 1.0},))
     staging.write(optimizer, tmp_path / "one.safetensors")
     with pytest.raises(RunFailed, match="no copy"):
         staging.write(optimizer, tmp_path / "one.safetensors")
@@ -205,11 +205,11 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: py
         done.append("restart")
         return ranks
 
-    def settle(call: Pending, timeout_s: float) -> None:
+    def settle(call: PendingCall, timeout_s: float) -> None:
         done.append(call.activity)
 
     ranks: Any = SimpleNamespace(
-        submit_control=lambda method, *_, activity: Pending(activity, (), ()), call_each=lambda *_, **__: None
+        submit_control=lambda method, *_, activity: PendingCall(activity, (), ()), call_each=lambda *_, **__: None
     )
     actor = ActorGroup(ranks, config(), "", restart)
     monkeypatch.setattr("gkd.actor.group.settle", settle)
@@ -222,10 +222,10 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: py
 
 
 def test_ranks_that_are_at_different_steps_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [[Applied(1), Applied(2)], [None, Applied(2)], [Applied(2), Applied(2)]]
+    answers = [[AppliedUpdate(1), AppliedUpdate(2)], [None, AppliedUpdate(2)], [AppliedUpdate(2), AppliedUpdate(2)]]
     ranks: Any = SimpleNamespace(control=lambda *_, **__: answers.pop(0))
-    assert ActorGroup(ranks, config(), "", lambda: ranks).read_applied() == Applied(2)
+    assert ActorGroup(ranks, config(), "", lambda: ranks).read_applied() == AppliedUpdate(2)
     monkeypatch.setattr("gkd.actor.group.WHOLE_S", 0.1)
-    stuck: Any = SimpleNamespace(control=lambda *_, **__: [Applied(2), None])
+    stuck: Any = SimpleNamespace(control=lambda *_, **__: [AppliedUpdate(2), None])
     with pytest.raises(RunFailed, match="an update"):
         ActorGroup(stuck, config(), "", lambda: stuck).read_applied()

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from gkd.actor.batches import Applied
-from gkd.cluster.workers.group import Pending
+from gkd.actor.batches import AppliedUpdate
+from gkd.cluster.workers.group import PendingCall
 from gkd.config import Config, load
 from gkd.driver.checkpoints.checkpoint import State, complete, read
 from gkd.driver.checkpoints.resume import differences, explain_finished, find
@@ -49,19 +49,19 @@ class Actor:
         self.step, self.broken, self.until = step, broken, until
         self.copies = 0
 
-    def read_applied(self) -> Applied:
+    def read_applied(self) -> AppliedUpdate:
         if self.step is None:
             raise RunFailed("the actor is in the middle of an update")
-        return Applied(self.step, ({"actor/loss": 1.0}, {"actor/loss": 2.0}))
+        return AppliedUpdate(self.step, ({"actor/loss": 1.0}, {"actor/loss": 2.0}))
 
     def answers(self) -> bool:
         return self.step is not None
 
-    def stage(self) -> Applied:
+    def stage(self) -> AppliedUpdate:
         self.copies += 1
         return self.read_applied()
 
-    def write_staged(self, directory: str) -> Pending:
+    def write_staged(self, directory: str) -> PendingCall:
         @ray.remote(num_cpus=0)
         def fail() -> None:
             raise RunFailed("no space left on device: /there")
@@ -70,7 +70,7 @@ class Actor:
         file.write_bytes(b"weights of %d" % (self.step or 0))
         found = (file.name, sum_of(file))
         ref = fail.remote() if self.broken else later.remote(found, str(self.until)) if self.until else ray.put(found)
-        return Pending("writing", ("actor rank 0",), (ref,))
+        return PendingCall("writing", ("actor rank 0",), (ref,))
 
 
 def checkpoints(config: Config, output: Path, first: int = 0) -> Checkpoints:
@@ -202,7 +202,7 @@ def test_one_that_takes_too_long_is_given_up_and_said(tmp_path: Path, told: pyte
 def test_no_error_while_a_run_is_saved_hides_what_ended_it(
     tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone() -> Applied:
+    def gone() -> AppliedUpdate:
         raise ValueError("Ray is\nnot there")
 
     writer, actor = checkpoints(load(SAME), tmp_path), Actor(1)

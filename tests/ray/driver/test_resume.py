@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.actor.batches import Applied, combine_mini_batches
-from gkd.cluster.workers.group import Pending
+from gkd.actor.batches import AppliedUpdate, combine_mini_batches
+from gkd.cluster.workers.group import PendingCall
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import State
@@ -96,18 +96,18 @@ class World:
         self.version = step
         return combine_mini_batches(self.rows)
 
-    def read_applied(self) -> Applied:
-        return Applied(self.step, self.rows)
+    def read_applied(self) -> AppliedUpdate:
+        return AppliedUpdate(self.step, self.rows)
 
     stage = read_applied
 
     def answers(self) -> bool:
         return True
 
-    def write_staged(self, directory: str) -> Pending:
+    def write_staged(self, directory: str) -> PendingCall:
         file = Path(directory, "rank_00000.safetensors")
         file.write_text(str(self.value))
-        return Pending("writing", ("actor rank 0",), (ray.put((file.name, sum_of(file))),))
+        return PendingCall("writing", ("actor rank 0",), (ray.put((file.name, sum_of(file))),))
 
     def push(self) -> None:
         self.maybe("push")
@@ -223,7 +223,7 @@ def test_ended_twice_in_the_same_step(tmp_path: Path) -> None:
 def test_an_actor_that_is_gone_leaves_what_was_there_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = world(tmp_path / "ended", ("push", 4))
 
-    def gone() -> Applied:
+    def gone() -> AppliedUpdate:
         raise RunFailed("actor rank 0 died")
 
     monkeypatch.setattr(ended, "read_applied", gone)

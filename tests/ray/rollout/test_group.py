@@ -26,7 +26,7 @@ from gkd.errors import RunFailed
 from gkd.observability.metrics import memory_metrics
 from gkd.rollout.group import RolloutGroup
 from gkd.rollout.stream import SampleStream
-from gkd.scoring.watch import Expected, ScorerModel, ScorerWatch
+from gkd.scoring.watch import ExpectedReplica, ScorerModel, ScorerWatch
 from gkd.types import Prompt, SampleRequest, Sampling, TrainingSample
 from tests.ray.cluster.conftest import alive, eventually
 from tests.samples import training_sample
@@ -86,7 +86,8 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     with caplog.at_level(logging.WARNING, "gkd"):
         for _ in range(2):
             assert memory_metrics(reports_of.read([rollout.living_group])) == {"memory/rollout/process_gb": 3.0}
-            assert reports_of._waits(rollout.group.workers[3])  # for its first answer, without asking at every step
+            # For its first answer, without asking at every step.
+            assert reports_of._is_unanswered(rollout.group.workers[3])
         assert len(caplog.messages) == 1
         assert caplog.messages[0].startswith("rollout rank 3 (pid ")
         caplog.clear()
@@ -178,14 +179,14 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
     calls = group.submit("serve")
     watch = ScorerWatch({"teacher": ScorerModel(group, calls, ["tcp://a:1"], 3.0, 60.0, again)}, Fleet())
 
-    def lose() -> list[Expected]:
+    def lose() -> list[ExpectedReplica]:
         """What clients are to wait for until it is back."""
-        found: list[Expected] = []
+        found: list[ExpectedReplica] = []
         while not any(expected.within_s == 60.0 for expected in found):
             for ref in ray.wait(watch.calls, num_returns=1, timeout=0.2)[0]:
                 watch.lose(ref)
             found += watch.look()
-        assert watch.absent_replicas() == [Expected("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
+        assert watch.absent_replicas() == [ExpectedReplica("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
         assert watch.groups[0].workers == ()
         threads[-1].join(60)
         assert watch.look() == [] and watch.absent_replicas() == []
