@@ -62,25 +62,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 # Lanes: tests that share a Ray, engines, or models made for them, in the order in which they begin. Those of
-# ray/cluster have their process' connection to Ray for themselves. Files of the fast tier are lanes of their own at the
-# end, where they keep both processes busy.
+# ray/cluster have their process' connection to Ray for themselves. Other files are lanes of their own: those that start
+# programs, and at the end those of the fast tier, which keep both processes busy.
 LIBRARY = "library"
-LANES = ("ray/cluster", LIBRARY, "e2e/on_a_cluster", "e2e")
+LANES = ("ray/cluster", LIBRARY, "e2e/on_a_cluster")
 
 
 def lane(nodeid: str) -> str:
     """Name the lane of a test."""
     file = nodeid.partition("::")[0].removeprefix("tests/")
-    folder = file.partition("/")[0]
-    for name in ("ray/cluster", "e2e/on_a_cluster", "e2e"):
+    for name in ("ray/cluster", "e2e/on_a_cluster"):
         if file.startswith(f"{name}/"):
             return name
-    return LIBRARY if folder in TIERS else file
+    return LIBRARY if file.startswith(("ray/", "vllm/")) else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: index for index, name in enumerate(LANES)}
-    items.sort(key=lambda item: order.get(lane(item.nodeid), len(LANES)))
+    items.sort(key=lambda item: order.get(lane(item.nodeid), len(LANES) + (tier(item.path) is None)))
 
 
 def pytest_collection_finish() -> None:

@@ -30,8 +30,9 @@ def test_the_tier_of_a_file_is_its_folders(file: str, expected: str | None) -> N
     assert tier(HERE / Path(file)) == expected
 
 
-def test_slow_lanes_come_before_the_files_of_the_fast_tier() -> None:
-    files = ["ray/cluster/test_a.py", "vllm/weights/test_a.py", "e2e/on_a_cluster/test_a.py", "e2e/launch/test_a.py"]
+def test_tests_that_share_a_ray_are_one_lane_and_other_files_are_lanes_of_their_own() -> None:
+    files = ["ray/cluster/test_a.py", "vllm/weights/test_a.py", "e2e/on_a_cluster/test_a.py"]
     assert tuple(lane(f"tests/{file}::test_a[x/y]") for file in files) == LANES
     assert lane("tests/ray/actor/test_a.py::test") == lane("tests/vllm/weights/test_a.py::test")  # one process' Ray
+    assert lane("tests/e2e/launch/test_a.py::test") == "e2e/launch/test_a.py"
     assert lane("tests/losses/test_a.py::test") == "losses/test_a.py"
