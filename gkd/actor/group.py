@@ -77,36 +77,44 @@ class ActorGroup:
         shares = share(lengths, len(self.group))
         return all(sum(lengths[i] for i in part) <= self._budget for part in shares if len(part) > 1)
 
-    def accumulate(self, samples: Sequence[TrainingSample]) -> None:
-        """Start adding the gradient of the next chunk of a batch, for :meth:`apply`; returns at once.
+    def accumulate(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:
+        """Start adding the gradients of the next chunks of a batch, for :meth:`apply`; returns at once.
 
-        The order of the chunks, and what is in each, decide how sums are rounded.
+        The order of the chunks, and what is in each, decide how sums are rounded; how many of them come at a time does
+        not.
         """
-        self._chunks.append(list(samples))
-        self._accumulating += self._submit_chunk(len(self._chunks) - 1)
+        first = len(self._chunks)
+        self._chunks += map(list, chunks)
+        self._accumulating += self._submit_chunks(first)
 
     @property
     def accumulates(self) -> bool:
         """Whether ranks are at work on chunks, behind which any other call waits."""
         return not all(map(is_done, self._accumulating))
 
-    def _submit_chunk(self, number: int) -> list[PendingCall]:
-        samples, activity = self._chunks[number], f"accumulating chunk {number + 1} of a batch"
-        shares, algorithm = self._shares(samples), self.config.algorithm
-        lengths, in_loss = [sample.n_sampled for sample in samples], [sample.in_loss for sample in samples]
-        weights = chunk_weights(lengths, in_loss, algorithm.aggregation, self.config.rollout.max_response_length)
-        parts = [([samples[i] for i in share], [weights[i] for i in share]) for share in shares]
+    def _submit_chunks(self, first: int) -> list[PendingCall]:
+        """Submit all chunks from number ``first`` on, in one call of each rank: between two calls a rank is idle."""
+        chunks = self._chunks[first:]
+        parts = [self._weighted_shares(chunk) for chunk in chunks]
+        activity = f"accumulating chunks {first + 1} to {len(self._chunks)} of a batch"
         calls = []
         if self._is_own_reference:
-            calls.append(
+            calls += [
                 self.group.submit_each(
-                    "trainer.compute_logprobs", [(part, False, True) for part, _ in parts], activity=activity
+                    "trainer.compute_logprobs", [(samples, False, True) for samples, _ in shares], activity=activity
                 )
-            )
-        calls.append(
-            self.group.submit_each("trainer.accumulate", [(*part, 1, number) for part in parts], activity=activity)
-        )
+                for shares in parts
+            ]
+        by_rank = [(list(shares), first) for shares in zip(*parts, strict=True)]
+        calls.append(self.group.submit_each("trainer.accumulate_chunks", by_rank, activity=activity))
         return calls
+
+    def _weighted_shares(self, chunk: Sequence[TrainingSample]) -> list[tuple[list[TrainingSample], list[float]]]:
+        """Return each rank's samples of a chunk, and their weights."""
+        lengths, in_loss = [sample.n_sampled for sample in chunk], [sample.in_loss for sample in chunk]
+        limit = self.config.rollout.max_response_length
+        weights = chunk_weights(lengths, in_loss, self.config.algorithm.aggregation, limit)
+        return [([chunk[i] for i in share], [weights[i] for i in share]) for share in self._shares(chunk)]
 
     def apply(self, step: int) -> dict[str, float]:
         """Do one optimizer step on the chunks given to :meth:`accumulate`; returns the metrics of all together.
@@ -236,7 +244,8 @@ class ActorGroup:
         self.group.call("trainer.take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
         if failure.budget is None:
             raise failure
-        self._accumulating = [call for i in range(len(self._chunks)) for call in self._submit_chunk(i)]
+        if self._chunks:
+            self._accumulating = self._submit_chunks(0)
 
     def _start_again(self) -> None:
         """Start new processes in place of all ranks, which go on with weights and optimizer state of the old ones.

@@ -146,6 +146,15 @@ class RankTrainer:
         self._sums = sums if self._sums is None else self._sums + sums
         return time.monotonic() - started
 
+    def accumulate_chunks(
+        self, chunks: Sequence[tuple[Sequence[TrainingSample], Sequence[float]]], first: int
+    ) -> float:
+        """Do :meth:`accumulate` for chunks, samples and weights of each, that are numbered from ``first`` on."""
+        return sum(
+            self.accumulate(samples, weights, chunk=number)
+            for number, (samples, weights) in enumerate(chunks, start=first)
+        )
+
     @record_activity("update")
     def apply(self, totals: Totals, step: int, final: bool = True) -> Metrics:
         """Do one optimizer step on what was accumulated, which ``totals`` make the gradient of the whole batch.

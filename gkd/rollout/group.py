@@ -112,13 +112,17 @@ class RolloutGroup:
         return [sample for samples in self.collect_in_order(keys, timeout_s) for sample in samples]
 
     def collect_in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
-        """Yield the samples of ``keys`` in this order, as many as are there at a time. Raises as :meth:`collect`."""
-        deadline, left = time.monotonic() + timeout_s, deque(keys)
+        """Yield the samples of ``keys`` in this order, as many as are there at a time: none, at first, where none is.
+
+        Raises as :meth:`collect`.
+        """
+        deadline, left, waits = time.monotonic() + timeout_s, deque(keys), False
         while left:
             there: list[TrainingSample] = []
             while left and left[0] in self._done:
                 there.append(self._hand_over(left.popleft()))
-            if there:
+            if there or not waits:
+                waits = True
                 yield there
                 continue
             self._refresh()

@@ -47,7 +47,7 @@ def test_chunks_are_accumulated_again_before_what_ran_out_of_memory_is_called_ag
     monkeypatch.setattr(gkd.actor.group, "gather", ranks.gather)
     monkeypatch.setattr(actor, "_start_again", lambda: ranks.did.append("start again"))
     for key in range(2):
-        actor.accumulate([training_sample(key)])
+        actor.accumulate([[training_sample(key)]])
     assert actor.evaluate([training_sample(2)]) == {"distill/reverse_kl": 0.5}
-    chunks = ["accumulate", "accumulate"]
-    assert ranks.did == [*chunks, "evaluate", "start again", "take_at_most 30", *chunks, "evaluate"]
+    first, again = ["accumulate_chunks", "accumulate_chunks"], "accumulate_chunks"  # all of them in one call
+    assert ranks.did == [*first, "evaluate", "start again", "take_at_most 30", again, "evaluate"]

@@ -178,6 +178,9 @@ class Actor:
         time.sleep(seconds)
         return seconds
 
+    def accumulate_chunks(self, chunks: Sequence[tuple[Sequence[TrainingSample], Sequence[float]]], _: int) -> float:
+        return sum(self.accumulate(samples) for samples, _ in chunks)
+
     def apply(self, totals: Totals, step: int) -> dict[str, float]:
         return {"actor/loss": 0.0}
 

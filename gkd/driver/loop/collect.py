@@ -46,7 +46,7 @@ class SampleSource(Protocol):
         """Queue requests for step ``order``; returns their keys."""
 
     def collect_in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
-        """Yield the samples of ``keys`` in this order, as they come."""
+        """Yield the samples of ``keys`` in this order, as they come; none, at first, where none is there."""
 
 
 class Batches:
@@ -100,7 +100,7 @@ class Batches:
         With dynamic sampling, groups whose rewards are all equal make room for those of further prompts, for
         ``algorithm.dynamic_sampling.max_rounds`` rounds; what is then still missing is filled with such groups, evenly
         among the others. A group whose rewards failed is one of them. ``take`` is given the samples in the batch's
-        order as they come.
+        order as they come; none, at first, where none is there.
         """
         config, requested = self.config, self._requested.pop(step)
         batch, rounds = config.trainer.batch_size, config.algorithm.dynamic_sampling.max_rounds

@@ -29,21 +29,25 @@ class BatchStream:
     def feed(self, samples: Sequence[TrainingSample]) -> None:
         """Take the next samples of the batch, in its order."""
         self._arrived += samples
+        whole: list[list[TrainingSample]] = []
         while len(self._arrived) >= self._unit:
             group, self._arrived = self._arrived[: self._unit], self._arrived[self._unit :]
             if self._chunk and not self.actor.fits([sample.n_tokens for sample in [*self._chunk, *group]]):
-                self._hand_over()
+                whole.append(self._chunk)
+                self._chunk = []
             self._chunk += settle(self.config, group)
+        self._hand_over(whole)
 
-    def _hand_over(self) -> None:
-        self.began = True
-        self.actor.accumulate(self._chunk)
-        self._chunk = []
+    def _hand_over(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:
+        if chunks:
+            self.began = True
+            self.actor.accumulate(chunks)
 
     def close(self) -> None:
         """Hand the last chunk over, once the whole batch has been fed; a batch of one chunk is left whole."""
         if self.began and self._chunk:
-            self._hand_over()
+            self._hand_over([self._chunk])
+            self._chunk = []
 
     def update(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Do the optimizer step, once the whole ``batch`` has been fed; returns its metrics.

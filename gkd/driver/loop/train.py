@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,18 +38,18 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
     ends = StepEnds(config, parts, log, batches, start.step)
     if config.schedule.max_staleness > 0:  # samples of later steps come while the actor computes
         parts.actor.meanwhile = parts.rollout.attend
-    state = start
     if start.row is not None:
         _request(config, batches, ends, start.step)
-        state = ends.end(start)
+        start = ends.end(start)
+    end_last: Callable[[], State] = partial(replace, start)  # what is left to do of the step before: nothing
     began: float | None = None  # when the step to come was handed out
     for step in range(start.step + 1, last + 1):
         at = Moments(time.monotonic() if began is None else began)
-        collected, stream = _collect(config, parts, batches, step)
+        collected, stream, state = _collect(config, parts, batches, step, end_last)
         at.sampled, validates = time.monotonic(), ends.validates
         state = ends.finish(state)
         if log.stops_early:
-            break
+            return state
         at.ready = time.monotonic()
         parts.actor.beside = partial(_log_samples, log, step, collected.batch)
         batch, row = _add_advantages(config, log, collected, step)
@@ -67,8 +67,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
         _request(config, batches, ends, step)
         row |= at.timings(row.get("timing_s/update")) | throughput(n_tokens, at.done - at.started, parts.n_gpus)
         bounds = stages(at.ready if validates else None, at.updated, at.done)
-        state = _log(parts, log, ends, replace(state, row=row), bounds)
-    return ends.finish(state)
+        end_last = partial(_log, parts, log, ends, replace(state, row=row), bounds)
+    return ends.finish(end_last())
 
 
 @dataclass
@@ -97,14 +97,27 @@ class Moments:
         return {**row, "timing_s/sync": self.done - before, "timing_s/step": self.done - self.started}
 
 
-def _collect(config: Config, parts: Parts, batches: Batches, step: int) -> tuple[CollectedBatch, BatchStream]:
-    """Return a step's samples, and the stream that the actor has accumulated them from, as far as it could."""
+def _collect(
+    config: Config, parts: Parts, batches: Batches, step: int, end_last: Callable[[], State]
+) -> tuple[CollectedBatch, BatchStream, State]:
+    """Return a step's samples, the stream that the actor has accumulated them from, as far as it could, and the state
+    that ``end_last`` returns: it ends the step before, once the actor has what there is of this one.
+    """
+    # Without staleness nothing is there yet, and engines that sleep are not woken before the step is logged.
+    ended = [] if config.schedule.max_staleness else [end_last()]
     batches.dispatch(step - 1)
     stream = BatchStream(config, parts.actor)
-    collected = batches.collect(step, stream.feed) if config.streams else batches.collect(step)
+
+    def take(samples: Sequence[TrainingSample]) -> None:
+        if config.streams:
+            stream.feed(samples)
+        if not ended:
+            ended.append(end_last())
+
+    collected = batches.collect(step, take)
     HERE.switch("prepare")  # until the actor computes
     stream.close()
-    return collected, stream
+    return collected, stream, ended[0]
 
 
 def _push(config: Config, parts: Parts, at: Moments) -> None:

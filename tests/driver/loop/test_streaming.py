@@ -29,8 +29,9 @@ class PlayedActor:
     def fits(self, lengths: Sequence[int]) -> bool:
         return sum(lengths) <= 60
 
-    def accumulate(self, samples: Sequence[TrainingSample]) -> None:
-        self.chunks.append(list(samples))
+    def accumulate(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:
+        assert chunks
+        self.chunks += map(list, chunks)
 
     def apply(self, step: int) -> dict[str, float]:
         self.updated.append(step)

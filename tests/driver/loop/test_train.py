@@ -62,6 +62,8 @@ class Played:
     step: int = 0
     sets_at: tuple[int, ...] = ()
     supervised: bool = False
+    most: int = 8
+    """Samples of which the actor holds so many at a time."""
     beside: Callable[[], None] | None = None
     arrays: list[weakref.ref[Arrays]] = field(default_factory=list)
     held_at_push: list[int] = field(default_factory=list)
@@ -85,7 +87,14 @@ class Played:
         yield held
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        return True
+        return len(lengths) <= self.most
+
+    def accumulate(self, chunks: Sequence[Sequence[Any]]) -> None:
+        self.calls += [("accumulate", self.step) for _ in chunks]
+
+    def apply(self, step: int) -> dict[str, float]:
+        assert self.calls.count(("accumulate", step)) == 2
+        return self.update([None] * 8, step)
 
     def update(self, batch: Sequence[Any], step: int) -> dict[str, float]:
         assert step == self.step and len(batch) == 8
@@ -297,6 +306,17 @@ def test_a_step_that_was_handed_out_while_another_was_logged_is_timed_from_then(
     assert second > 0.2 < third and first < 0.2
     waited = [row.get("timing_s/validation") for row in run.rows()]
     assert waited[:2] == [None, None] and waited[2] is not None and third > waited[2] > 0.2  # that of step 2
+
+
+def test_the_actor_has_what_there_is_of_a_step_before_the_one_before_is_logged(tmp_path: Path) -> None:
+    run = Played(tmp_path, max_staleness=1, most=4)
+    run.run(State())
+    order = [call for call in run.calls if call[0] in ("accumulate", "update", "push", "show")]
+    assert order == [
+        ("accumulate", 1), ("accumulate", 1), ("update", 1), ("push", 1),
+        ("accumulate", 2), ("show", 1), ("accumulate", 2), ("update", 2), ("push", 2),
+        ("accumulate", 3), ("accumulate", 3), ("show", 2), ("update", 3), ("push", 3), ("show", 3),  # 2 is validated
+    ]  # fmt: skip
 
 
 def test_a_validation_goes_ahead_of_what_is_sampled_for_steps_after_the_next(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_chunks_are_those_that_the_stream_cuts(unit: int) -> None:
     handed: list[int] = []
     actor: Any = SimpleNamespace(
         fits=lambda lengths: sum(lengths) <= budget or len(lengths) == 1,
-        accumulate=lambda samples: handed.append(sum(sample.n_tokens for sample in samples)),
+        accumulate=lambda chunks: handed.extend(sum(sample.n_tokens for sample in chunk) for chunk in chunks),
         apply=lambda step: {},
     )
     config = load({"algorithm": {"name": "on_policy_distill"}, "rollout": {"n": N}})

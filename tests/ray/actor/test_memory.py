@@ -174,8 +174,8 @@ def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: di
             assert actor.update(batch, step) == pytest.approx(expected, rel=1e-3)  # the gradient's norm is among them
         started = pids(actor)
         ray.get(actor.group.workers[0].__ray_call__.remote(fail, 2), timeout=60)
-        for chunk in (batch[:2], batch[2:5], batch[5:]):
-            actor.accumulate(chunk)
+        for chunks in ([batch[:2]], [batch[2:5], batch[5:]]):
+            actor.accumulate(chunks)
         assert actor.evaluate(batch)["distill/reverse_kl"] > 0  # a validation, before the optimizer step
         found = actor.apply(3)
         assert found.pop("timing_s/update") > 0
