@@ -78,6 +78,12 @@ SCORING_ENGINES = {
 }
 
 
+def model_setting(scorer: str) -> str:
+    """Return the setting that names a model that scores: ``teacher``, ``teacher:NAME``, ``reference``, ..."""
+    group, _, teacher = scorer.partition(":")
+    return f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
+
+
 class EngineSection(OpenSettings):
     """Names the class of a pool's engines, which has settings of its own beside it."""
 

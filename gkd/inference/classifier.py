@@ -27,6 +27,7 @@ class Classifier(ModuleEngine[Rate, float]):
         self.model, self.device = model.to(spec.device).eval(), spec.device
         longest, positions = spec.settings.max_model_len, spec.model.positions
         self.limits = Limits(
+            scorer=spec.name,
             model=spec.model_path,
             vocabulary=spec.model.vocabulary,
             max_top_k=0,

@@ -44,6 +44,8 @@ class Span:
 class EngineSpec:
     """Everything an engine is built from.
 
+    ``name``: whose engine it is: ``rollout`` of one that samples, or which of the models that score, ``teacher``,
+    ``teacher:NAME`` (one of several), ``reference``, ``reward_model``.
     ``model`` describes the model in ``model_path``. ``settings`` is the section of the engine's pool, and
     ``settings.own_settings()`` the settings of the engine's class. ``max_length`` is the longest sequence in tokens,
     None for the model's own. ``rank`` is the engine's place in its group. ``sleeps``: the engine frees its memory at
@@ -54,6 +56,7 @@ class EngineSpec:
     cache on each GPU, where ``settings`` give none; None: what a share of the GPU leaves.
     """
 
+    name: str
     model_path: str
     model: ModelInfo
     settings: Any
@@ -76,6 +79,7 @@ class EngineSpec:
     ) -> EngineSpec:
         """Return the spec of the rollout group's engine ``rank``, which samples from the student."""
         return EngineSpec(
+            "rollout",
             model_path,
             model,
             config.rollout,
@@ -90,11 +94,18 @@ class EngineSpec:
             lora=config.actor.lora if config.weights.adapter_only else None,
         )
 
+    @property
+    def section(self) -> str:
+        """The section of the settings, which is that of the group."""
+        return self.name.partition(":")[0]
+
     def require_positions(self) -> None:
         """Raise ConfigError where sequences that are to be scored are longer than the model takes."""
         longest: int | None = self.settings.max_model_len
         if longest is not None and self.model.positions is not None and longest > self.model.positions:
-            raise ConfigError(f"teacher.max_model_len={longest}: the teacher has {self.model.positions} positions")
+            raise ConfigError(
+                f"{self.section}.max_model_len={longest}: the {self.name} has {self.model.positions} positions"
+            )
 
 
 class InferenceEngine(ABC, Generic[RequestT, AnswerT]):

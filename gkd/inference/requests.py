@@ -99,10 +99,12 @@ Answer: TypeAlias = Target | Int32 | float
 class Limits:
     """What an engine can answer: ``vocabulary`` rows of logits, the largest K, the longest sequence in tokens.
 
+    ``scorer`` names it, as in :class:`gkd.inference.engine.EngineSpec`; ``model`` is what it loaded.
     ``capacity`` is the number of requests it works on at the same time. ``rates``: a reward model, which answers
     :class:`Rate` and nothing else.
     """
 
+    scorer: str
     model: str
     vocabulary: int
     max_top_k: int
@@ -140,7 +142,8 @@ class Limits:
         self._check_spans(request.spans, len(request.token_ids))
         self._check_length(len(request.token_ids), "prompt and response have")
         if (k := self.width(request)) > self.max_top_k:
-            raise Refused("k_too_large", f"K={k}, and this model gives at most {self.max_top_k} (teacher.max_top_k)")
+            setting = f"{self.scorer.partition(':')[0]}.max_top_k"
+            raise Refused("k_too_large", f"K={k}, and this model gives at most {self.max_top_k} ({setting})")
         self._check_ids(request.token_ids, self.rows(request))
 
     @staticmethod

@@ -89,6 +89,7 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
 
         self._head = Head(self.model)
         self.limits = Limits(
+            scorer=spec.name,
             model=spec.model_path,
             vocabulary=spec.model.vocabulary,
             max_top_k=min(spec.settings.max_top_k, spec.model.vocabulary),
@@ -236,7 +237,7 @@ def _load(spec: EngineSpec) -> PreTrainedModel:
     from gkd.modeling.linear import pack_linear_layers
     from gkd.modeling.reading import read_model
 
-    failure = f"the teacher's engine did not start on {spec.model_path}"
+    failure = f"the {spec.name}'s engine did not start on {spec.model_path}"
     try:
         lm = read_model(spec.model_path, failure, getattr(torch, spec.dtype), choose_attention).to(spec.device).eval()
     except ConfigError:

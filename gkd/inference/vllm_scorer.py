@@ -109,12 +109,12 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
         try:
             self.llm_engine = start_llm(arguments, spec.device).llm_engine
         except Exception as error:
-            raise RunFailed(
-                f"the teacher's engine did not start on {spec.model_path}: {type(error).__name__}: {one_line(error)}"
-            ) from error
+            failure = f"the {spec.name}'s engine did not start on {spec.model_path}"
+            raise RunFailed(f"{failure}: {type(error).__name__}: {one_line(error)}") from error
         self.llm_engine.collective_rpc(tails_instead_of_ranks)
         self._stop_ids = spec.model.eos_ids
         self.limits = Limits(
+            scorer=spec.name,
             model=spec.model_path,
             vocabulary=spec.model.vocabulary,
             max_top_k=min(spec.settings.max_top_k, spec.model.vocabulary),

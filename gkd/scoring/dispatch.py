@@ -56,7 +56,7 @@ class Dispatcher:
         self._patience, self._check = patience, check
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.replicas = [
-            Replica(address, self._context, key, patience.heartbeat_s, n_clients, largest_reply)
+            Replica(address, self._context, key, patience.heartbeat_s, n_clients, largest_reply, patience.scorer)
             for address in addresses
         ]
         self.welcomes: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}

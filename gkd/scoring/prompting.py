@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Teacher
+from gkd.config.groups import model_setting
 from gkd.data.prompts import PromptSet
 from gkd.data.rendering import Renderer, Rendering, check_same_prompts, with_teacher_ids
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
@@ -62,10 +63,9 @@ def _renderers(teacher: Teacher, models: Mapping[str, str], tokenizer: Any) -> d
         return {"teacher": Renderer(setting, tokenizer, _read_rendering(teacher, tokenizer))}
     renderers = {}
     for name, path in models.items():
-        _, _, which = name.partition(":")
-        own = load_tokenizer(path, "teacher.model.path")
-        setting = f"teacher.models.{which}={path}" if which else f"teacher.model.path={path}"
-        renderers[name] = Renderer(setting, own, Rendering.from_tokenizer(own))
+        setting = model_setting(name)
+        own = load_tokenizer(path, setting)
+        renderers[name] = Renderer(f"{setting}={path}", own, Rendering.from_tokenizer(own))
     return renderers
 
 

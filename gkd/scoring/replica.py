@@ -42,7 +42,8 @@ class Call:
 class Replica:
     """A DEALER socket to one address. It is out until the server has answered a greeting.
 
-    ``name`` is its first address; :attr:`address` is where it is now, and may be set from any thread.
+    ``scorer`` names the model. ``name`` is the first address; :attr:`address` is where it is now, and may be set from
+    any thread.
 
     The socket takes messages only while it is connected, and a replica that goes out gets a new one, so that nothing
     waits in it for a server that is not there, to be sent when nobody wants the answer any more.
@@ -56,10 +57,11 @@ class Replica:
         heartbeat_s: float,
         n_clients: int,
         largest_reply: int,
+        scorer: str,
     ) -> None:
         self.name = self.address = name
         self._context, self._key, self._heartbeat_s = context, key, heartbeat_s
-        self._n_clients, self._largest_reply = n_clients, largest_reply
+        self._n_clients, self._largest_reply, self._scorer = n_clients, largest_reply, scorer
         self.busy_until = 0.0
         self.welcome: wire.Welcome | None = None
         self.outstanding: dict[int, Call] = {}
@@ -75,7 +77,7 @@ class Replica:
         """What the server can answer, by its welcome."""
         assert self.welcome is not None, "only of a replica that answers"
         w = self.welcome
-        return Limits(w.model, w.vocabulary, w.max_top_k, w.max_length, w.capacity)
+        return Limits(self._scorer, w.model, w.vocabulary, w.max_top_k, w.max_length, w.capacity)
 
     @property
     def load(self) -> int:

@@ -76,7 +76,7 @@ def _engine_spec(config: Config, teacher: Teacher, directory: str, tokenizer: An
     variables = environment(device, [directory], config.cluster.cpu_threads)
     os.environ.update(variables)
     allocate_by(variables)
-    return EngineSpec(directory, model, teacher, device, config.model.dtype_on(device))
+    return EngineSpec("teacher", directory, model, teacher, device, config.model.dtype_on(device))
 
 
 def _announce(server: ScoringServer, engine: InferenceEngine[Any, Any], path: str, path_of_key: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from gkd.cluster.workers.activity import report_here
 from gkd.cluster.workers.failure import WorkerHangs
 from gkd.config import RewardModel, Scorer
+from gkd.config.groups import model_setting
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
@@ -21,9 +22,11 @@ from gkd.scoring.address import Key
 class ScorerSpec:
     """The model that scores, how it runs, and where its server listens: ``port`` 0 is a free one.
 
+    ``name``: which of the models that score, as in :class:`gkd.inference.engine.EngineSpec`.
     ``sleeps``: it is to give its memory back.
     """
 
+    name: str
     dtype: Dtype
     model_path: str
     device: Device
@@ -104,16 +107,17 @@ def token_scorer_follower(settings: Scorer, spec: ScorerSpec, span: Span) -> Any
 
 
 def _engine_spec(settings: Scorer, spec: ScorerSpec, span: Span | None) -> EngineSpec:
-    path = spec.model_path
-    model = ModelInfo.read(path, "teacher.model.path", load_tokenizer(path, "teacher.model.path"))
+    path, setting = spec.model_path, model_setting(spec.name)
+    model = ModelInfo.read(path, setting, load_tokenizer(path, setting))
     model = replace(model, eos_ids=sorted({*model.eos_ids, *spec.eos_ids}))
-    return EngineSpec(path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps, span=span)
+    return EngineSpec(spec.name, path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps, span=span)
 
 
 class RewardModelWorker(ScoringWorker):
     """Rates responses with the model in ``model_path``."""
 
     def __init__(self, settings: RewardModel, spec: ScorerSpec) -> None:
-        model = ModelInfo.read(spec.model_path, "reward_model.model.path")
-        engine_spec = EngineSpec(spec.model_path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps)
+        path = spec.model_path
+        model = ModelInfo.read(path, model_setting(spec.name))
+        engine_spec = EngineSpec(spec.name, path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps)
         super().__init__(settings.engine_class(engine_spec), spec)

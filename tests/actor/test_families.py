@@ -137,7 +137,7 @@ def test_sampling_with_transformers_follows_the_actor(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     student, model = student_of(family, tmp_path)
-    engine = HFSampler(EngineSpec(str(tmp_path), DESCRIBED, Rollout(max_num_seqs=64), "cpu", "float32"))
+    engine = HFSampler(EngineSpec("rollout", str(tmp_path), DESCRIBED, Rollout(max_num_seqs=64), "cpu", "float32"))
     wanted, convert = requests(Sampling(8), n=4), engine._convert
     converted: list[int] = []
 

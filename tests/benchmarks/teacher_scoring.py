@@ -72,7 +72,7 @@ def make_engine(name: str, path: str, options: argparse.Namespace, device: Devic
     )
     dtype: Dtype = "float32" if device == "cpu" else "bfloat16"
     engine: InferenceEngine[Any, Any] = settings.engine_class(
-        EngineSpec(path, ModelInfo.read(path, "model"), settings, device, dtype)
+        EngineSpec("teacher", path, ModelInfo.read(path, "model"), settings, device, dtype)
     )
     return engine
 

@@ -63,7 +63,7 @@ def samples(device: Device, directory: Path) -> Figures:
     """Sample with transformers, load new weights twice, sample again."""
     model = make("qwen2 tied", 0)
     model.save_pretrained(directory)
-    engine = HFSampler(EngineSpec(str(directory), INFO, Rollout(engine="hf"), device, "float32"))
+    engine = HFSampler(EngineSpec("rollout", str(directory), INFO, Rollout(engine="hf"), device, "float32"))
     for how in ({}, {"temperature": 0.7, "presence_penalty": 0.5}, {"top_p": 0.8}, {"temperature": 0.0}):
         for key in range(5):
             prompt = Prompt(key, np.arange(3, 6 + key).astype(np.int32), "")

@@ -77,7 +77,7 @@ def test_a_method_of_quantization_is_vllms(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"quantization=fp8: engine=torch\b"):
         Teacher(engine="torch", quantization="fp8")
     spec = EngineSpec(
-        str(tmp_path), ModelInfo(96, 128, [1], 90), Teacher(quantization="fp8_per_block"), "cuda", "bfloat16"
+        "teacher", str(tmp_path), ModelInfo(96, 128, [1], 90), Teacher(quantization="fp8_per_block"), "cuda", "bfloat16"
     )
     assert scoring_arguments(spec)["quantization"] == "fp8_per_block"
     config = compose(["+recipe=on_policy_distill", "teacher.quantization=fp9"])

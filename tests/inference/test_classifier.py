@@ -39,7 +39,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(path: Path) -> Classifier:
-    return Classifier(EngineSpec(str(path), ModelInfo.read(str(path), "model"), RewardModel(), "cpu", "float32"))
+    return Classifier(
+        EngineSpec("reward_model", str(path), ModelInfo.read(str(path), "model"), RewardModel(), "cpu", "float32")
+    )
 
 
 def expected(path: Path, ids: list[int]) -> float:

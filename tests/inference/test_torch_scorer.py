@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config import Teacher
+from gkd.config import Reference, Scorer, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import EngineSpec
-from gkd.inference.requests import FULL_VOCABULARY, Generate, Score
+from gkd.inference.requests import FULL_VOCABULARY, Generate, Limits, Refused, Score
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.modeling.backbone import is_packed
 from gkd.modeling.linear import PackedLinear
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
+from gkd.scoring.worker import ScorerSpec, TokenScorerWorker
 from gkd.types import Int32, Target
 from tests.actor.test_families import PADDED
 from tests.families import EOS, N_TOKENS, SHAPE, make
@@ -34,7 +35,7 @@ INFO = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N
 
 
 def spec_of(path: Path, **settings: Any) -> EngineSpec:
-    return EngineSpec(str(path), INFO, Teacher(engine="torch", **settings), "cpu", "float32")
+    return EngineSpec("teacher", str(path), INFO, Teacher(engine="torch", **settings), "cpu", "float32")
 
 
 def run(engine: TorchScorer, requests: list[Any]) -> list[Any]:
@@ -171,6 +172,24 @@ def test_a_client_is_served(engine: TorchScorer, llama: tuple[Path, Any]) -> Non
         client.close()
         stop.set()
         thread.join(10)
+
+
+@pytest.mark.parametrize("settings", [Teacher, Reference])
+@pytest.mark.parametrize("name", ["teacher", "teacher:math", "reference"])
+def test_errors_name_the_model_and_its_section(
+    name: str, settings: type[Scorer], llama: tuple[Path, Any], tmp_path: Path
+) -> None:
+    section, at = name.partition(":")[0], str(llama[0])
+    long = EngineSpec(name, at, INFO, settings(max_model_len=500), "cpu", "float32")
+    with pytest.raises(ConfigError, match=rf"^{section}\.max_model_len=500: .*\b{name}\b"):
+        TorchScorer(long)
+    with pytest.raises(RunFailed, match=rf"\b{name}\b.*{tmp_path}"):
+        TorchScorer(replace(long, settings=settings(), model_path=str(tmp_path)))
+    with pytest.raises(Refused, match=rf"\({section}\.max_top_k\)"):
+        Limits(name, at, INFO.vocabulary, 4, 100, 1).check(a_request(4, 4, 5))
+    setting = {"teacher:math": r"teacher\.models\.math"}.get(name, rf"{name}\.model\.path")
+    with pytest.raises(ConfigError, match=rf"^{setting}={tmp_path}\b"):
+        TokenScorerWorker(settings(), ScorerSpec(name, "float32", str(tmp_path), "cpu", "hash", "127.0.0.1", KEY))
 
 
 def test_a_model_that_cannot_score_is_refused(llama: tuple[Path, Any], tmp_path: Path) -> None:

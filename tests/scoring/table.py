@@ -60,7 +60,7 @@ class TableEngine:
         max_top_k: int = 32,
         poison: int | None = POISON,
     ) -> None:
-        self.limits = Limits("table", VOCABULARY, max_top_k, max_length, capacity)
+        self.limits = Limits("teacher", "table", VOCABULARY, max_top_k, max_length, capacity)
         self.delay_s, self.poison, self.worked_on, self.asleep = delay_s, poison, 0, False
         self.hurry = threading.Event()
         self._queue: deque[tuple[int, Score | Generate]] = deque()

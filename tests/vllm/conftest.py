@@ -78,7 +78,7 @@ def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:  # on a CPU they are of 128, all that this model has
         patch.setattr(vllm_scorer, "engine_arguments", lambda *a, **more: {**usual(*a, **more), "block_size": 32})
         engine = vllm_scorer.VLLMScorer(
-            EngineSpec(str(tiny_llama), model, settings, "cpu", "float32", max_num_batched_tokens=CHUNK)
+            EngineSpec("teacher", str(tiny_llama), model, settings, "cpu", "float32", max_num_batched_tokens=CHUNK)
         )
     yield engine
     engine.close()

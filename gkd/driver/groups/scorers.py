@@ -91,9 +91,11 @@ class Scorers:
             # aside for them.
             longest = settings.max_model_len or self.inputs.max_length
             settings = settings.model_copy(update={"max_model_len": longest, "max_top_k": max(1, self._top_k(name))})
+        model = models[engine % len(models)]
         return settings, ScorerSpec(
+            model,
             self.config.model.dtype_on(report.device),
-            self.inputs.scorers[models[engine % len(models)]],
+            self.inputs.scorers[model],
             report.device,
             self._tokenizer(name),
             "127.0.0.1" if self.local else report.ip,

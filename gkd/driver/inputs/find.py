@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.config import Config
+from gkd.config.groups import model_setting
 from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.layouts import VERL_ANSWER
@@ -215,14 +216,13 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
     if config.rollout.engine_class.needs_vllm:
         require_vllm_runs(student, "model.path", STUDENT_REMEDY)
     for name, path in scorers.items():
-        group, _, teacher = name.partition(":")
+        group = name.partition(":")[0]
         paths = [path for name, path in scorers.items() if name.partition(":")[0] == group]
         engine = getattr(config, group).model_copy(update={"engine": _scoring_engine(config, group, paths)})
         if not engine.engine_class.needs_vllm:
             continue
         require_quantization(engine.quantization, f"{group}.quantization")
-        setting = f"teacher.models.{teacher}" if teacher else f"{group}.model.path"
-        require_vllm_runs(path, setting, REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
+        require_vllm_runs(path, model_setting(name), REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
 
 
 def find_files(config: Config, report: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:

@@ -44,6 +44,7 @@ def test_an_engine_that_is_started_again_has_the_cache_of_before(
 def test_a_cache_of_a_known_size_is_not_measured() -> None:
     def spec(**rollout: Any) -> EngineSpec:
         return EngineSpec(
+            "rollout",
             "model",
             ModelInfo(1, 1, [], 1),
             load({"rollout": rollout}).rollout,

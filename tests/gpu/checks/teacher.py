@@ -38,7 +38,7 @@ def rows(context: Context) -> None:
             engine=name, max_model_len=LENGTH, gpu_memory_utilization=0.3, enforce_eager=True, kv_cache_gb=1
         )
         began = time.monotonic()
-        engine = settings.engine_class(EngineSpec(str(path), checkpoint, settings, device, dtype))  # type: ignore[arg-type]
+        engine = settings.engine_class(EngineSpec("teacher", str(path), checkpoint, settings, device, dtype))  # type: ignore[arg-type]
         context.note({f"{name}_start_s": time.monotonic() - began})
         try:
             for temperature in TEMPERATURES:

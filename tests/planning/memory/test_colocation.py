@@ -73,7 +73,7 @@ def test_a_reward_model_is_near_the_measured_peak(
     on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
     items = next(group.items for group in on_cpu if group.group == "reward_model")
     info = ModelInfo.read(str(tmp_path), "reward_model.model.path")
-    engine = Classifier(EngineSpec(str(tmp_path), info, config.reward_model, "cpu", "float32"))
+    engine = Classifier(EngineSpec("reward_model", str(tmp_path), info, config.reward_model, "cpu", "float32"))
     with TensorBytes() as measured:
         measured.count(engine.model.parameters())
         engine.rate([np.full(length, 1 + i, np.int32) for i in range(n)])
@@ -99,7 +99,7 @@ def test_a_teacher_in_torch_is_near_the_measured_peak(
     on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
     items = next(group.items for group in on_cpu if group.group == "teacher")
     info = ModelInfo.read(str(tmp_path), "teacher.model.path")
-    engine = TorchScorer(EngineSpec(str(tmp_path), info, config.teacher, "cpu", "float32"))
+    engine = TorchScorer(EngineSpec("teacher", str(tmp_path), info, config.teacher, "cpu", "float32"))
     with TensorBytes() as measured:
         measured.count(engine.model.parameters())
         for i in range(n):

@@ -119,7 +119,7 @@ def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
         s = layout_of(*DISTIL, f"data.val_top_k={k}", "teacher.engine=vllm")
         settings = s.config.teacher.model_copy(update={"max_top_k": k})
         arguments = scoring_arguments(
-            EngineSpec("teacher", ModelInfo(152_064, None, [1], 0), settings, "cuda", "bfloat16")
+            EngineSpec("teacher", "teacher", ModelInfo(152_064, None, [1], 0), settings, "cuda", "bfloat16")
         )
         assert arguments.get("max_num_batched_tokens") == tokens
         planned = pool_memory(s, "teacher", s.config.teacher).items["top K of prompt rows"]

@@ -56,7 +56,9 @@ def small_spec(path: str, *, transfer: str = "object_store", stateful: bool = Fa
     """Few tokens a step, so that prompts compete for them: on a CPU a seeded prompt must never be split."""
     model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS, stateful)
     weights = Weights(transfer=transfer)
-    return EngineSpec(path, model, Rollout(), "cpu", "float32", 64, weights=weights, max_num_batched_tokens=128)
+    return EngineSpec(
+        "rollout", path, model, Rollout(), "cpu", "float32", 64, weights=weights, max_num_batched_tokens=128
+    )
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

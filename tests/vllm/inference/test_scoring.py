@@ -138,7 +138,7 @@ def test_k_temperature_and_vocabulary_may_differ_from_request_to_request(
 def test_both_engines_answer_alike(teacher: ScoringClient, tiny_llama: Path) -> None:
     """vLLM's targets are those of the torch engine: ids, log-probabilities, tails, continuations."""
     info = ModelInfo.read(str(tiny_llama), "teacher.model.path")
-    engine = TorchScorer(EngineSpec(str(tiny_llama), info, Teacher(engine="torch"), "cpu", "float32"))
+    engine = TorchScorer(EngineSpec("teacher", str(tiny_llama), info, Teacher(engine="torch"), "cpu", "float32"))
     kinds = [(0, 1.0, None), (1, 0.7, None), (8, 1.0, 90), (FULL_VOCABULARY, 2.0, None)]
     scores = [a_request(3 + 5 * i, 30 + i, *kind, seed=i) for i, kind in enumerate(kinds * 2)]
     requests = [*scores, *(Generate(score.token_ids[:9], 12) for score in scores)]
@@ -317,4 +317,4 @@ def test_a_length_beyond_the_positions_is_refused_before_anything_loads(tiny_lla
 
     described = ModelInfo.read(str(tiny_llama), "teacher.model.path")
     with pytest.raises(ConfigError, match=r"teacher\.max_model_len=500: .*\b128 positions"):
-        VLLMScorer(EngineSpec(str(tiny_llama), described, Teacher(max_model_len=500), "cpu", "float32"))
+        VLLMScorer(EngineSpec("teacher", str(tiny_llama), described, Teacher(max_model_len=500), "cpu", "float32"))

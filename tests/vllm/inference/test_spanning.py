@@ -34,7 +34,7 @@ def teacher_ends(path: str) -> Ends:
         token_scorer_follower,
         (
             Teacher(**WIDE),
-            ScorerSpec("float32", path, "cpu", "hash", "127.0.0.1", Key.generate()),
+            ScorerSpec("teacher", "float32", path, "cpu", "hash", "127.0.0.1", Key.generate()),
         ),
     )
 

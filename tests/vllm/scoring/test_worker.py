@@ -50,7 +50,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     monkeypatch.setattr(scoring, "VLLMScorer", Lent)
     settings = Teacher(engine="vllm", max_model_len=VLLM_LENGTH)
     key = Key.generate()
-    spec = ScorerSpec("float32", str(model), "cpu", "hash", "127.0.0.1", key, eos_ids=(7,))
+    spec = ScorerSpec("teacher", "float32", str(model), "cpu", "hash", "127.0.0.1", key, eos_ids=(7,))
     worker = TokenScorerWorker(settings, spec)
     failures: list[RunFailed] = []
 
