@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,9 @@ import pytest
 from gkd.config import load
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
+from gkd.planning.advice import advise as advise_module
 from gkd.planning.advice.advise import advise, advise_all, advise_by_memory, explain_shortage, require_memory
+from gkd.planning.advice.changes import Value, memory_with
 from gkd.planning.advice.report import plan, show
 from gkd.planning.layout import Layout, has_room, with_settings
 from gkd.planning.memory.colocation import all_memory
@@ -131,22 +133,30 @@ def test_what_is_asked_of_one_group_leaves_gpus_for_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("most", "overrides"),
     [
-        ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b", "plan.gpu_type=a100-40gb",
-         "placement=3gpu", "actor.lora.r=64"),
-        ("+recipe=on_policy_distill", "model.size=32b", "teacher.model.size=72b", "plan.gpu_type=h200",
-         "placement=single_gpu"),
-        ("+recipe=distill_and_reward", "model.size=3b", "teacher.model.size=1.5b", "plan.gpu_type=rtx-3060",
-         "placement=single_gpu", "algorithm.kl.coef=0.1"),
-        ("+recipe=grpo", "model.size=7b", "placement=single_gpu", "plan.gpu_type=rtx-4090"),
+        (4000, ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b", "plan.gpu_type=a100-40gb",
+                "placement=3gpu", "actor.lora.r=64")),
+        (350, ("+recipe=on_policy_distill", "model.size=32b", "teacher.model.size=72b", "plan.gpu_type=h200",
+               "placement=single_gpu")),
+        (1000, ("+recipe=distill_and_reward", "model.size=3b", "teacher.model.size=1.5b", "plan.gpu_type=rtx-3060",
+                "placement=single_gpu", "algorithm.kl.coef=0.1")),
+        (2000, ("+recipe=grpo", "model.size=7b", "placement=single_gpu", "plan.gpu_type=rtx-4090")),
     ],
 )  # fmt: skip
-def test_a_plan_is_as_quick_where_several_groups_do_not_fit(overrides: tuple[str, ...]) -> None:
-    s = layout_of(*overrides)
-    began = time.process_time()
-    found = plan(s, None, None, False)
-    assert time.process_time() - began < 4  # at most 1 s where nobody else uses the cores; it was 8 s
+def test_a_plan_tries_few_changes_where_several_groups_do_not_fit(
+    most: int, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes time is a group's memory after a set of changes; ``most`` is a third more than it is worked out."""
+    tried: list[object] = []
+
+    def counted(layout: Layout, group: str, settings: Mapping[str, Value]) -> GroupMemory:
+        tried.append(settings)
+        return memory_with(layout, group, settings)
+
+    monkeypatch.setattr(advise_module, "memory_with", counted)
+    found = plan(layout_of(*overrides), None, None, False)
+    assert 0 < len(tried) < most
     assert sum(not memory.fits for memory in found.memory) > 1
 
 
