@@ -191,6 +191,13 @@ def test_every_metric_is_described() -> None:
         assert any(re.fullmatch(pattern, own) for own in described), name
 
 
+def test_every_metric_has_a_unit_and_a_healthy_range() -> None:
+    """A dash states that there is none."""
+    rows = list(tables((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    assert len(rows) > 60
+    assert [row[0] for row in rows if len(row) != 4 or not all(row)] == []
+
+
 def test_the_reward_of_the_page_works(directory: Path) -> None:
     brevity = Registry("reward.functions", {}).load(f"{directory / 'brevity.py'}:brevity")
     assert brevity(Completion("2 1 =", "1 2", "1 2", n_tokens=3, max_tokens=12, truncated=False)) == 0.75
