@@ -76,8 +76,9 @@ def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:
             yield from describe(*below[name])
             continue
         setting = _setting(f"{prefix}{name}", field, field.description or "")
-        if issubclass(section, OpenSettings) and name == section.selects:
-            choices = " or ".join([*section.registry.names(), "your own"])
+        registry = getattr(section, "registry", None)
+        if registry is not None and name == getattr(section, "selects", None):
+            choices = " or ".join([*registry.names(), "your own"])
             setting = replace(setting, kind=setting.kind.replace("text", choices, 1))
         yield setting
     if issubclass(section, OpenSettings):

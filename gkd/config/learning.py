@@ -174,6 +174,9 @@ class Overlong(Settings):
 class Algorithm(Settings):
     """What is optimised."""
 
+    registry: ClassVar[Registry] = ALGORITHMS
+    selects: ClassVar[str] = "name"
+
     name: EntryName = Field(
         "on_policy_distill", description=f"the algorithm: {', '.join(ALGORITHMS.entries)}, or a composition of your own"
     )
@@ -243,12 +246,12 @@ class Algorithm(Settings):
     @property
     def distils(self) -> bool:
         """Whether a divergence from the teacher is part of the loss."""
-        return bool(ALGORITHMS.load(self.name).distils)
+        return bool(self.registry.load(self.name).distils)
 
     @property
     def is_supervised(self) -> bool:
         """Whether the cross-entropy on the data's own answers is the loss, for which nothing is sampled."""
-        return bool(ALGORITHMS.load(self.name).supervised)
+        return bool(self.registry.load(self.name).supervised)
 
     @property
     def learns_answers(self) -> bool:
@@ -268,7 +271,7 @@ class Algorithm(Settings):
     @property
     def ratio(self) -> Literal["token", "sequence"]:
         """Whether importance ratios of the policy-gradient loss are of tokens or of responses."""
-        default: Literal["token", "sequence"] = ALGORITHMS.load(self.name).ratio
+        default: Literal["token", "sequence"] = self.registry.load(self.name).ratio
         return self.policy.ratio or default
 
     @property

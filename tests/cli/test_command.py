@@ -14,6 +14,7 @@ from gkd.cli.command import main
 from gkd.config import settings
 from gkd.config.base import Settings
 from gkd.config.describe import describe, describe_all, search
+from gkd.config.learning import ALGORITHMS
 from gkd.config.open import OpenSettings
 from gkd.config.registry import Registry
 from gkd.errors import ConfigError
@@ -43,6 +44,7 @@ def test_every_setting_is_described_with_kind_and_default() -> None:
     assert found["actor.lr_decay"].kind == "constant or linear or cosine"
     assert found["cluster.offload"].kind == "auto or true or false"
     assert found["data.train_files"].default == "[]"
+    assert found["algorithm.name"].kind.split(" or ") == [*ALGORITHMS.names(), "your own"]
 
 
 @pytest.mark.parametrize(
