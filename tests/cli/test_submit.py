@@ -24,6 +24,7 @@ from gkd.cli.launch.package import pack
 from gkd.cli.launch.paths import settle
 from gkd.cli.submit import main
 from gkd.config.compose import compose
+from gkd.config.data import TASKS
 from gkd.errors import ConfigError
 from tests.e2e.on_a_cluster.conftest import free_port
 from tests.observability.runs import make_run
@@ -62,6 +63,8 @@ def test_this_gkd_goes_along_from_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "here" / "mine.py").write_text("x")
     names = packed(tmp_path / "here", tmp_path / "a.zip")
     assert {"mine.py", "gkd/main.py", "gkd/data/prompts.py", "conf/recipe/grpo.yaml"} <= names
+    tasks = {entry.partition(":")[0].removeprefix("gkd.").replace(".", "/") + ".py" for entry in TASKS.entries.values()}
+    assert tasks and tasks <= names
 
 
 def test_a_directory_that_is_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

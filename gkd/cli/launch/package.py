@@ -6,8 +6,10 @@ import os
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
+from gkd.config.data import TASKS
 from gkd.errors import ConfigError
 
 LEFT_OUT = {"__pycache__", "node_modules", "venv"}  # wherever they are; so is every name that begins with a dot
@@ -16,7 +18,7 @@ MAX_MB = 100  # Ray keeps the package in the memory of the cluster's head
 
 
 def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
-    """Zip ``directory`` into ``target``, with this gkd, its conf and task where it has no gkd of its own.
+    """Zip ``directory`` into ``target``, with this gkd, its conf and tasks where it has no gkd of its own.
 
     Returns the number of files, and which directories were left out besides hidden ones and caches. Raises ConfigError
     when there is more than :data:`MAX_MB`, or for a name that no zip file can have.
@@ -26,9 +28,7 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
     folders = [(directory, directory, LEFT_OUT_AT_TOP)]
     if not (directory / "gkd" / "__init__.py").is_file():
         own = Path(__file__).parents[2]
-        folders += [
-            (folder, own.parent, set()) for folder in (own, own.parent / "conf", own.parent / "recipes" / "sort_digits")
-        ]
+        folders += [(folder, own.parent, set()) for folder in (own, own.parent / "conf", *_task_folders(own))]
     n_bytes: Counter[str] = Counter()
     for folder, top, left_out in folders:
         for path in _files(folder, left_out, without):
@@ -42,6 +42,13 @@ def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
         for name, path in sorted(sources.items()):
             archive.write(path, name)
     return len(sources), sorted(without)
+
+
+def _task_folders(own: Path) -> list[Path]:
+    """Return the folders of built-in tasks outside of ``own``, where a checkout has its recipes."""
+    specs = [find_spec(entry.partition(":")[0]) for entry in TASKS.entries.values()]
+    folders = {Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None}
+    return sorted(folder for folder in folders if not folder.is_relative_to(own))
 
 
 def is_packed(file: Path, directory: Path) -> bool:
