@@ -14,10 +14,14 @@ from gkd.actor.publishing import WeightSource
 from gkd.actor.rank_state import RankState
 from gkd.actor.training import RankTrainer
 from gkd.actor.worker import ActorWorker
+from gkd.config import RewardModel, Teacher
 from gkd.config import Rollout as RolloutSettings
-from gkd.config import Teacher
 from gkd.config.cluster import TRANSFERS
+from gkd.config.data import TASKS
+from gkd.config.evaluation import STRATEGIES
+from gkd.config.groups import TRACKERS
 from gkd.config.learning import ADVANTAGES, ALGORITHMS, DIVERGENCES, SURROGATES
+from gkd.config.rewards import REWARDS
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.rollout.receiving import WeightLoader
 from gkd.rollout.worker import RolloutWorker
@@ -153,17 +157,28 @@ def test_small_files_are_entries_of_registries() -> None:
     assert [name for name in small if name not in named] == []
 
 
+OTHER_MEANINGS = {
+    "accuracy": r"\bcommon\b",  # figures of an evaluation
+    "length": r"\bfinish_reason\b",
+    "reward_model": r"\bgroup\b|\bpools\b",
+}
+"""What else some entries' names stand for, by what they are compared with then."""
+
+
 def test_nobody_asks_for_an_entry_by_its_name() -> None:
-    """What an engine, a transfer or a loss can do, its class says (gkd/config/registry.py)."""
-    engines = (RolloutSettings.registry, Teacher.registry)
-    registries = (*engines, TRANSFERS, DIVERGENCES, SURROGATES, ADVANTAGES, ALGORITHMS)
+    """What an engine, a reward or a loss can do, its class states (gkd/config/registry.py)."""
+    engines = (RolloutSettings.registry, Teacher.registry, RewardModel.registry)
+    losses = (DIVERGENCES, SURROGATES, ADVANTAGES, ALGORITHMS)
+    registries = (*engines, *losses, TRANSFERS, REWARDS, TRACKERS, TASKS, STRATEGIES)
     names = {name for registry in registries for name in registry.entries} - {"auto"}
     asked = []
     for file, node in definitions(ast.Compare):
         if "sys.modules" in ast.unparse(node):  # a library of that name
             continue
         sides = [side for one in (node.left, *node.comparators) for side in getattr(one, "elts", [one])]
-        if found := names & {side.value for side in sides if isinstance(side, ast.Constant)}:
+        others = " ".join(ast.unparse(side) for side in sides if not isinstance(side, ast.Constant))
+        found = names & {side.value for side in sides if isinstance(side, ast.Constant)}
+        if found := {name for name in found if not re.search(OTHER_MEANINGS.get(name, r"(?!)"), others)}:
             asked.append(f"{file}:{node.lineno}: {found}")
     assert asked == []
 

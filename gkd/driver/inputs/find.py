@@ -109,7 +109,7 @@ def read_models(student: str, scorers: Mapping[str, str], tokenizer: Any) -> dic
     """Describe the student, which has this ``tokenizer``, and the models that score, by name."""
     models = {"student": ModelInfo.read(student, "model.path", tokenizer)}
     for name, path in scorers.items():
-        models[name] = ModelInfo.read(path, f"{name.partition(':')[0]}.model.path")
+        models[name] = ModelInfo.read(path, model_setting(name))
     return models
 
 
@@ -193,9 +193,10 @@ def with_scoring_engines(config: Config, inputs: Inputs) -> Config:
 
 
 def _scoring_engine(config: Config, group: str, paths: list[str]) -> str:
-    """Return the engine of a group that scores; torch, which runs all of them, where several teachers differ."""
-    engines = {scoring_engine(getattr(config, group), path) for path in paths}
-    return engines.pop() if len(engines) == 1 else "torch"
+    """Return the engine of a group that scores; where several teachers differ, one that does without vLLM."""
+    settings = getattr(config, group)
+    engines = {scoring_engine(settings, path) for path in paths}
+    return min(engines, key=lambda name: bool(settings.registry.load(name).needs_vllm))
 
 
 def _require_usable(config: Config, student: str, scorers: dict[str, str], model: ModelInfo) -> None:
