@@ -9,10 +9,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MOST = 2  # words in a row; more are a sentence, which may change while the behaviour does not
-WORD = r"(?:a|[A-Z]?[a-z]{2,})"
-SENTENCE = re.compile(rf"(?<![\w./=\\-]){WORD}(?: {WORD}){{{MOST},}}(?![\w./=\[-])")
+WORD = r"(?:a|[A-Z][a-z]+|[a-z]{2,})"
+SENTENCE = re.compile(rf"(?<![\w./=\\-])(?!a(?: a)+\b){WORD}(?: {WORD}){{{MOST},}}(?![\w./=\[-])")
 
-TOLD = re.compile(r"\bstr\(|\.(out|err|stdout|stderr|text)\b|\bmessages\b|getMessage")  # what a user reads
+TOLD = re.compile(
+    r"\bstr\(|\.(out|err|stdout|stderr|text|shortage|note|found)\b|\bmessages?\b|getMessage|getvalue|\[.text.\]"
+)
+"""What a user reads."""
 ERROR = re.compile(r"\bstr\(\w+(\.value)?\)|\.(err|stderr)\b|\.exception\(|getMessage")  # the text of an error
 
 
@@ -45,11 +48,11 @@ def mentions(node: ast.AST, names: set[str], text: re.Pattern[str] = ERROR) -> b
     return bool(used & names or text.search(ast.unparse(node)))
 
 
-def held(function: ast.FunctionDef, names: set[str]) -> set[str]:
-    """Return ``names`` with those that a function gives to the text of an error."""
+def held(function: ast.FunctionDef, names: set[str], text: re.Pattern[str] = ERROR) -> set[str]:
+    """Return ``names`` with those that a function gives to such a text."""
     names = set(names)
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and mentions(node.value, names):
+        if isinstance(node, ast.Assign) and mentions(node.value, names, text):
             targets = [part for target in node.targets for part in ast.walk(target)]
             names |= {part.id for part in targets if isinstance(part, ast.Name)}
     return names
@@ -81,7 +84,7 @@ def expected(tree: ast.AST) -> Iterator[ast.AST]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
-        told = held(function, by_functions)
+        told = held(function, by_functions, TOLD)
         for node in ast.walk(function):
             found: list[ast.AST] = []
             if isinstance(node, ast.Call):
@@ -116,13 +119,17 @@ def test():
     assert text == ("four of these words" if more else "five of these words")
     assert complaint().startswith("six of these words")
     assert tells(text, "seven of these words")
-    assert prompt == "eight of these words"
+    with raises(match="No word of these"): pass
+    printed = capsys.readouterr().out
+    assert "eight of these words" in printed
+    assert any("nine of these words" in row["text"] for row in rows)
+    assert prompt == "ten of these words"
 """
 
 
 def test_whatever_an_error_is_compared_with_is_seen() -> None:
     found = {text_of(node).split()[0] for node in expected(ast.parse(SEEN)) if SENTENCE.search(text_of(node))}
-    assert found == {"one", "two", "three", "four", "five", "six", "seven"}
+    assert found == {"one", "two", "three", "four", "five", "six", "seven", "No", "eight", "nine"}
 
 
 def test_errors_are_known_by_type_and_setting() -> None:

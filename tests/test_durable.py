@@ -98,7 +98,7 @@ def test_a_full_disk_is_named_with_the_file_and_leaves_nothing_beside(
     monkeypatch.setattr(Path, "write_bytes", write)
     with pytest.raises(OSError) as caught:
         replace(file, b"new")
-    assert reason(caught.value) == f"no space left on device: {file}"
+    assert reason(caught.value) == f"{os.strerror(errno.ENOSPC).lower()}: {file}"
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
     assert file.read_bytes() == b"old"
 

@@ -31,7 +31,7 @@ def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
         (Stopped(signal.SIGINT), "stopped by Ctrl-C; a note", 130),
         (ConfigError("no"), "error: no; a note", 2),
         (RunFailed("no"), "failed: no; a note", 1),
-        (FileNotFoundError(2, "No such file", "here"), "failed: No such file: here; a note", 1),
+        (FileNotFoundError(2, "absent", "here"), "failed: absent: here; a note", 1),
     ],
 )
 def test_every_end_is_one_line(error: BaseException, line: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:

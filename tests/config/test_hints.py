@@ -76,12 +76,12 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
 )
 def test_a_hint_names_the_setting_that_is_meant(theirs: str, ours: str) -> None:
     found = hint(theirs, [*settings(), "recipe", "placement"])
-    assert re.match(rf" \((here:|did you mean) {re.escape(ours)}\b(?!\.)", found), found
+    assert re.match(rf" \([\w ]+:? {re.escape(ours)}\b(?!\.)", found), found
 
 
 def test_a_meaning_that_depends_on_the_trainer_names_both() -> None:
     assert {"algorithm.loss.beta", "algorithm.kl.coef"} <= set(DOTTED.findall(hint("beta", settings())))
-    assert hint("temperature", settings()) == " (did you mean rollout.temperature or algorithm.loss.temperature?)"
+    assert DOTTED.findall(hint("temperature", settings())) == ["rollout.temperature", "algorithm.loss.temperature"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_meaning_that_depends_on_the_trainer_names_both() -> None:
 )  # fmt: skip
 def test_what_means_something_else_is_no_hint(name: str) -> None:
     found = hint(name, settings())
-    assert "did you mean" not in found
+    assert "?" not in found
     assert not {"model.path", "teacher.model.path", "actor.lr"} & set(DOTTED.findall(found))
 
 

@@ -55,11 +55,11 @@ def test_what_happens_is_written_as_it_happens(
 
 def test_a_run_that_fails_and_goes_on_appends(tmp_path: Path) -> None:
     with pytest.raises(RunFailed), Events(tmp_path / "events.jsonl"):
-        raise RunFailed("the actor died\nof something")
+        raise RunFailed("two\nlines")
     with Events(tmp_path / "events.jsonl", 7):
         note("resume", "from step 6")
     failed, resumed, _ = rows(tmp_path)
-    assert failed["failed"] and failed["text"].startswith("RunFailed: the actor died of something after ")
+    assert failed["failed"] and failed["text"].startswith("RunFailed: two lines ")
     assert (resumed["kind"], resumed["step"]) == ("resume", 7)
     log.warning("after the end")
     assert len(rows(tmp_path)) == 3

@@ -154,7 +154,7 @@ def test_the_language_model_of_one_that_sees() -> None:
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_of({"model_type": "gemma3", "text_config": text_config, "vision_config": {"hidden_size": 32}})
     assert shape.n_parameters == sum(p.numel() for p in model.parameters())
-    assert shape.note == "only the language model is counted"
+    assert "language model" in shape.note
 
 
 def test_experts_of_an_unknown_type_are_counted() -> None:
@@ -165,7 +165,7 @@ def test_experts_of_an_unknown_type_are_counted() -> None:
          "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "tie_word_embeddings": False}
     )  # fmt: skip
     assert shape.n_parameters / 1e9 == pytest.approx(671, rel=0.02)
-    assert "deepseek_v3 is not known" in shape.note
+    assert "deepseek_v3" in shape.note
 
 
 def test_a_missing_number_is_named(tmp_path: Path) -> None:

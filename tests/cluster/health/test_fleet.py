@@ -75,14 +75,14 @@ def test_what_dies_is_started_again_so_often_and_then_given_up() -> None:
             thread.join(10)
         return restarts.take()  # type: ignore[return-value]
 
-    assert restarts.lose(1) == "it is started again (1 of cluster.worker_restarts=2)"
+    assert restarts.lose(1).endswith("(1 of cluster.worker_restarts=2)")
     assert take() == {}  # it did not start, and is started once more
     assert fleet.health("rollout", 1) is Health.RESTARTING
     assert take() == {1: "worker 2"}
     assert fleet.members("rollout", Health.STALE) == [1]
     assert take() == {}
     fleet.change("rollout", 1, HealthEvent.READY)
-    assert restarts.lose(1) == "it is given up: cluster.worker_restarts=2"
+    assert restarts.lose(1).endswith(": cluster.worker_restarts=2")
     assert not restarts.is_lost
     assert restarts.lose(0).endswith("(1 of cluster.worker_restarts=2)")
     assert not restarts.is_lost  # the run waits for it
@@ -140,8 +140,8 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
     assert not restarts.is_lost
 
     fleet.add("teacher", 2)
-    refused = Restarts(fleet, "teacher", StartAgain(3, start, [], "one over 2 nodes is not started again"))  # type: ignore[arg-type]
-    assert refused.lose(0) == "it is given up: one over 2 nodes is not started again"
+    refused = Restarts(fleet, "teacher", StartAgain(3, start, [], "an obstacle"))  # type: ignore[arg-type]
+    assert refused.lose(0).endswith(": an obstacle")
     assert not refused.is_lost
-    assert Restarts(fleet, "teacher").lose(1) == "it is given up"
+    assert ":" not in Restarts(fleet, "teacher").lose(1)  # nothing is the reason: none was to be started
     assert refused.is_lost

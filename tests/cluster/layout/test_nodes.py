@@ -13,6 +13,7 @@ from gkd.cluster.layout.nodes import GroupRequest, Node, choose_devices, group_r
 from gkd.config import GROUP_OF
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
+from tests.told import tells
 
 
 def node(name, n_gpus, cpus=64.0):
@@ -162,7 +163,8 @@ def test_ranks_go_by_node_also_where_nodes_differ(wanted, sizes):
 
 def test_a_held_device_is_named():
     slots = solve([pool("actor", 2, gpus=(0, 3))], [node("a", 8)], 1.0)
-    assert choose_devices(slots, {"a": [1, 2, 3]}) == "GPU 0 that actor asks for"
+    found = choose_devices(slots, {"a": [1, 2, 3]})
+    assert isinstance(found, str) and tells(found, "GPU 0", "actor")
 
 
 def test_a_large_group_that_only_fits_the_second_node_is_found_there():

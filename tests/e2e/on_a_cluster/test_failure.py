@@ -65,7 +65,7 @@ def test_workers_that_are_killed_come_back_and_every_sample_is_trained_once(star
     assert all(row["settings"] == ["cluster.worker_restarts"] and row["step"] >= at - 1 for row in deaths)
     named = {" ".join(row["text"].split()[:3]) for row in deaths}
     assert named == {"teacher rank 1", "rollout rank 0", "rollout rank 1"}
-    assert any("is there in place of the one that died" in row["text"] for row in back)
+    assert {" ".join(row["text"].split()[:3]) for row in back} <= named and back
     after = run.workers()
     assert after["actor", 0] == before["actor", 0]
     assert after["teacher", 0] == before["teacher", 0]
@@ -123,7 +123,7 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
     assert "trainer.seed=0, this is 5" in capfd.readouterr().err
     assert run_here(command) == 0
     done = " ".join(capfd.readouterr().out.split())
-    assert f"is finished: all {last} steps are done and the trained student is in {run.output / 'model'}" in done
+    assert re.search(rf"\b{last} steps\b.* {re.escape(str(run.output / 'model'))}", done)
 
 
 def test_a_run_goes_on_by_itself_whatever_it_loses(start: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_made_models_load_and_share_a_tokenizer(made: tuple[Path, TaskInputs, li
         assert model.generation_config.eos_token_id == 2
     check_same_tokenizer(paths.student, paths.teacher)
     assert any(line.startswith("teacher: step 1 of 1, loss ") for line in said)
-    assert any(line.startswith("student: step 1 of at most 1, loss ") for line in said)
+    assert any(re.match(r"student: step 1 .*\b1, loss ", line) for line in said)
     for files in (paths.train_files, paths.val_files):
         assert json.loads(Path(files[0]).read_text().splitlines()[0]).keys() == {"prompt", "answer"}
 

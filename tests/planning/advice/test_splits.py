@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -162,19 +163,19 @@ def written(directory: Path, update: float) -> Config:
 def test_a_group_that_sets_the_pace_would_get_gpus_of_the_others(tmp_path: Path) -> None:
     config = written(tmp_path, update=60.0)
     text = faster_split(config, tmp_path, Rollout())
-    assert text.startswith("with what was measured, by gkd plan's simulation (")
+    assert "gkd plan" in text
     overrides = text.partition(" s: ")[2].split()
     pasted = layout_of(*RUN, *overrides).config
     assert pasted.trainer.n_workers > 2
     assert sum(pool.n_workers for _, pool in pasted.pools()) <= 8
     again = faster_split(pasted.model_copy(), tmp_path, Rollout())
-    assert "no other split of" in again
+    assert " s: " not in again and re.search(r"\b8 GPUs\b", again)
 
 
 def test_what_cannot_be_known_is_said_and_shared_gpus_are_left_as_they_are(tmp_path: Path) -> None:
     config = written(tmp_path, update=6.0)
     (tmp_path / "metrics.jsonl").write_text("")
-    assert faster_split(config, tmp_path, Rollout()).endswith("metrics.jsonl has no step with timings yet")
+    assert faster_split(config, tmp_path, Rollout()).rpartition(": ")[2].startswith("metrics.jsonl ")
     assert faster_split(compose([*DATA, *RUN[:4], "placement=single_gpu"]), tmp_path, Rollout()) == ""
 
 

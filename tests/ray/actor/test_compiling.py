@@ -163,13 +163,13 @@ def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(
     assert is_compile_failure(failure.value)
     assert not is_compile_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     text = compiling.compile_failure_text(failure.value, "auto")
-    assert text.startswith("actor.compile=auto: ") and "division by zero" in text
+    assert text.startswith("actor.compile=auto: ") and "ZeroDivisionError" in text
     torch.compiler.reset()
     loose = load(tmp_path)
     loose.compilation = compile_layers(loose.lm, "auto", BUDGET, CUDA, True)
     compare(plain, loose, seed=0)
-    (message,) = [message for message in caplog.messages if "division by zero" in message]
-    assert message.startswith("a part of the student's layers is not compiled (actor.compile=auto): ")
+    (message,) = [message for message in caplog.messages if "ZeroDivisionError" in message]
+    assert "(actor.compile=auto): " in message
 
 
 def test_a_model_says_which_layers_are_alike() -> None:

@@ -133,7 +133,7 @@ def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save():
         stopped = node("stop")
         left = reaper.processes_of(directory)
         shutil.rmtree(directory)
-    assert stopped.stdout.count("stopped the head") == 1, stopped.stdout + stopped.stderr
+    assert len(re.findall(r"\bstopped\b.*\bhead\b", stopped.stdout)) == 1, stopped.stdout + stopped.stderr
     assert not left
     assert not any(map(alive, pids))
 

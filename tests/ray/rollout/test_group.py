@@ -97,7 +97,7 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     assert rollout.present_engines == [0]
     named = sorted(message for message in caplog.messages if "rollout rank" in message)
     assert [message[:14] for message in named] == ["rollout rank 1", "rollout rank 2", "rollout rank 3"]
-    assert all("done nothing for 5 s (rollout.engine_timeout_s)" in message for message in named)
+    assert all("5 s (rollout.engine_timeout_s)" in message for message in named)
     assert eventually(lambda: not any(map(alive, pids[1:])), 60)
     assert Path(f"/proc/{pids[0]}").exists()
     rollout.living_group.control("get_stuck", timeout_s=30)
@@ -155,10 +155,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
         with pytest.raises(RunFailed, match=r"^rollout rank \d \(.* died: "):
             rollout.collect(keys, timeout_s=120)
     assert sorted(attempts) == [0, 0, 1, 1]
-    assert any(
-        message.startswith("rollout rank 1 lost a process of its engine: Executor failed.; its samples")
-        for message in caplog.messages
-    )
+    assert any(message.startswith("rollout rank 1 ") and "Executor failed." in message for message in caplog.messages)
     deaths = [record.getMessage() for record in caplog.records if getattr(record, "kind", "") == "death"]
     ends = [
         "its samples are done again by the other 1 engines; it is started again (1 of cluster.worker_restarts=2)",
