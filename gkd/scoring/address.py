@@ -48,7 +48,8 @@ class Key:
     def load_or_create(path: str | Path) -> Key:
         """Read a pair, or write a new one that only its owner may read. Raises ConfigError."""
         key, draft = Key.generate(), Path(f"{path}.{os.getpid()}")
-        # The format of ZeroMQ's certificates.
+        # The format of ZeroMQ's certificates. zmq.auth.create_certificates would write two files that others may read,
+        # over a pair that somebody else is just writing.
         text = f'curve\n    public-key = "{key.public.decode()}"\n    secret-key = "{key.secret.decode()}"\n'
         try:
             draft.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,9 @@
-"""Who may connect to a server: ZeroMQ's authentication protocol (ZAP, rfc.zeromq.org/spec/27)."""
+"""Who may connect to a server: ZeroMQ's authentication protocol (ZAP, rfc.zeromq.org/spec/27).
+
+Not zmq.auth's ThreadAuthenticator: each server would have a further thread with an event loop, for which its start
+waits up to ten seconds; and it lets in peers of other mechanisms, those without any key among them, unless addresses
+are listed. Here the frontend's own thread answers, between messages.
+"""
 
 from __future__ import annotations
 
