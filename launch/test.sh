@@ -10,6 +10,8 @@ case ${1:-} in -h | --help) usage "$0"; exit ;; esac
 environment test
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
+# Once for all programs that tests start, which do not write it themselves under PYTHONDONTWRITEBYTECODE.
+"$PYTHON" -m compileall -q gkd recipes tests
 types=
 output=$(mktemp)
 trap 'rm -f "$output"; [ -z "$types" ] || kill "$types" 2>/dev/null || true' EXIT

@@ -24,6 +24,13 @@ SMALL = [
     "cluster.cpu_threads=1",
     "reward.workers=1",
 ]
+PAUSE = """
+import asyncio
+async def pause(completion):
+    await asyncio.sleep(1.0)
+    return 0.0
+"""
+"""A reward for runs that go on beside what a test looks at: between their steps others have the cores."""
 
 
 def environment() -> dict[str, str]:

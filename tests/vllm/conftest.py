@@ -16,16 +16,22 @@ VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _imported() -> None:
+def _imported() -> Iterator[None]:
     """Import vLLM, and keep it out of garbage collections: an engine asks for a dozen while it starts and ends."""
     from gkd.inference.vllm_environment import environment, installed_device
 
-    if installed_device() == "cpu":
+    on_cpu = installed_device() == "cpu"
+    if on_cpu:
         os.environ.update(environment("cpu", []))
     import vllm  # noqa: F401
+    from vllm.model_executor.models import registry
 
     gc.collect()
     gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        if on_cpu:  # vLLM looks at a new class of models in another process, without CUDA here; that imports it anew
+            patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SMALL
+from tests.e2e.conftest import PAUSE, SMALL
 from tests.e2e.launch.slurm import Slurm, missing, slurm_in
 from tests.e2e.on_a_cluster.conftest import marked
 from tests.ray.cluster.conftest import eventually
@@ -47,21 +47,28 @@ def nothing_is_left(slurm: Slurm, job: int) -> bool:
 def test_a_job_goes_on_after_a_node_died_to_its_end_and_one_that_is_cancelled_leaves_nothing(
     slurm: Slurm, cache: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "run"
-    settings = [*RUN, f"data.cache_dir={cache}", "trainer.save_every=1", f"trainer.output_dir={output}"]
-    job = slurm.submit(*settings, "trainer.total_steps=40")
+    output, pause, n_steps = tmp_path / "run", tmp_path / "pause.py", 12
+    pause.write_text(PAUSE)
+    settings = [
+        *RUN,
+        f"reward.functions=[accuracy,{pause}:pause]",
+        f"data.cache_dir={cache}",
+        "trainer.save_every=1",
+        f"trainer.output_dir={output}",
+    ]
+    job = slurm.submit(*settings, f"trainer.total_steps={n_steps}")
     assert eventually(lambda: len(steps(output)) > 3, 240), slurm.log(job)
     placed = json.loads((output / "placement.json").read_text())
     assert len({worker["node"] for worker in placed}) == 2
     slurm.kill_node("node2", job)
     slurm.wait_for(job, "PENDING", 120)
     assert eventually(lambda: not slurm.processes(job), 60)
-    assert steps(output)[-1] < 40
+    assert steps(output)[-1] < n_steps
     slurm.resume("node2", job)
     slurm.wait_for(job, "COMPLETED 0:0", 240)
     resumed = RESUMED.search(slurm.log(job))
     assert resumed is not None
-    assert steps(output) == list(range(41))
+    assert steps(output) == list(range(n_steps + 1))
     assert (output / "summary.json").exists()
     ended = slurm.log(job)[resumed.end() :]
     assert "Killed" not in ended  # Ray's nodes end by themselves

@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from gkd.planning.memory.colocation import all_memory
 from tests.observability.runs import NASTY, WORKERS, lines, make_run, row, sample
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDE = 1600
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
 
 PROBE = """<script>addEventListener('load', () => setTimeout(() => {
@@ -73,7 +76,7 @@ class Seen:
     console: list[str]
 
 
-def see(runs: list[Path], tmp_path: Path, *flags: str, width: int = 1600) -> Seen:
+def see(runs: list[Path], tmp_path: Path, *flags: str, width: int = WIDE) -> Seen:
     """Open the page of ``runs`` from the disk."""
     file = tmp_path / "seen.html"
     write_page([RunFiles(run) for run in runs], file)
@@ -105,8 +108,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("page") / "run", samples=samples)
 
 
-def test_charts_draw_the_figures_of_the_run(run: Path, tmp_path: Path) -> None:
-    seen = see([run], tmp_path)
+@pytest.fixture(scope="module")
+def look(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
+    """Open the page of the run in a window of some width, with flags; for all tests once in each way."""
+
+    @cache
+    def look(width: int, *flags: str) -> Seen:
+        return see([run], tmp_path_factory.mktemp("seen"), *flags, width=width)
+
+    return look
+
+
+def test_charts_draw_the_figures_of_the_run(look: Callable[..., Seen]) -> None:
+    seen = look(WIDE)
     assert seen.console == []
     drawn = {metric: (steps, values) for metric, _, steps, values in seen.page["lines"] if metric is not None}
     for name in row(10).keys() - {"step", "epoch"} - {name for name in row(10) if name.startswith("timing_s/")}:
@@ -123,8 +137,8 @@ def test_charts_draw_the_figures_of_the_run(run: Path, tmp_path: Path) -> None:
     assert (generate, update, sync) == pytest.approx((1.0, 1.507, 1.757))
 
 
-def test_samples_are_coloured_and_no_text_is_markup(run: Path, tmp_path: Path) -> None:
-    page = see([run], tmp_path).page
+def test_samples_are_coloured_and_no_text_is_markup(look: Callable[..., Seen]) -> None:
+    page = look(WIDE).page
     assert (page["title"], page["scripts"], page["images"]) == ("run", 3, 0)  # data, scripts, and the probe
     assert NASTY.split("\u2028")[0] in page["text"]
     assert page["cards"] == 2  # the last prompt's samples, side by side
@@ -134,9 +148,9 @@ def test_samples_are_coloured_and_no_text_is_markup(run: Path, tmp_path: Path) -
     assert "likeliest" in page["tip"] and "0.9048" in page["tip"]  # exp(-0.1)
 
 
-def test_a_step_is_drawn_as_lanes_with_the_causes_of_waits(run: Path, tmp_path: Path) -> None:
+def test_a_step_is_drawn_as_lanes_with_the_causes_of_waits(look: Callable[..., Seen], tmp_path: Path) -> None:
     """The last one of timeline.json at first, and any other by choice."""
-    seen = see([run], tmp_path)
+    seen = look(WIDE)
     assert seen.console == []
     names = {y: text for tag, text, x, y, _ in seen.page["lanes"] if tag == "text" and x == 0}
     assert tuple(names[y] for y in sorted(names)) == WORKERS
@@ -170,26 +184,26 @@ def test_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
     assert len(values) == 31 and values[20] == pytest.approx(20 / 3) and values[21] is None
 
 
-@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("width", [400, WIDE])
 @pytest.mark.parametrize(("flags", "back"), [((), "rgb(255, 255, 255)"), (("--force-dark-mode",), "rgb(17, 19, 22)")])
 def test_it_fits_a_telephone_and_the_dark(
-    width: int, flags: tuple[str, ...], back: str, run: Path, tmp_path: Path
+    width: int, flags: tuple[str, ...], back: str, look: Callable[..., Seen]
 ) -> None:
-    seen = see([run], tmp_path, *flags, width=width)
+    seen = look(width, *flags)
     assert (seen.console, seen.page["width"], seen.page["back"]) == ([], width, back)
     assert seen.page["over"] <= 0
     assert all(200 <= drawn <= width for drawn in seen.page["pixels"])
 
 
-def test_samples_sort_by_number_and_by_text_both_ways(run: Path, tmp_path: Path) -> None:
-    most, fewest, newest, first = see([run], tmp_path).page["sorted"]
+def test_samples_sort_by_number_and_by_text_both_ways(look: Callable[..., Seen]) -> None:
+    most, fewest, newest, first = look(WIDE).page["sorted"]
     assert (most, fewest) == (["11", "9", *["4"] * 6], [*["4"] * 6, "9", "11"])  # as numbers, not as texts
     assert newest == ["20", "20", "16", "15", "10", "10", "1", "1"]
     assert first == sorted(first)
 
 
-def test_the_verdict_has_a_column_for_a_teacher_where_there_is_one(run: Path, tmp_path: Path) -> None:
-    (head, accuracy) = see([run], tmp_path).page["verdict"]
+def test_the_verdict_has_a_column_for_a_teacher_where_there_is_one(look: Callable[..., Seen], tmp_path: Path) -> None:
+    (head, accuracy) = look(WIDE).page["verdict"]
     assert head == ["", "before", "after", "change"]
     assert accuracy == ["val/accuracy", "0.25 [0.1755, 0.343]", "0.45 [0.3561, 0.5476]", "+0.2"]
     taught = make_run(tmp_path / "taught")

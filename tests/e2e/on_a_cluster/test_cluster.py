@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.e2e.conftest import PAUSE
 from tests.e2e.on_a_cluster.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere
 from tests.ray.cluster.conftest import eventually
 from tests.told import tells
@@ -40,8 +41,10 @@ def test_two_jobs_beside_each_other_one_that_ends_and_one_that_is_stopped(
     cluster: ClusterHere, small: list[str], tmp_path: Path
 ) -> None:
     """Each has GPUs, names and ports of its own, and brings its code; what is stopped leaves nothing."""
-    output = tmp_path / "run"
-    submitted = cluster.submit(*small, "trainer.total_steps=100000", f"trainer.output_dir={output}")
+    output, pause = tmp_path / "run", tmp_path / "pause.py"
+    pause.write_text(PAUSE)
+    paused = f"reward.functions=[accuracy,{pause}:pause]"
+    submitted = cluster.submit(*small, paused, "trainer.total_steps=100000", f"trainer.output_dir={output}")
     assert submitted.returncode == 0, submitted.stderr
     name = re.findall(r"^submitted (\S+) to", submitted.stdout, re.M)[0]
     assert eventually(lambda: len(rows(output)) > 2, 90), cluster.submit("--status").stdout

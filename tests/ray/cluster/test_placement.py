@@ -17,17 +17,17 @@ from tests.told import tells
 
 
 def test_groups_take_gpus_in_order_on_one_node(placed):
-    placement = placed(configuration(1, 3, 4))
+    placement = placed(configuration(1, 2, 2))
     assert list(placement.groups) == ["actor", "rollout", "teacher"]
-    assert device_ids(placement) == {"actor": [0], "rollout": [1, 2, 3], "teacher": [4, 5, 6, 7]}
+    assert device_ids(placement) == {"actor": [0], "rollout": [1, 2], "teacher": [3, 4]}
     assert len({r.node for r in placement.reports}) == 1
-    assert len({r.pid for r in placement.reports}) == 8
+    assert len({r.pid for r in placement.reports}) == 5
     assert all(r.device == "cpu" and r.cuda_visible_devices == r.ray_gpu_ids[0] for r in placement.reports)
 
 
 @pytest.mark.parametrize(
     ("actor", "rollout", "teacher"),
-    [([2, 3], [0, 1], [4, 5, 6, 7]), ([7], [4, 5, 6], [0, 1, 2, 3]), ([5], [6, 3], None)],
+    [([2, 3], [0, 1], [4, 5]), ([4], [2, 3], [0, 1]), ([3], [5, 2], None)],
 )
 def test_ranges_are_honoured_exactly(placed, actor, rollout, teacher):
     last = 2 if teacher is None else {"gpus": teacher}

@@ -1,4 +1,4 @@
-"""The driver's pushes by each way, with real workers in Ray (see wire.py for what stands in for GPUs)."""
+"""The driver's pushes by each way, with real workers in Ray (see actor.py, and wire.py for what stands in for GPUs)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def actors(local_ray: None, model_path: str) -> Iterator[Group]:
     found = group(
         "actor",
         ACTOR_GPUS,
-        "tests.ray.weights.wire:CpuActor",
+        "tests.ray.weights.actor:CpuActor",
         [(config, model_path, rank, 2, ACTOR_GPUS) for rank in range(2)],
     )
     ActorGroup(found, config, model_path, lambda: found).load()

@@ -1,4 +1,4 @@
-"""Both ends of a push on CPUs, for Ray workers: the real actor and rollout workers, with another wire between them.
+"""Ways for a push on CPUs, and the real rollout worker at their end; the actor is in actor.py.
 
 What CUDA does is done by a copy (``ipc``: the "handle" is the buffer itself) or by gloo (``nccl``: the same id, meeting
 and broadcasts, which block as NCCL's do). The engine keeps tensors instead of sampling with them.
@@ -16,8 +16,6 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
-from gkd.actor.publishing import WeightSource
-from gkd.actor.worker import ActorWorker
 from gkd.config import Config, Weights
 from gkd.config.base import Settings
 from gkd.data.model_info import ModelInfo
@@ -116,24 +114,6 @@ class GlooNccl(nccl.Nccl):
     """``nccl`` with gloo in place of NCCL."""
 
     sender, receiver = GlooSender, GlooReceiver
-
-
-class CpuActor(ActorWorker):
-    """A real actor rank on a CPU. ``gpus``: the UUID that each rank is to be on."""
-
-    def __init__(self, config: Config, path: str, rank: int, world: int, gpus: list[str]) -> None:
-        super().__init__(config, path, rank, world, "cpu")
-        self.gpu = gpus[rank]
-
-    def use(self, config: Config) -> None:
-        """Send another way from now on."""
-        self.weights = WeightSource(config.weights, self.device, self.dtype)
-        self.weights.trainer = self.trainer
-        self.weights.publisher.sender.gpu = self.gpu
-
-    def gathered(self) -> dict[str, Tensor]:
-        """All of them, gathered. A collective."""
-        return {name: t.clone() for name, t in self.trainer.student.full_tensors(self.dtype)}
 
 
 class Keeper(InferenceEngine[SampleRequest, Sample]):

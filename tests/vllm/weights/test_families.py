@@ -1,7 +1,6 @@
 """After a push of entirely other weights vLLM's log-probabilities are the actor's: a family for each way it can fail.
 
-All families of ``tests/families.py`` are tried with ``GKD_ALL_FAMILIES=1``, in some minutes: vLLM takes about ten
-seconds for a family that it meets for the first time on a machine, and three afterwards.
+All families of ``tests/families.py`` are tried with ``GKD_ALL_FAMILIES=1``, in some minutes.
 """
 
 from __future__ import annotations
