@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from gkd.cluster.workers.activity import record_activity
 from gkd.config import Config
@@ -14,6 +13,9 @@ from gkd.rollout.loop import EngineLoop
 from gkd.rollout.sampler import Sampler
 from gkd.weights.delivery import Arrivals, Push
 from gkd.weights.transfer import Piece, Receiver
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class WeightLoader:
@@ -25,11 +27,9 @@ class WeightLoader:
     def __init__(self, config: Config, rank: int, loop: EngineLoop, sampler: Sampler) -> None:
         self._rank, self._loop, self._sampler = rank, loop, sampler
         self._in_flight = config.schedule.in_flight
-        transfer = config.weights.transfer_class
+        self._settings, self._transfer = config.weights, config.weights.transfer_class
         self._receiver: Receiver | None = None
-        """What receives in this process; None where the engine's own processes do, on their GPUs."""
-        if not transfer.gpu_to_gpu:
-            self._receiver = transfer.receiver(config.weights, torch.device("cpu"))
+        """What receives in this process, from the first piece on."""
         self._arriving = threading.Lock()
         self._arrivals: Arrivals | None = None
 
@@ -69,12 +69,19 @@ class WeightLoader:
         """Load a whole piece, on the engine's thread."""
         if piece.number == 0:
             self._hold()
-        if self._receiver is None:
+        if self._transfer.gpu_to_gpu:  # the engine's own processes receive, on their GPUs
             self._sampler.engine.receive_weights(piece)
         else:
-            self._sampler.engine.load_weights(piece, self._receiver.receive(piece))
+            self._sampler.engine.load_weights(piece, self._receive(piece))
         if piece.last:
             self._sampler.release(piece.version)
+
+    def _receive(self, piece: Piece) -> dict[str, Tensor]:
+        if self._receiver is None:
+            import torch  # which engines of one's own may do without
+
+            self._receiver = self._transfer.receiver(self._settings, torch.device("cpu"))
+        return self._receiver.receive(piece)
 
     def _hold(self) -> None:
         self._sampler.hold(self._in_flight)
