@@ -80,7 +80,8 @@ class _Simulation:
         # the driver's is recording while it logs the step before.
         self.step, self.fed, self.chunk = 1, 0, 0.0
         self.chunks: deque[float] = deque()
-        self.began = self.prepared = self.computing = self.draining = self.recording = False
+        self.began = self.preparing = self.prepared = False
+        self.computing = self.draining = self.recording = False
 
     @property
     def pace(self) -> Pace:
@@ -271,10 +272,20 @@ class _Simulation:
     # The actor's step
 
     def _feed(self) -> None:
-        """Close chunks as the batch's samples come in its order; begin the update once it is whole."""
-        updating, batch, there = self.run.updating, self.batches.get(self.step), self.delivered.get(self.step, set())
-        if batch is None or self.fed == len(batch) or self.recording:
+        """Close chunks as the batch's samples come; begin the update once it is whole."""
+        if self.recording or self.preparing or self.step not in self.batches:
             return
+        self._close_chunks()
+        if self.fed == len(self.batches[self.step]):
+            self.preparing = True
+            self.chunks.append(self.chunk)
+            self._schedule(self.run.driver.prepare_s, self._end_preparing)
+        self._compute()
+
+    def _close_chunks(self) -> None:
+        """Put what is there of the batch, in its order, into chunks, and close those that are full."""
+        batch, there = self.batches.get(self.step, []), self.delivered.get(self.step, set())
+        updating = self.run.updating
         while self.fed < len(batch) and all(i in there for i in range(self.fed, self.fed + updating.unit)):
             unit = batch[self.fed : self.fed + updating.unit]
             tokens = sum(self.run.prompt + sample.length for sample in unit)
@@ -283,10 +294,6 @@ class _Simulation:
                 self.chunk, self.began = 0.0, True
             self.chunk += tokens
             self.fed += len(unit)
-        if self.fed == len(batch):
-            self.chunks.append(self.chunk)
-            self._schedule(self.run.driver.prepare_s, self._end_preparing)
-        self._compute()
 
     def _end_preparing(self) -> None:
         self.prepared = True
@@ -356,8 +363,12 @@ class _Simulation:
         for number, engine in enumerate(self.engines):
             if engine.running:
                 self._continue(number)
-        self.began, self.prepared, self.recording = False, False, True
+        self.began = self.preparing = self.prepared = False
         self._dispatch(self.step - 1)
+        self.recording = True
+        if self.run.max_staleness:  # the actor has what is there before the step is logged
+            self._close_chunks()
+            self._compute()
         self._schedule(self.run.driver.record_s, self._end_recording)
 
     def _end_recording(self) -> None:
