@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,3 +193,12 @@ def visible_devices(visible: str, node_id: str) -> Devices:
         uuids=[uuid for uuid, _ in pairs if uuid is not None],
         indices=[-1 if index is None else index for uuid, index in pairs if uuid is not None],
     )
+
+
+def range_text(indices: Sequence[int]) -> str:
+    """Return ``0-3`` for consecutive indices, else ``0,2,5``; ``none`` for none."""
+    if not indices:
+        return "none"
+    if len(indices) > 1 and list(indices) == list(range(indices[0], indices[-1] + 1)):
+        return f"{indices[0]}-{indices[-1]}"
+    return ",".join(map(str, indices))

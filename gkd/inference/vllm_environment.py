@@ -9,9 +9,12 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gkd.errors import ConfigError, RunFailed
-from gkd.inference.engine import Device
+
+if TYPE_CHECKING:
+    from gkd.inference.engine import Device
 
 BYTES_PER_THREAD = 4 << 20
 """Of weights, a million parameters in float32. Below that, threads wait for each other for longer than they help: with

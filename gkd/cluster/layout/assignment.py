@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import IO, Any, Literal
 
-from gkd.cluster.gpu import are_simulated
-from gkd.cluster.layout.fit import range_text
+from gkd.cluster.gpu import are_simulated, range_text
 
 UUID_SHOWN = 14
 """Characters of a UUID in a narrow table, which distinguish the GPUs of a machine."""

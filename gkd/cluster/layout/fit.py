@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gkd.cluster.gpu import range_text
 from gkd.cluster.layout.nodes import GroupRequest, Node, group_requests, solve
 from gkd.config import Config, Engine, load, parse_gpus
 from gkd.config.loading import CONF_DIR, read_yaml
@@ -50,15 +51,6 @@ def request_text(requests: Sequence[GroupRequest], cpus_per_worker: float | None
     text = f"{', '.join(parts)} = {total} GPU{'s' * (total != 1)}"
     n_cpus = sum(request.workers_per_node * request.nnodes for request in requests) * (cpus_per_worker or 0.0)
     return text if cpus_per_worker is None else f"{text} and {n_cpus:g} CPUs"
-
-
-def range_text(indices: Sequence[int]) -> str:
-    """Return ``0-3`` for consecutive indices, else ``0,2,5``; ``none`` for none."""
-    if not indices:
-        return "none"
-    if len(indices) > 1 and list(indices) == list(range(indices[0], indices[-1] + 1)):
-        return f"{indices[0]}-{indices[-1]}"
-    return ",".join(map(str, indices))
 
 
 def gpus_text(nodes: Sequence[Node]) -> str:
