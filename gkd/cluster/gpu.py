@@ -168,6 +168,14 @@ def node_indices(visible: str | None, n_gpus: int, uuids: list[str]) -> list[int
     return [position if number is None else number for position, number in enumerate(numbers)]
 
 
+def indices_of_raylet(n_gpus: int) -> list[int]:
+    """Return indices of the ``n_gpus`` GPUs of this node, by the environment of its raylet, this process' parent."""
+    environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
+    variables = dict(entry.partition("=")[::2] for entry in environ.split("\0"))
+    uuids = [] if variables.get(SIMULATED) == "1" else nvml_uuids()
+    return node_indices(variables.get(VISIBLE), n_gpus, uuids)
+
+
 @dataclass(frozen=True)
 class Devices:
     """What a process sees: number of devices, their UUIDs and their indices, in CUDA's order."""

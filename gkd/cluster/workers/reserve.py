@@ -9,12 +9,10 @@ so that two runs waiting for each other cannot lock up, and it is tried again af
 from __future__ import annotations
 
 import logging
-import os
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -360,10 +358,13 @@ def free_text(nodes: Sequence[Node]) -> str:
 
 def _read_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
     """Return indices of the GPUs of every node that is still there. Raises RunFailed when one is silent for 60 s."""
-    read = ray.remote(num_cpus=0)(_indices_here)
+    read = ray.remote(num_cpus=0)(gpu.indices_of_raylet)
     refs = {
-        node_id: read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(node_id)
-        for node_id in node_ids
+        node["NodeID"]: read.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(int(node["Resources"]["GPU"]))
+        for node in _living_nodes()
+        if node["NodeID"] in node_ids
     }
     indices: dict[str, list[int]] = {}
     for node_id, ref in refs.items():
@@ -373,12 +374,3 @@ def _read_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
             if any(node["NodeID"] == node_id for node in _living_nodes()):
                 raise explain(error, f"asking node {node_id[:8]} for its GPUs") from error
     return indices
-
-
-def _indices_here(node_id: str) -> list[int]:
-    """Return indices of this node's GPUs, out of the environment of its raylet, which is this process' parent."""
-    environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
-    variables = dict(entry.partition("=")[::2] for entry in environ.split("\0"))
-    n_gpus = next(int(node["Resources"]["GPU"]) for node in ray.nodes() if node["NodeID"] == node_id)
-    uuids = [] if variables.get(gpu.SIMULATED) == "1" else gpu.nvml_uuids()
-    return gpu.node_indices(variables.get(gpu.VISIBLE), n_gpus, uuids)
